@@ -17,7 +17,7 @@ from looplib.checkpoint.policy import CheckpointPolicy, KeepRule, Start
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
-from looplib.data.asked import BadRecords
+from looplib.data.dataset_requests import BadRecords
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, shown, whole_number
 from looplib.health.guards import Diverged, Guards
@@ -215,7 +215,7 @@ class Controller:
     def best_checkpoint(self) -> str | None:
         """The path of the best committed checkpoint by the policy's first `KeepBest`, or None if none has a score.
 
-        Without one, that of the training which `run.json` has.
+        Without one, the number of the training in `run.json`.
         """
         best = self._directory.best()
         return best.path if best else None
@@ -243,7 +243,7 @@ class Controller:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The steps in which the training data comes once; None where that is not known."""
+        """The steps of one pass over the training data; None if not known."""
         return self._loops.steps_per_epoch
 
     # Training.
@@ -458,7 +458,7 @@ class Controller:
         """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
 
         A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
-        that differ from those of the finished pieces are refused.
+        that differ from the finished pieces are refused.
 
         Args:
           directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.

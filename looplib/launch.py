@@ -239,7 +239,7 @@ def _make_controller(
         config=config,
     )
     controller.report.flags = values
-    if controller.report.path:  # a controller with a trainer may be that of an export
+    if controller.report.path:  # a controller with a trainer may only export
         controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
     this_program = plugins.find("looplib.parts", "this_program") if records_program else None

@@ -7,7 +7,7 @@ wrote, is not.
 
 A marker is one JSON object: `format`, `step`, `time`, `files` (with sizes and SHA-256 checksums), `scores`, `versions`,
 and `sha256`, the checksum of all the others. Unknown fields are kept and ignored; a higher `format` is refused by
-name; 2 is that of a checkpoint with files of several workers. A marker may come from somebody else, so it may name
+name; 2 is for a checkpoint with files of several workers. A marker may come from somebody else, so it may name
 only files of its own checkpoint.
 
 `ckpt-<step>.unfinished` is beside files that are being written, moved or deleted. It shows the next start that a part

@@ -160,7 +160,7 @@ class LiveVariables:
                         self._of_variable[id(slot)] = leaf
 
     def record(self) -> VariableNames:
-        """Returns the names to save with a checkpoint. Each process that runs this program has the same."""
+        """Returns the names to save with a checkpoint. They are equal in each process that runs this program."""
         places = sorted(self._places, key=lambda place: in_order(place[0]))
         counted = NameNormalizer(self).counted(leaf.name for _, leaf in places if not leaf.origin)
         return VariableNames(

@@ -77,7 +77,7 @@ class KeepBest:
         return f"{self.mode}:{self.metric}"
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
-        """Returns those of `kept`, newest first, to keep; of equal ones the newer."""
+        """Returns the ones in `kept`, newest first, to keep; among equal ones the newer."""
         scores = [(done, done.scores.get(self.metric)) for done in kept]
         scored = [(done, score) for done, score in scores if score is not None and not math.isnan(score)]
         ranked = sorted(scored, key=lambda item: item[1], reverse=self.mode == "max")
@@ -98,7 +98,7 @@ class KeepEvery:
         object.__setattr__(self, "steps", whole_number("KeepEvery.steps", self.steps))
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
-        """Returns those of `kept` to keep."""
+        """Returns the ones in `kept` to keep."""
         return [done for done in kept if done.step % self.steps == 0]
 
 

@@ -152,7 +152,7 @@ def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int,
 
     Args:
       cluster: a `Cluster` of workers that train in step, this process among them.
-      join_limit: seconds within which all workers have to come.
+      join_limit: seconds for all workers to come.
       silence_limit: seconds of silence after which a worker that waits counts as lost.
 
     Returns:

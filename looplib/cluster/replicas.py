@@ -72,7 +72,7 @@ def counted(weights: tf.Tensor) -> tf.Tensor:
 def of_means() -> Iterator[None]:
     """Has optimizers weigh the gradients of the `with` block by this replica's part of the global batch.
 
-    For a loss that is the mean over this replica's examples, or otherwise that of a batch of these examples alone.
+    For a loss that is the mean over this replica's examples, or otherwise over a batch of these examples alone.
     """
     share = _step.share
     if share is not None and tf.distribute.get_replica_context().num_replicas_in_sync > 1:

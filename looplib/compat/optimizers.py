@@ -210,7 +210,7 @@ def _kernel(make: Callable, optimizer: Any, variable: Any, rate: Any) -> Callabl
 
 
 def _gains(optimizer: Any, elements: int | None) -> bool:
-    """Returns whether the kernel is faster on CPUs than Keras's ops, for a variable of so many elements."""
+    """Returns whether the kernel is faster on CPUs than Keras's ops, by the number of elements."""
     if not elements:
         return False
     if type(optimizer).__name__ == "SGD":

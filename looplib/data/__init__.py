@@ -1,7 +1,7 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
-    asked: BadRecords, Reads
+    dataset_requests: BadRecords, Reads
     batches: Batches, BatchSizePeriod, Epoch
     block_stream: none
     distribution: distribute, runs_on_host

@@ -1,6 +1,6 @@
 """The global batches of a run, whose size may change at a restart, and which examples each of them has.
 
-A run counts global batches. With those of earlier sizes known, a number of batches is a position in the examples, at
+A run counts global batches. If earlier sizes are known, a number of batches is a position in the examples, at
 which the next batch begins whatever its size is.
 """
 
@@ -83,10 +83,10 @@ class Batches:
     """The sizes of a run's global batches."""
 
     size: int  # examples of each from now on
-    earlier: tuple[BatchSizePeriod, ...] = ()  # those of other sizes, in their order
+    earlier: tuple[BatchSizePeriod, ...] = ()  # batches of other sizes, in their order
 
     def resized(self, size: int, step: int, batch: int) -> "Batches":
-        """Returns those of a run that continues with another size, at a step and after so many global batches."""
+        """Returns the batches of a run that continues with another size, at a step and after `batch` batches."""
         if size == self.size:
             return self
         now = BatchSizePeriod(step, batch, self.size)
@@ -210,7 +210,7 @@ class Positions:
     def _in_epochs(self, epoch: Epoch) -> tf.data.Dataset:
         num_examples, size, steps = epoch.examples, self.sizes.size, epoch.steps(self.sizes.size)
         epochs, done = divmod(self.sizes.before(self.sizes.first, epoch), num_examples)
-        # As if the epoch in which the present size begins had `steps` batches of it, of which `missing` came before.
+        # As if the epoch where the present size begins had `steps` such batches, `missing` of them before.
         missing = steps + (done - num_examples) // size
         moved = tf.constant(done - missing * size, tf.int64)
 

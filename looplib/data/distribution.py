@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data.asked import BadRecords
 from looplib.data.batches import Batches, BatchSizePeriod
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
+from looplib.data.dataset_requests import BadRecords
 from looplib.data.host_stream import HostStream
 from looplib.data.input_context import InputContext, per_replica_batch_size
 from looplib.data.pipelines import Pipelines, PipelineTask, makes_global_batches
@@ -64,9 +64,9 @@ def distribute(
       task: has the `dataset`.
       config: the settings of the controller; of an evaluator, with its own global batch size.
       left_out: the damaged records that the run has left out.
-      training: whether the data is that of a training.
+      training: whether the data is for a training.
       start_step: global batches that were consumed before.
-      earlier: those of other sizes.
+      earlier: batches of other sizes.
       in_blocks: whether the loop takes the batches of several steps at once, on one replica.
       remote: makes the stream where workers read by themselves, of the arguments of a `Stream` and `make`, which makes
         the pipeline of a worker there.

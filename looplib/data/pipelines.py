@@ -66,7 +66,7 @@ class Pipelines:
         self.replicas = settings["num_replicas"]
         self._overfit_batch = overfit_batch
         self.newest: tf.data.Dataset | None = None  # the pipeline that was built last
-        # Of each pipeline that was built:
+        # For each pipeline that was built:
         self.contexts: list[InputContext] = []
         self.cardinalities: list[int] = []  # in batches; in steps, where that decides whether there is one at all
         self.shares: list[int] = []  # batches from the beginning of the data, as tf.data says it
@@ -229,7 +229,7 @@ class Pipelines:
 
 
 def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
-    """Repeats the batches of the first step without end; as they are if there are not enough for a step."""
+    """Repeats the batches of the first step without end; does not if there are too few for a step."""
     first = dataset.take(context.replicas_per_pipeline)
     if 0 <= first.cardinality() < context.replicas_per_pipeline:
         return first

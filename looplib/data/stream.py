@@ -74,7 +74,7 @@ class BatchProperties:
     in_turn: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples there are; None where that is not known
-    # of the files of a training, see `asked.Reader`
+    # of the files of a training, see `dataset_requests.Reader`
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     lengths: ShareLengths | None = None  # of the workers' shares of a training; None where each reads by itself
 
@@ -94,7 +94,7 @@ class Stream:
     start_step: int = 0  # global batches that were consumed before
     positioned: bool = False  # whether the pipeline starts at `start_step` by itself
     skipped: int = 0  # batches that each pipeline otherwise leaves out to start there
-    # structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself
+    # structure of arrays `[n, ...]` that the batches number the rows of; None if they are the data itself
     arrays: Any = None
     block: int = 1  # steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step
     passed: int = dataclasses.field(default=0, init=False)  # of the `skipped` batches, those that were read so far

@@ -17,7 +17,7 @@ from looplib.loop.step import Step, now, timed
 from looplib.loop.xla import XlaChunk
 
 _FEW = 3  # chunks of XLA that are called one by one
-_TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
+_TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop; a TPU counts no further
 # Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
 # small step (docs/speed.md), and several workers have to ask each other.
 _STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000

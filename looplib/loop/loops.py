@@ -13,8 +13,8 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data.asked import BadRecords
 from looplib.data.batches import Batches, Epoch
+from looplib.data.dataset_requests import BadRecords
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
@@ -142,7 +142,7 @@ class Loops:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The steps in which the training data comes once; None where that is not known, or nothing is trained."""
+        """The steps of one pass over the training data; None if not known, or nothing is trained."""
         return self.training.steps_per_epoch if self.training else None
 
     def steps_of(self, steps: int | None, epochs: float | None) -> int:

@@ -27,7 +27,7 @@ METRICS = metric_names.BATCH_SIZES
 class BatchSizes:
     """Compares the sizes of training batches with what is expected.
 
-    The size is that of the first value per example that the step returns, or of its input if it returns none. A smaller
+    A batch is as large as the first value per example that the step returns, else as its input. A smaller
     batch is right as the last one of the data or of an epoch, so that smaller ones are wrong only if they are more than
     half of all. The two are subtracted from each other, because each op here is a part of every step; equal numbers of
     both are not noticed.

@@ -87,7 +87,7 @@ class Clock:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def add_start(self) -> None:
-        """Adds the time between the start of the process and that of this clock, as "start"."""
+        """Adds the time from the start of the process to the start of this clock, as "start"."""
         self.of_process = True
         self.add("start", max(0.0, _process_seconds() - self.seconds()["wall"]))
 

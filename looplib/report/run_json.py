@@ -108,7 +108,7 @@ def read_report(path: str) -> Report:
 
 
 def kept(starts: list[StartRecord]) -> list[StartRecord]:
-    """Returns the starts of which a report has room."""
+    """Returns the starts that a report has room for."""
     return [*starts[:1], *starts[1:][1 - MOST_STARTS :]]
 
 
@@ -159,13 +159,13 @@ class Points:
       clock: has the seconds.
 
     Attributes:
-      points: the points so far, in the order in which they were noted.
+      points: the points so far, in the order of their notes.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.points: list[Point] = []
         self._clock = clock
-        self._every = 1  # of so many reports one is noted
+        self._every = 1  # every how many reports one is noted
         self._reports = 0
 
     def note(self, step: int) -> None:
@@ -236,7 +236,7 @@ class RunProgress:
 class RunReport:
     """The report of a run directory, replaced atomically whenever its status changes.
 
-    Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
+    Its fields describe the newest start, except `started`, which is the first start's, and `seconds`, which adds up
     all starts. `starts` lists them, each with `started` (when its process was, so that `seconds` end when it ends),
     `command`, `program`, `process`, `versions`, `restored_from`, `status`, `step`, `seconds`, `verdict`, `points`,
     `changed` (the settings that differ from the start before) and, if there were any, `rollbacks`. `traceback` is that
@@ -256,7 +256,7 @@ class RunReport:
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
       speed: how much the training computes, a dataclass; None where that is not known.
       points: memory and seconds at the reports of this start.
-      defaults: `flags` and `config` as they are when nothing is set, for `not_default`; None if they are not known.
+      defaults: `flags` and `config` without any setting, for `not_default`; None if they are not known.
       page: the `Page` of the run, which is updated when the run has ended in some way.
     """
 
@@ -413,7 +413,7 @@ class RunReport:
             logging.warning("%s cannot be written: %s", path, with_cure(reason))
 
     def note_rollback(self, step: int, to: int, reason: str) -> None:
-        """Writes that the run goes back from a step to that of a checkpoint.
+        """Writes that the run goes back from a step to the step of a checkpoint.
 
         Args:
           step: the step at which a guard found something.
@@ -452,7 +452,7 @@ def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
 
 
 def _ago(seconds: float) -> str:
-    """Returns the time so many seconds ago, as ISO 8601 has it."""
+    """Returns the time some seconds ago, in ISO 8601."""
     then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=seconds)
     return then.isoformat(timespec="seconds")
 

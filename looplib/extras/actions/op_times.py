@@ -29,7 +29,7 @@ class OpTime:
     Attributes:
       name: its name in the graph.
       type: its type, such as "MatMul".
-      time_ms: milliseconds in all, without those of ops inside of it.
+      time_ms: milliseconds in all, without the ops inside of it.
       share: share of the time of all ops, which several threads and devices may spend at once.
     """
 

@@ -213,7 +213,7 @@ def _differs(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def merge(tree: dict[str, Any], kind: Any, values: Mapping[Any, Any], at: At, path: str = "") -> None:
-    """Replaces settings by those of a file or a flag.
+    """Replaces settings by the values of a file or a flag.
 
     Args:
       tree: settings as YAML holds them, by name; of a dataclass those in it.
@@ -315,7 +315,7 @@ def write(directory: str, text: str) -> None:
 
 
 def warn_of_other_settings(model_dir: str, config: Any) -> None:
-    """Names the settings of a job that does not train that differ from those of the training."""
+    """Names the settings of a job without training that differ from the training's."""
     trained = run_json.read_report(run_json.path_of(model_dir, trains=True))
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):

@@ -117,7 +117,7 @@ def dump(value: Any) -> str:
 
 
 def plain(value: Any, hint: Any = None) -> Any:
-    """Returns a value as YAML holds it, by its type, or by that of its field."""
+    """Returns a value as YAML holds it, by its own or its field's type."""
     return _CONVERTER.unstructure(value, unstructure_as=hint)
 
 

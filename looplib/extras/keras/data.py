@@ -82,7 +82,7 @@ class KerasData:
             )
 
     def steps_per_epoch(self, global_batch_size: int, count: bool) -> int | None:
-        """Returns the number of steps in which all examples come once; None if it is not known.
+        """Returns the number of steps of one pass over all examples; None if it is not known.
 
         Args:
           global_batch_size: examples of a step.
@@ -109,7 +109,7 @@ class KerasData:
     def spec(self, replicas: int) -> Any:
         """Returns the structure of `tf.TypeSpec`s of the batches of one replica.
 
-        Their size is known where that of the data set's batches is.
+        Their size is known where the size of the data set's batches is.
         """
         if self.is_arrays:
             return tf.nest.map_structure(rows.spec, self._rows_given)

@@ -50,7 +50,7 @@ class _Values:
 
 
 def check(model: Any, batch: tuple) -> None:
-    """Checks that the loss of a batch is the mean of those of its parts, by computing both.
+    """Checks that the loss of a batch is the mean over its parts, by computing both.
 
     What is compared are the gradients that optimizers get. Where `train_step` is Keras's own, layers compute as in an
     evaluation, without dropout. Nothing is updated. Batch normalization in a `train_step` of the model's own is not
@@ -184,7 +184,7 @@ class _Runs:
         return found
 
     def kept_apart(self, first: tuple, second: tuple) -> list[str]:
-        """Returns the variables that differ between replicas after a step in which they have different batches."""
+        """Returns the variables that differ between replicas after a step on different batches."""
         self._run(first, second, True)
         kept = []
         for variable in _shared(self._model):
@@ -257,7 +257,7 @@ class _Runs:
 
 
 def _shared(model: Any) -> list[Any]:
-    """Returns the variables of a model apart from those of metrics and of layers of Keras, and seeds."""
+    """Returns the variables of a model without metrics, layers of Keras, and seeds."""
     layers = [layer for layer in _keras.sublayers(model) if _keras.is_own_class(layer) and not _keras.is_model(layer)]
     others = [*layers, *filter(_keras.is_metric, _keras.parts(model))]
     known = {id(_keras.tf_variable(variable)) for other in others for variable in other.variables}

@@ -172,7 +172,7 @@ class KerasEvaluator(Evaluator):
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """See `Evaluator`: the metrics are also those of the training, which gets its own values back."""
+        """See `Evaluator`: the metrics are shared with the training, which gets its own values back."""
         for metric in self.metrics:
             metric.reset_state()
         return super().evaluating()

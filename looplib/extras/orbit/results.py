@@ -24,7 +24,7 @@ class OrbitResults(Accumulator):
         self._steps = 0
 
     def take(self, metrics: dict[str, np.ndarray], steps: int) -> None:
-        """Replaces the metrics by those of a call of so many steps."""
+        """Replaces the metrics by the results of a call of some steps."""
         self._metrics, self._steps = metrics, self._steps + steps
 
     def metrics(self) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from looplib.extras.tools.options import path
 from looplib.plugins import Command
 
 _MOST_RUNS = 200  # of a page
-_DEEPEST = 2  # folders below a directory, in which runs are searched: a sweep has trial-0001/seed-0
+_DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
 _SWEEP = "sweep.db"
 _OF_A_SWEEP = re.compile(r"(trial|seed)-\d+")  # the folders that a sweep makes, unlike those of a rerun beside them
 
@@ -98,7 +98,7 @@ def _runs_in(directory: str) -> list[str]:
 
 
 def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[str]:
-    """Yields the run directories in a directory; in that of a sweep, the trials alone."""
+    """Yields the run directories in a directory; for a sweep, the trials alone."""
     names = {name.rstrip("/") for name in files.names_in(directory)}
     if {"run.json", "metrics.jsonl"} & names:
         yield directory

@@ -90,10 +90,10 @@ def last_of(values: np.ndarray, value: float) -> int:
 
 
 def of_records(records: Iterable[Record], undone: bool = False) -> list[Curve]:
-    """Returns the curves of records, in the order in which the metrics first appear.
+    """Returns the curves of records, in the order of the metrics' first values.
 
     Args:
-      records: those of a `metrics.jsonl`; values that are not numbers are left out.
+      records: the lines of a `metrics.jsonl`; values that are not numbers are left out.
       undone: what the curves say of themselves.
     """
     found: dict[tuple[str, str], Curve] = {}

@@ -28,7 +28,7 @@ def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
 
     Args:
       kept: the setting --keep_best, which comes first.
-      found: the curves, of which an evaluation's comes next.
+      found: the curves; an evaluation's comes next.
     """
     mode, _, wanted = values.text(kept, 200).rpartition(":")
     metrics = [f"{curve.split}/{curve.name}" for curve in found if curve.split != "train"]
@@ -41,7 +41,7 @@ def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
 
 
 def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
-    """Returns the checkpoints, of which the best by a metric says so; of equal ones the newest.
+    """Returns the checkpoints with a mark on the best by a metric, among equal ones on the newest.
 
     Args:
       saved: the checkpoints, oldest first.

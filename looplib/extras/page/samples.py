@@ -36,7 +36,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The samples by kind; those of a name together, oldest first. `left_out` counts images that are not shown."""
+    """The samples by kind; grouped by name, oldest first. `left_out` counts images that are not shown."""
 
     images: list[Sample]
     texts: list[Sample]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.data.asked import BadRecords
+from looplib.data.dataset_requests import BadRecords
 from looplib.errors import UsageError, with_cure
 from looplib.extras.records.indexed import BadRecordError
 from looplib.extras.records.sources import Chain, Source, items

@@ -146,7 +146,7 @@ class Files:
 
 
 def absolute(paths: Sequence[str]) -> list[str]:
-    """Returns paths with those of local files absolute."""
+    """Returns paths; local ones are made absolute."""
     return [path if is_remote(path) else os.path.abspath(path) for path in paths]
 
 

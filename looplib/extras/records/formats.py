@@ -18,7 +18,7 @@ from looplib.extras.records.indexed import MOST_BYTES, IndexedFiles, Numbered, R
 _WINDOW = 1 << 22  # bytes that are read at once to find the records
 _END = 10  # a byte, of a line
 _MOST_ROWS = 1 << 24  # of a row group
-_GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
+_GROUPS = 80  # of Parquet files that are kept: for a batch, and the next ones
 # A record of a TFRecord file: its length (8 bytes), a checksum of that (4), the data, a checksum of the data (4).
 _BEFORE, _AFTER = 12, 4
 _LARGE = 1 << 18  # bytes of a large record
@@ -181,7 +181,7 @@ def _fits_lines(files: Files, index: int, starts: np.ndarray, stops: np.ndarray)
 
 
 class FixedLength(IndexedFiles):
-    """The records of files in which all have one length.
+    """The records of files whose records all have one length.
 
     Args:
       paths: the files.

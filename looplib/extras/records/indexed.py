@@ -38,7 +38,7 @@ class BadRecordError(UsageError):
 
 
 def ends_process(error: Exception) -> bool:
-    """Returns whether a library could not read because the process ends, of which reading ahead may hear first."""
+    """Returns whether a library could not read because the process ends; reading ahead may notice that first."""
     return "cannot schedule new futures" in str(error)
 
 

@@ -38,7 +38,7 @@ class PackedRows(NamedTuple):
         """Looks up the tokens.
 
         Args:
-          tokens: those of all documents, `[n, (length)]`.
+          tokens: the tokens of all documents, `[n, (length)]`.
           padding: what stands where there is none.
 
         Returns:

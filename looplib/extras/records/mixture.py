@@ -133,7 +133,7 @@ class _Places:
     """Divides positions of a run among the sources.
 
     Args:
-      starts: the position at which each phase starts, of which the first is 0.
+      starts: the position at which each phase starts; the first is 0.
       parts: of each phase, the parts of each source in a period of as many examples as there are parts.
     """
 

@@ -30,7 +30,7 @@ class RecordSelection(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockOrder:
-    """A shuffled order in which neighbouring records are read at once.
+    """A shuffled order that reads neighbouring records at once.
 
     The slots of a global batch are divided into lanes of neighbouring slots. In each epoch the blocks of the data come
     in a keyed order, each lane takes a range of their records as long as its number of positions, and the records of

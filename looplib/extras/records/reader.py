@@ -23,7 +23,7 @@ _LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 
 
 class RecordReader:
-    """Reads the records of one `InputContext`; see `looplib.data.asked.Reader`.
+    """Reads the records of one `InputContext`; see `looplib.data.dataset_requests.Reader`.
 
     Args:
       context: the context.
@@ -108,11 +108,11 @@ class RecordReader:
         return ordered(block=block) if block > 1 else None
 
     def fingerprint(self) -> dict[str, str]:
-        """See `looplib.data.asked.Reader`."""
+        """See `looplib.data.dataset_requests.Reader`."""
         return fingerprint([reads.source for reads in self.reads])
 
     def name_of(self, number: int) -> str:
-        """See `looplib.data.asked.Reader`."""
+        """See `looplib.data.dataset_requests.Reader`."""
         source = self.reads[0].source
         if isinstance(source, Subset):
             number = int(np.flatnonzero(source.ids == number)[0])

@@ -60,7 +60,7 @@ class HasMeanBytes(Protocol):
 
 @runtime_checkable
 class Blocked(Protocol):
-    """A source whose records are stored in blocks of so many, each of which is read as a whole."""
+    """A source whose records are stored in blocks of `block` records, which are read whole."""
 
     block: int
 

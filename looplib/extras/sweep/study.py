@@ -305,7 +305,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def name_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
-    """Returns the name of a trial, which is also that of its folder in the sweep's directory."""
+    """Returns the name of a trial and of its folder in the sweep's directory."""
     return f"trial-{trial.number:04}"
 
 

@@ -135,7 +135,7 @@ class _Sweep:
 
     Args:
       directory: the sweep's.
-      lock: that of the directory, which this process holds.
+      lock: the lock of the directory, which this process holds.
       plan: what it does.
       fixed: the arguments that all runs have.
       study: its trials.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from looplib.controller import Controller
 
 VARIABLE = "LOOPLIB_REPLAY"
-CHECKSUM = "sha256 "  # before that of an array, in a trace
+CHECKSUM = "sha256 "  # before the checksum of an array, in a trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Order:
 
     @property
     def news(self) -> str:
-        """The file in which the process writes what it is doing."""
+        """The file where the process writes what it is doing."""
         return f"{self.to}.news"
 
     def as_environment(self) -> dict[str, str]:
@@ -68,7 +68,7 @@ class Trace:
 
     Attributes:
       step: the global step; the first of a trace is the state before any step, without metrics.
-      metrics: those of this step alone, by name; lists for arrays.
+      metrics: the metrics of this step alone, by name; lists for arrays.
       variables: the value of each variable after it as text, a checksum for an array, by name.
     """
 
@@ -148,7 +148,7 @@ class Player:
         return self._controller.global_step
 
     def progress(self) -> tuple[int, float]:
-        """Returns numbers of which one changes while it makes progress, the global step first."""
+        """Returns numbers, at least one of which changes with progress; the global step first."""
         return self.step, self.loop.progress()
 
     def play(self, end: int) -> None:
@@ -201,7 +201,7 @@ class Player:
         return traces
 
     def _checksums(self) -> dict[str, str]:
-        """Returns the variables of the model, then those of optimizers and the like, as a `Trace` has them."""
+        """Returns the variables of the model, then of optimizers and the like, as a `Trace` has them."""
         model = [(name, variable) for name, variable, _ in model_table.variables(self.loop.task)]
         own = {id(variable) for _, variable in model}
         others = [pair for pair in variables_of(state_of(self.loop.task)) if id(pair[1]) not in own]

@@ -102,7 +102,7 @@ def _refuse_what_cannot_be_repeated(report: run_json.Report, directory: str) -> 
 
 
 def _differences_now(report: run_json.Report, directory: str) -> list[str]:
-    """Returns lines about versions and code that are not those of the run."""
+    """Returns lines about versions and code that differ from the run's."""
     lines = []
     for name, version in report["versions"].items():
         if (now := _version(name)) != version:

@@ -23,7 +23,7 @@ from looplib.extras.tools.compare import final_checkpoint
 
 _MOST_SHOWN = 10_000  # characters
 _LAST_BYTES = 8192  # of a log
-_LAST_SECONDS = 10.0  # in which the processes of a run that was killed end
+_LAST_SECONDS = 10.0  # for the processes of a killed run to end
 # What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is hit.
 _KILLS = ("after a save", "while it started", "while it ran")
 

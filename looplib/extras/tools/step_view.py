@@ -96,7 +96,7 @@ def _verdict(
     different: Sequence[int],
     records: Mapping[int, Record],
 ) -> str:
-    """Says whether the metrics that the run reported on the way are those of the replay."""
+    """Says whether the metrics that the run reported on the way equal the replay's."""
     step, exact = order.step, order.exact
     if not compared:
         begin = f"the checkpoint of step {start}" if start else "step 0, without a checkpoint"
@@ -181,7 +181,7 @@ class _View:
         return lines
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the batch as numpy arrays by name; those of a ragged or sparse tensor are several."""
+        """Returns the batch as numpy arrays by name; a ragged or sparse tensor has several."""
         found = {} if self._ids is None else {"example_ids": self._ids.numpy()}
         for leaf in self._leaves:
             parts = tf.nest.flatten(leaf.value, expand_composites=True)
@@ -202,7 +202,7 @@ class _View:
         return metrics
 
     def run_eagerly(self, debug: bool = False) -> dict[str, int | float]:
-        """Runs the step op by op, in which all gradients that it gives to an optimizer are seen.
+        """Runs the step op by op, to see all gradients that it gives to an optimizer.
 
         Args:
           debug: whether to stop in the user's function, in Python's debugger.
@@ -365,7 +365,7 @@ def _first_bad_output(error: BaseException) -> tuple[str, str] | None:
 
 
 def _layer_of(error: BaseException) -> str:
-    """Returns the name of the innermost layer of either family in which an error was raised; "" for none."""
+    """Returns the name of the innermost layer of either family that raised an error; "" for none."""
     name, trace = "", error.__traceback__
     while trace is not None:
         holder = trace.tb_frame.f_locals.get("self")

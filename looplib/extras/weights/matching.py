@@ -13,7 +13,7 @@ class Match:
     """Which saved variable belongs to which one here.
 
     Args:
-      saved: those of a checkpoint.
+      saved: the variables of a checkpoint.
       live: those here.
       optimizers: the optimizers that the checkpoint was made with, dict from name to class, as others start
         from the beginning; None where they are not known.
@@ -83,7 +83,7 @@ class Match:
         return unsure
 
     def _pair_layers(self, saved: list[_Layer], live: list[_Layer]) -> list[NamedVariable]:
-        """Pairs the variables of layers that belong together; returns those of names that one side has more often."""
+        """Pairs the variables of layers that belong together; returns the rest, whose names one side has more often."""
         unsure = []
         for one, other in zip(saved, live):
             for part in one.keys() & other.keys():

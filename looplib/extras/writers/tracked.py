@@ -34,7 +34,7 @@ def how_it_ended(directory: str) -> str:
 
 
 def name_of(directory: str) -> str:
-    """Returns the name of a run: that of its directory."""
+    """Returns the name of a run, which its directory has."""
     return os.path.basename(os.path.normpath(directory))
 
 

@@ -20,7 +20,7 @@ class BadRecords:
     """
 
     most: int = 0  # how many there may be
-    # the folder in which the processes of the run note them; None counts those of this process alone
+    # the folder where the processes of the run note them; None counts only in this process
     folder: str | None = None
     names: set[str] = dataclasses.field(default_factory=set, init=False)  # of those that are known to this process
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)  # held while they are counted
