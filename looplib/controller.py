@@ -579,14 +579,14 @@ class Controller:
         if self._loops.closed:
             return
         self._loops.closed = True
-        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
+        with contextlib.ExitStack() as stack:  # each is done even if another raises; in reverse order
             if self._directory is not None:
                 stack.callback(self._directory.release)
             if self._reporter is not None:
                 stack.callback(self._reporter.close)
             stack.callback(self._loops.close)
             if self._checkpointer is not None:
-                stack.callback(self._checkpointer.wait)  # a save needs the writers: what it calls reported is synced
+                stack.callback(self._checkpointer.wait)  # a save syncs the writers before it counts metrics as reported
 
     def __enter__(self) -> "Controller":
         return self

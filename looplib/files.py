@@ -264,7 +264,7 @@ def new_name(path: str) -> str:
 
 
 def is_new_name(name: str, of: str | None = None) -> bool:
-    """Returns whether a name without directory is one that only looplib gives, to what is to be named `of`."""
+    """Returns whether a name without directory is looplib's temporary name for a file `of`."""
     match = re.fullmatch(r"(.*)\.[0-9a-f]{16}\.new", name, re.DOTALL)
     return match is not None and (of is None or of[:50] == match[1])
 
@@ -426,7 +426,7 @@ def measure(path: str) -> tuple[int, str]:
 
 
 def difference(path: str, size: int, sha256: str | None) -> str:
-    """Returns what is proven to differ between a file and what was written, as the end of a sentence; "" for nothing.
+    """Returns a proven difference between a file and what was written, as the end of a sentence; "" for none.
 
     A `sha256` of None compares the size alone.
 

@@ -34,7 +34,7 @@ _CONSEQUENCES = {
     "loop": "the last bits may differ from an uninterrupted run",
 }
 
-NUDGE = "LOOPLIB_NUDGE"  # of the environment: a number, by which `looplib check replicas` has initial weights changed
+NUDGE = "LOOPLIB_NUDGE"  # of the environment: `looplib check replicas` changes initial weights by this number
 
 
 class Checkpointer:

@@ -56,7 +56,7 @@ class Commit:
     Attributes:
       path: `<directory>/ckpt-<step>`, what TensorFlow calls the prefix.
       step: the global step.
-      time: seconds since the epoch at which it was committed.
+      time: when it was committed, in seconds since the epoch.
       files: dict from file name to {"bytes": int, "sha256": str}.
       scores: dict from metric ("eval/accuracy") to the value that an evaluation gave, or None if it was not finite.
       versions: dict of the versions that wrote it.

@@ -1,4 +1,4 @@
-"""The names of what a checkpoint holds: which saved value belongs to which variable, also of a changed program.
+"""The names in a checkpoint: they pair saved values with variables, also of a changed program.
 
 TensorFlow finds a saved value by its place in lists of layers and optimizer variables, so that a layer more, or one
 that is frozen, moves all others. Here a variable is known by its own name below an attribute of the trainer, and a

@@ -134,7 +134,7 @@ class CheckpointPolicy:
         return next((rule for rule in self.keep if isinstance(rule, KeepBest)), None)
 
     def check(self, metrics: dict[str, Collection[str] | None]) -> None:
-        """Raises `UsageError` if a training does not give the metrics by which the best checkpoints are to be kept.
+        """Raises `UsageError` if a training lacks the metrics that choose the best checkpoints.
 
         Args:
           metrics: the names of each evaluator's metrics, by its name; None where they are not known yet.
@@ -164,7 +164,7 @@ def _or_none(path: str | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run starts: from which of its checkpoints, or, if it has none, from which other weights.
+    """Where a run starts: one of its checkpoints, or, if it has none, other weights.
 
     Attributes:
       warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a

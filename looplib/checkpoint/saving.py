@@ -295,7 +295,7 @@ def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Fi
 
 
 def _own_files() -> tf.train.CheckpointOptions:
-    """Returns the options by which this process has the files, also of variables on parameter servers."""
+    """Returns options that make this process write all files, also for variables on parameter servers."""
     return tf.train.CheckpointOptions(experimental_io_device=host_device())
 
 
@@ -310,7 +310,7 @@ class Snapshots:
 
     Args:
       checkpoint: the `tf.train.Checkpoint`.
-      path: a checkpoint that it has written, from which the keys are learned.
+      path: a checkpoint that it has written, for its keys.
 
     Raises:
       NotImplementedError: if it holds a table or other state that only TensorFlow can save, while training waits.

@@ -188,7 +188,7 @@ def sublayers(layer: Any) -> list[Any]:
 
 
 def adapts(layer: Any) -> bool:
-    """Returns whether a layer learns what it computes with from data, in its method `adapt`."""
+    """Returns whether a layer learns from data in its method `adapt`."""
     return callable(getattr(layer, "adapt", None))
 
 

@@ -23,7 +23,7 @@ from looplib.errors import UsageError
 
 KNOWN = "Keras 3.15"
 
-# The class by which Keras 3 adapts its optimizers to tf.distribute, and what of it is changed here.
+# The class that adapts optimizers of Keras 3 to tf.distribute, and the methods changed here.
 _ADAPTER = "keras.src.backend.tensorflow.optimizer"
 _SUM = "_all_reduce_sum_gradients"
 _UPDATES = (
@@ -111,7 +111,7 @@ def num_replicas() -> int:
 
 
 def leave_out_sum(optimizer: Any) -> None:
-    """Changes the class by which Keras 3 adapts an optimizer to tf.distribute, so that it heeds `summed`.
+    """Changes the class that adapts optimizers of Keras 3 to tf.distribute, so that it heeds `summed`.
 
     An optimizer that updates in some steps only does so inside of a condition, where TensorFlow cannot update all
     replicas' copies of a variable together (merge_call), as Keras does. After the sum all replicas compute the same, so

@@ -146,7 +146,7 @@ class Batches:
         return self._examples(step, [span.step for span in self.earlier], epoch)
 
     def step_of(self, examples: int | Fraction, epoch: Epoch) -> int:
-        """Returns the first step at which a number of examples has been trained on."""
+        """Returns the first step after which a number of examples has been trained on."""
         found = at = 0
         for span in self.earlier:
             steps = epoch.batches(found, examples, span.size)

@@ -1,4 +1,4 @@
-"""Distribution: the pipelines of a task, and the stream by which a loop reads them on a strategy."""
+"""Distribution: the pipelines of a task, and the stream that reads them on a strategy."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from looplib.data.stream import BatchProperties, ShareLengths, Stream
 from looplib.errors import UsageError
 from looplib.run_config import RunConfig
 
-_SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
+_SMALL = 2**14  # bytes of a step; rows of resident arrays are gathered ahead of it up to this size
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:

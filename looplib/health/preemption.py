@@ -192,7 +192,7 @@ class PreemptionNotice:
         self.after_a_fork()
 
     def _leave_what_the_program_has_taken(self) -> None:
-        """Forgets the signals for which the program has installed a handler of its own since the start."""
+        """Forgets the signals that the program has installed its own handler for since the start."""
         for signum in _OF_PROGRAMS:
             if (signal.getsignal(signum), _handler_in_c(signum)) != (self._handle, self._in_c.get(signum)):
                 self._handlers.pop(signum, None)

@@ -24,7 +24,7 @@ class _Slot:
     """Where one metric lies in the packed vector."""
 
     name: str
-    kind: str  # "mean" takes two places, sum and weight; "total" and "last" take as many as the value has elements
+    kind: str  # "mean" takes two places, sum and weight; "total" and "last" one for each element of the value
     shape: tuple
     integer: bool
     start: int

@@ -76,7 +76,7 @@ class Clock:
         return {**{name: round(value, 3) for name, value in sorted(self._seconds.items())}, "wall": round(wall, 3)}
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Moves seconds from one phase to another, at most as many as the first has."""
+        """Moves seconds from one phase to another, at most all of the first."""
         seconds = min(seconds, self.of(source))
         self._seconds[source] -= seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds

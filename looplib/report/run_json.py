@@ -97,7 +97,7 @@ def saved_step(model_dir: str | None, trains: bool) -> int | None:
 
 
 def read_report(path: str) -> Report:
-    """Returns the content of a report, without what is not of its type; {} if none can be read."""
+    """Returns the content of a report, without values of wrong types; {} if none can be read."""
     try:
         report = _typed(parse_json(read_text(path)), Report)
     except (*failures(path), ValueError):
@@ -392,7 +392,7 @@ class RunReport:
             self.page.update()
 
     def _keep_aside(self, path: str) -> None:
-        """Keeps a report that cannot be read, in place of losing what it says of earlier starts."""
+        """Keeps a report that cannot be read, so that what it says of earlier starts is not lost."""
         with contextlib.suppress(*files.failures(path)):  # it is written nevertheless, or a warning
             place = folders.move_aside(*os.path.split(path))
             logging.warning("%s cannot be read, so that this start is its first one; moved to %s", path, place)

@@ -33,11 +33,11 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _UpdatePlan:
-    """Which variables are trained by which optimizer. It has no state, and TensorFlow does not track it."""
+    """The variables that each optimizer trains. It has no state, and TensorFlow does not track it."""
 
     trained: list[Any]
     trainable: list[Any]  # the trainable variables of the layers; `freeze` may leave out some
-    parts: list[tuple[str, Any, list[Any]]]  # of each optimizer its pattern, itself and its variables
+    parts: list[tuple[str, Any, list[Any]]]  # (pattern, optimizer, variables)
 
 
 class GradientTrainer(Trainer):

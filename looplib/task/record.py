@@ -43,7 +43,7 @@ class EngineChoice:
 
     @classmethod
     def from_json(cls, text: str) -> "EngineChoice":
-        """Reads a choice that is kept by itself; `ValueError` for a text that is none."""
+        """Reads one choice; `ValueError` for a text that is none."""
         return files.typed(files.parse_json(text), cls)
 
 

@@ -59,7 +59,7 @@ class Profile(Action):
         """Refuses a profile that begins after the training, and warns of one that the end of the training cuts.
 
         Args:
-          train_steps: the step at which the training ends; -1 for the end of its data.
+          train_steps: the last step of the training; -1 for the end of its data.
 
         Raises:
           UsageError: if no step would be profiled.

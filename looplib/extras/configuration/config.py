@@ -157,7 +157,7 @@ def _reading(text: str | bool, hint: Any, path: str) -> Any:
     brackets = text.translate(str.maketrans("()", "[]")) if text.startswith("(") else f"[{text}]"
     for yaml_text in (brackets, text) if lists else (text,):
         with contextlib.suppress(ValueError):
-            if not isinstance(value := load(yaml_text), str):  # of text, YAML drops quotes and what is like a comment
+            if not isinstance(value := load(yaml_text), str):  # YAML drops quotes and comments from a text
                 readings.insert(0, value)
     for reading in readings:
         with contextlib.suppress(UsageError):

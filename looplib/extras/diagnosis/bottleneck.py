@@ -172,7 +172,7 @@ def _reading(nodes: Any, reads: Reads) -> list[int]:
 
 
 def _users_name(stage: str) -> str:
-    """Returns what a user calls a stage to which TensorFlow gives a name such as ParallelMapV2."""
+    """Returns the user's name of a stage that TensorFlow calls ParallelMapV2 or the like."""
     name = re.sub(r"^(Legacy)?Parallel|V\d+$", "", stage)
     if name in _FILES:
         return f"{name}Dataset"

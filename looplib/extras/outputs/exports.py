@@ -237,7 +237,7 @@ def _save(exported: Exported, path: str) -> None:
 
 
 def _named(exported: Exported) -> Exported:
-    """Gives each input of the signature a name, by which programs that serve pass it."""
+    """Gives each input of the signature a name, which serving programs use."""
     flat = tf.nest.flatten(exported.signature)
     default = ["inputs"] if len(flat) == 1 else [f"inputs_{number}" for number in range(len(flat))]
     named = [tf.TensorSpec(spec.shape, spec.dtype, spec.name or name) for spec, name in zip(flat, default)]

@@ -45,7 +45,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint, with the seconds since the epoch at which it was saved, and why it cannot be used, if so."""
+    """A checkpoint, when it was saved (seconds since the epoch), and why it cannot be used, if so."""
 
     step: int
     time: float | None

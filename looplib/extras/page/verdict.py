@@ -10,8 +10,8 @@ from looplib.extras.page.marks import guessed_mode
 from looplib.extras.page.run import Run
 
 _FEWEST = 8  # points that a curve needs for a trend
-_MUCH = 0.05  # the part of the time from which on restarts are worth a word
-_WORSE = 0.05  # by which part of its range an evaluation is worse at the end than at its best
+_MUCH = 0.05  # restarts are mentioned from this part of the time on
+_WORSE = 0.05  # how much worse an evaluation ends than its best, as a part of its range
 
 
 @dataclasses.dataclass(frozen=True)

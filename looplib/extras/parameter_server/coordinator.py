@@ -123,7 +123,7 @@ class RemoteLoop(InnerLoop):
     """Runs the steps of a trainer or evaluator on the workers of a cluster with parameter servers.
 
     Each worker keeps its pipeline. Where that is a function of the number of the batch (`context.indices`), a call says
-    which batches it wants by putting their numbers into a queue on its worker, from which the pipeline draws.
+    which batches it wants by putting their numbers into a queue on its worker, where the pipeline takes them.
 
     Args:
       strategy: the strategy.
@@ -222,7 +222,7 @@ class RemoteLoop(InnerLoop):
             parts = 1
         else:
             batches = self._stream.sure + 1 if steps < 0 else min(steps, self._stream.sure + 1)
-            # Where the number of a batch does not say what is in it, each worker reads all data once.
+            # Where batches are not determined by their numbers, each worker reads all data once.
             parts = min(_PARTS * self._workers, batches) if self._by_number else self._workers
             results = self._evaluate_parts(steps, batches, parts)
         # In the order of their last batches, which is what `looplib.last` is about.

@@ -38,7 +38,7 @@ class Files:
       paths: the files.
       sizes: bytes of each.
       times: nanoseconds at which each was changed last.
-      threads: how many should run Python on what they read; more only pay if they wait for a network.
+      threads: how many should run Python on the bytes; more only pay if they wait for a network.
 
     Raises:
       UsageError: if one cannot be found, or is a directory, a FIFO, a socket or a device.

@@ -152,7 +152,7 @@ class IndexedFiles(Numbered):
     Args:
       files: the files.
       offsets: for each file, int64 `[records + 1]`: where each record starts, and where the last one ends.
-      layout: by which these were found; None if they follow from the sizes.
+      layout: the layout that gave the offsets; None if they follow from the sizes.
 
     Attributes:
       mean_bytes: the average size of a record.

@@ -200,7 +200,7 @@ def _pattern(parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
     Example n of a source of share s may stand from position floor(n / s) on, and has to stand before ceil((n + 1) / s).
     The earliest deadline first meets all deadlines (Baruah et al., 1996, Proportionate progress), so that each prefix
-    has of each source its share, give or take less than one.
+    has the share of each source, give or take less than one.
     """
     period = sum(parts)
     jobs = sorted(

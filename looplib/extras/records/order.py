@@ -15,7 +15,7 @@ _HALF_ROUNDS = 8  # of the network that shuffles blocks and pieces
 
 
 class RecordSelection(NamedTuple):
-    """The records at some positions, and what is worth reading at once to get them.
+    """The records at some positions, and the ranges to read at once for them.
 
     Attributes:
       ids: int64 `[p]`, the records.

@@ -24,7 +24,7 @@ from looplib.extras.records.sources import Chain, ReadsMany, Source, Subset, ite
 _AHEAD, _AHEAD_BYTES = 4096, 1 << 25
 _BATCH = 256  # records that the function is given at once
 _HEAD = 1 << 12  # bytes in front of the numbers in a file, at most
-_SAMPLE = 256  # records for which what is kept is computed again
+_SAMPLE = 256  # records whose kept values are computed again, to compare
 _Piece = tuple[int, int]  # its first record, and the one after its last
 
 

@@ -46,7 +46,7 @@ _LONGEST = 300  # characters of a setting in a sentence
 
 @dataclasses.dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep does; it stays as it is when the sweep is started again.
+    """What a sweep does; it does not change when the sweep is started again.
 
     Attributes:
       command: the command, with its ranges and lists.
@@ -121,14 +121,14 @@ class Study:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Says in a sentence what is wrong with the database, whichever part of it the block finds damaged."""
+        """Says in a sentence what is wrong with the database, if the block finds any part damaged."""
         try:
             yield
         except (UsageError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:
             if isinstance(error, UsageError) or not _proves_damage(error):
                 raise
             raise _damaged(self._path, error) from error
-        except Exception as error:  # whatever Optuna raises for what it has not written
+        except Exception as error:  # Optuna raises anything for a database of another program
             raise _damaged(self._path, error) from error
 
     def _wrong_in(self, place: int, trial: optuna.trial.FrozenTrial) -> str:

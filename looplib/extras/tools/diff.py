@@ -1,4 +1,4 @@
-"""`python -m looplib diff A B`: the first step at which two runs part, and in what."""
+"""`python -m looplib diff A B`: the first step where two runs differ, and what differs."""
 
 import os
 import tempfile

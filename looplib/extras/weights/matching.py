@@ -1,4 +1,4 @@
-"""Which saved variable belongs to which one here, by their names."""
+"""Pairs saved variables with the ones of this program, by their names."""
 
 import collections
 import re
@@ -10,7 +10,7 @@ _Layer = dict[str, list[NamedVariable]]
 
 
 class Match:
-    """Which saved variable belongs to which one here.
+    """Pairs saved variables with the ones of this program.
 
     Args:
       saved: the variables of a checkpoint.
@@ -65,7 +65,7 @@ class Match:
         return []
 
     def _by_layer(self, root: str, saved: list[NamedVariable], live: list[NamedVariable]) -> list[NamedVariable]:
-        """Pairs layers of one name in their order, by shape where there are not equally many; returns what is left."""
+        """Pairs layers of one name in their order, by shape where their numbers differ; returns the rest."""
         sides = [self._layers(root, side) for side in (saved, live)]
         unsure = []
         for name in sides[0].keys() & sides[1].keys():
