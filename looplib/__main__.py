@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a tool.
 
     Args:
-      argv: the arguments; default those of the process. Those after `--` are the command to check.
+      argv: the arguments; default the process's. What follows `--` is the command to check.
 
     Returns:
       The exit code.

@@ -26,7 +26,7 @@ _sentences: list[str] = []
 bar_is_drawn = threading.Event()  # in the line of the cursor; the next text of a guarded stream replaces it
 
 
-def trouble() -> str:
+def first_fault() -> str:
     """Returns the first thing that went wrong with the console of this process, a sentence; "" for nothing."""
     return _sentences[0] if _sentences else ""
 
@@ -92,7 +92,7 @@ def _is_own(stream: object, descriptor: int) -> bool:
 
 
 def _guarded(stream: io.TextIOWrapper, descriptor: int, undo: contextlib.ExitStack) -> io.TextIOWrapper:
-    raw = _Raw(descriptor, stream.name)
+    raw = _NonBlockingWriter(descriptor, stream.name)
     undo.callback(raw.release)  # it is not closed: others may have kept the stream
     with swallowing(stream.name):
         raw.check()  # now, before TensorFlow prints to it
@@ -121,7 +121,7 @@ def _use(name: str, stream: TextIO, undo: contextlib.ExitStack) -> None:
             undo.callback(handler.setStream, before)
 
 
-class _Raw(io.RawIOBase):
+class _NonBlockingWriter(io.RawIOBase):
     """Writes to a descriptor, and drops bytes that cannot be written.
 
     While there is no reader, the descriptor itself leads nowhere, so that TensorFlow's own messages do not block.

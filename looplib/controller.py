@@ -17,7 +17,7 @@ from looplib.checkpoint.policy import CheckpointPolicy, KeepRule, Start
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
-from looplib.data.asked import BadRecords
+from looplib.data.dataset_requests import BadRecords
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, shown, whole_number
 from looplib.health.guards import Diverged, Guards
@@ -215,7 +215,7 @@ class Controller:
     def best_checkpoint(self) -> str | None:
         """The path of the best committed checkpoint by the policy's first `KeepBest`, or None if none has a score.
 
-        Without one, that of the training which `run.json` has.
+        Without one, the number of the training in `run.json`.
         """
         best = self._directory.best()
         return best.path if best else None
@@ -243,7 +243,7 @@ class Controller:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The steps in which the training data comes once; None where that is not known."""
+        """The steps of one pass over the training data; None if not known."""
         return self._loops.steps_per_epoch
 
     # Training.
@@ -344,7 +344,7 @@ class Controller:
         else:
             logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         reporter.last_evaluation = {}
-        reporter.pace.measure_from(step)
+        reporter.speed_meter.measure_from(step)
         reporter.show_progress(step, schedule.next_evaluation(step))
         if schedule.evaluates_at(step) and checkpointer.lacks_evaluation():
             self._evaluate(schedule, eval_steps, saves=False)  # the run stopped between the save and the evaluation
@@ -458,7 +458,7 @@ class Controller:
         """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
 
         A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
-        that differ from those of the finished pieces are refused.
+        that differ from the finished pieces are refused.
 
         Args:
           directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
@@ -483,7 +483,7 @@ class Controller:
             self._reporter.show_progress(step, schedule.next_evaluation(step))
 
     def _report(self, step: int) -> None:
-        self._publish("train", step, self._window.read(step, self._checkpointer.record.losses, self.steps_per_loop))
+        self._publish("train", step, self._window.metrics(step, self._checkpointer.record.losses, self.steps_per_loop))
 
     def _publish(self, split: str, step: int, metrics: Metrics) -> None:
         """Gives metrics to the writers and the actions, and notes that they are reported."""
@@ -579,14 +579,14 @@ class Controller:
         if self._loops.closed:
             return
         self._loops.closed = True
-        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
+        with contextlib.ExitStack() as stack:  # each is done even if another raises; in reverse order
             if self._directory is not None:
                 stack.callback(self._directory.release)
             if self._reporter is not None:
                 stack.callback(self._reporter.close)
             stack.callback(self._loops.close)
             if self._checkpointer is not None:
-                stack.callback(self._checkpointer.wait)  # a save needs the writers: what it calls reported is synced
+                stack.callback(self._checkpointer.wait)  # a save syncs the writers before it counts metrics as reported
 
     def __enter__(self) -> "Controller":
         return self

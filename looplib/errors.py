@@ -167,7 +167,7 @@ def join_names(names: Sequence[str], most: int = 3) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gist:
+class ErrorGist:
     """The kind and the sentence of an error, without the lines that AutoGraph, Keras and TensorFlow put around it.
 
     Attributes:
@@ -185,23 +185,23 @@ class Gist:
         return f"{self.kind} {self.sentence}" if self.kind == "KeyError" else f"{self.kind}: {self.sentence}"
 
 
-def read(error: BaseException) -> Gist:
-    """Returns the `Gist` of an error."""
+def parse_error(error: BaseException) -> ErrorGist:
+    """Returns the `ErrorGist` of an error."""
     kind, text = type(error).__name__, str(getattr(error, "message", error))
     if isinstance(error, KeyError) and len(error.args) == 1 and not _WRAPPED.search(str(error.args[0])):
-        return Gist(kind, repr(error.args[0]))
+        return ErrorGist(kind, repr(error.args[0]))
     for _ in range(_LAYERS):  # each may hold another
         kind, inner = _unwrapped(kind, text)
         if inner == text:
             break
         text = inner
     sentence = _first_sentence(text, most=None if kind in OURS else _LONGEST)
-    return Gist(kind, repr(sentence) if kind == "KeyError" and sentence and sentence[0] not in "'\"" else sentence)
+    return ErrorGist(kind, repr(sentence) if kind == "KeyError" and sentence and sentence[0] not in "'\"" else sentence)
 
 
 def gist(error: BaseException) -> str:
-    """Returns an error's message on one line, see `read`; the name of its type if it has none."""
-    found = read(error)
+    """Returns an error's message on one line, see `parse_error`; the name of its type if it has none."""
+    found = parse_error(error)
     return found.sentence or found.kind
 
 

@@ -34,7 +34,7 @@ _PATTERN = frozenset("[]\\*?\n")
 _DEEPEST = 100  # levels of JSON
 _REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]*://")
 LONGEST_NAME = 255  # bytes, of most file systems
-_LONGEST_PATH = 3500  # bytes; Linux has 4,095, of which the names in a run directory take some
+_LONGEST_PATH = 3500  # bytes; Linux allows 4,095, and the names in a run directory need some of them
 # The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
@@ -98,7 +98,7 @@ def _resolved(path: str) -> str:
 
 
 def refuse_patterns(what: str, path: str) -> None:
-    """Raises `UsageError` for a path that TensorFlow does not take, or takes for a pattern, as that of a checkpoint."""
+    """Raises `UsageError` for a path of a checkpoint that TensorFlow does not take, or takes for a pattern."""
     if found := sorted(_PATTERN & set(path)):
         raise UsageError(
             f"{what} {path!r} has {' and '.join(map(ascii, found))} in its name, which TensorFlow interprets as a file "
@@ -145,7 +145,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_text(path: str, most: int = _MOST_BYTES) -> str:
-    """Returns the text of a small file in UTF-8, of at most so many bytes.
+    """Returns the text of a small file in UTF-8, with a limit in bytes.
 
     Raises:
       ValueError: if it is not a regular file, too large, or not UTF-8.
@@ -264,7 +264,7 @@ def new_name(path: str) -> str:
 
 
 def is_new_name(name: str, of: str | None = None) -> bool:
-    """Returns whether a name without directory is one that only looplib gives, to what is to be named `of`."""
+    """Returns whether a name without directory is looplib's temporary name for a file `of`."""
     match = re.fullmatch(r"(.*)\.[0-9a-f]{16}\.new", name, re.DOTALL)
     return match is not None and (of is None or of[:50] == match[1])
 
@@ -409,7 +409,7 @@ def exists(path: str) -> bool:
 
 
 def is_directory(path: str) -> bool:
-    """Returns whether a path is that of a directory."""
+    """Returns whether a path is a directory."""
     return gfile().isdir(path) if is_remote(path) else os.path.isdir(path)
 
 
@@ -426,7 +426,7 @@ def measure(path: str) -> tuple[int, str]:
 
 
 def difference(path: str, size: int, sha256: str | None) -> str:
-    """Returns what is proven to differ between a file and what was written, as the end of a sentence; "" for nothing.
+    """Returns a proven difference between a file and what was written, as the end of a sentence; "" for none.
 
     A `sha256` of None compares the size alone.
 
@@ -465,7 +465,7 @@ def _sha256(file: BinaryIO, most: float = math.inf) -> str:
 
 
 def names_in(directory: str) -> list[str]:
-    """Returns the names of what is in a directory; some file systems put a slash after those of directories."""
+    """Returns the names in a directory; some file systems put a slash after the name of a directory."""
     return gfile().listdir(directory) if is_remote(directory) else os.listdir(directory)
 
 

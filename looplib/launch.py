@@ -182,7 +182,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     trains = values["mode"] in TRAINING_MODES
     tracked = trains and values["trackers"] and not values["dry_run"]
     trackers = named_writers(values["trackers"], values["model_dir"]) if tracked else []
-    session.earlier = run_json.read(session.report_path)
+    session.earlier = run_json.read_report(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
@@ -239,7 +239,7 @@ def _make_controller(
         config=config,
     )
     controller.report.flags = values
-    if controller.report.path:  # a controller with a trainer may be that of an export
+    if controller.report.path:  # a controller with a trainer may only export
         controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
     this_program = plugins.find("looplib.parts", "this_program") if records_program else None

@@ -27,7 +27,7 @@ from looplib.errors import (
     Preempted,
     UsageError,
     cure_of,
-    read,
+    parse_error,
 )
 from looplib.masks import masked_text
 from looplib.report import run_json
@@ -94,15 +94,15 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
     """
     if is_quit(error):
         return failed(f"the run was ended by quitting the debugger; {advice}")
-    because = f" (because of {read(error.__cause__)})" if error.__cause__ else ""
+    because = f" (because of {parse_error(error.__cause__)})" if error.__cause__ else ""
     cure, line = cure_of(error), place or "the line that the trace above names"
     todo = f"{cure}, or fix {place}" if cure and place else cure or f"fix {line}"
-    return failed(f"{read(error)}{because}; {todo}; {advice}")
+    return failed(f"{parse_error(error)}{because}; {todo}; {advice}")
 
 
 def is_quit(error: Exception) -> bool:
     """Returns whether an error is how a debugger ends the program that it has stopped."""
-    return read(error).kind == "BdbQuit"
+    return parse_error(error).kind == "BdbQuit"
 
 
 @dataclasses.dataclass
@@ -131,7 +131,7 @@ class Session:
         if error is None:
             self.end(self._done())
         elif isinstance(error, CoordinatorGone):
-            report = run_json.read(self.report_path)
+            report = run_json.read_report(self.report_path)
             self.end(served(error, "not known" if report == self.earlier else report.get("status")))
         elif isinstance(error, Preempted):
             self.end(preempted(error))

@@ -216,7 +216,7 @@ def _set_up_keras(module: types.ModuleType, seed: int, mixed_precision: str) -> 
 
 
 def _warn_of_an_early_start() -> None:
-    """Warns of what was made before this process was set up, and so has neither the run's seed nor its precision."""
+    """Warns of objects made before this set-up, which have neither the run's seed nor its precision."""
     global _is_set_up
     if _tf.started() and not _is_set_up:
         logging.warning(

@@ -81,9 +81,9 @@ def setting(
       choices: the allowed values.
       least: the smallest allowed value of a whole number.
       check: function of the name and a value; returns the value to keep, or raises `UsageError`.
-      flag_default: the default of the flag, if it differs from that of the field.
+      flag_default: the default of the flag, if it differs from the field's.
       read: converts the text of the flag to the value of the field, if the two have different types.
-      flag: the name of the flag; "" for that of the field.
+      flag: the name of the flag; "" for the field's name.
     """
     declared = _Declared(help, choices, least, check, flag_default, read, flag)
     return dataclasses.field(default=default, metadata={"setting": declared})

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import looplib
 from looplib.checkpoint.restoring import peek
-from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.data.order import OrderKey
 
 pytestmark = pytest.mark.any_engine
@@ -124,7 +124,7 @@ def test_plans_continue_with_the_example_that_follows(name):
         whole = looplib.Mixture({"a": 90, "b": 30}, {"a": 3, "b": 1}, starts)
     expected = flat(context(1).indices(whole, seeds=True), 200)
     seeds = np.concatenate([batch[-1] for batch in context(1).indices(whole, seeds=True).take(200).as_numpy_iterator()])
-    late = context(12, 6, [Span(6, 6, 8)]).indices(PLANS[name](), seeds=True).take(10)
+    late = context(12, 6, [BatchSizePeriod(6, 6, 8)]).indices(PLANS[name](), seeds=True).take(10)
     np.testing.assert_array_equal(flat(late, 10), expected[48 : 48 + 120])
     np.testing.assert_array_equal(np.concatenate([batch[-1] for batch in late.as_numpy_iterator()]), seeds[48:168])
 
@@ -135,8 +135,8 @@ def test_records_continue_with_the_example_that_follows_however_they_are_read(bl
     read = lambda context, steps: flat(context.records(records, block=block), steps)
     expected = read(context(8), 75)
     assert sorted(expected[:300]) == sorted(records)
-    found = [read(context(8), 5), read(context(20, 5, [Span(5, 5, 8)]), 5)]
-    found.append(read(context(4, 10, [Span(5, 5, 8), Span(10, 10, 20)]), 40))
+    found = [read(context(8), 5), read(context(20, 5, [BatchSizePeriod(5, 5, 8)]), 5)]
+    found.append(read(context(4, 10, [BatchSizePeriod(5, 5, 8), BatchSizePeriod(10, 10, 20)]), 40))
     np.testing.assert_array_equal(np.concatenate(found), expected[:300])
 
 
@@ -145,7 +145,7 @@ def test_batches_of_buckets_are_chosen_together_and_another_size_is_refused():
     with pytest.raises(
         looplib.UsageError, match=r"of a global batch together.*had batches of 8, then 12; continue with 8"
     ):
-        context(12, 6, [Span(6, 6, 8)]).indices(order)
+        context(12, 6, [BatchSizePeriod(6, 6, 8)]).indices(order)
 
 
 def reference(examples, n=N, seed=0):
@@ -326,10 +326,10 @@ def test_a_pipeline_that_skips_refuses_a_size_that_does_not_come_to_its_place(tm
 
 
 def test_a_pipeline_that_starts_by_itself_is_told_the_batches_of_the_present_size():
-    late = context(12, 6, [Span(6, 6, 8)])
+    late = context(12, 6, [BatchSizePeriod(6, 6, 8)])
     assert late.start_step == 4
     with pytest.raises(looplib.UsageError, match="has read 48 examples, in batches of 8, then 10, and no number"):
-        _ = context(10, 6, [Span(6, 6, 8)]).start_step
+        _ = context(10, 6, [BatchSizePeriod(6, 6, 8)]).start_step
 
 
 @pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])
@@ -367,9 +367,9 @@ class Noting(looplib.KerasTrainer):
 
 
 def test_a_record_of_batches_that_no_run_has_is_refused():
-    assert not Batches(8, (Span(4, 4, 8), Span(3, 3, 16))).holds(9, 9)
-    assert not Batches(8, (Span(4, 4, 2**30), Span(5, 2**40, 2**30))).holds(2**41, 2**41)
-    assert OrderKey(3, Batches(8, (Span(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
+    assert not Batches(8, (BatchSizePeriod(4, 4, 8), BatchSizePeriod(3, 3, 16))).holds(9, 9)
+    assert not Batches(8, (BatchSizePeriod(4, 4, 2**30), BatchSizePeriod(5, 2**40, 2**30))).holds(2**41, 2**41)
+    assert OrderKey(3, Batches(8, (BatchSizePeriod(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
 
 
 def test_keras_callbacks_refuse_epochs_that_do_not_end_with_a_report(tmp_path):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.extras.page.read import read
+from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 from looplib.extras.tools import recorded_run
 
@@ -189,7 +189,7 @@ def test_all_that_was_trained_can_be_replayed(trained):
 
 def test_the_page_and_the_status_of_a_run_say_that_it_was_resumed_and_where_it_went_back(trained, capsys):
     folder, _ = trained
-    found = read(str(folder), "run")
+    found = read_run(str(folder), "run")
     assert [(start.status, start.trained) for start in found.starts] == [("killed", True), ("done", True)]
     assert (found.step, found.final_step) == (LAST, BEST)
     assert [mark.step for mark in found.marks if mark.kind == "restart"] == [BEST]

@@ -85,7 +85,7 @@ def test_a_file_that_holds_no_settings_is_a_sentence(text, sentence, tmp_path):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UsageError, match=f"--config_file={path}.*{sentence}"):
-        config.read(str(path))
+        config.read_yaml(str(path))
 
 
 def printed(nursery, *arguments):

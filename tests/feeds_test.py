@@ -286,7 +286,7 @@ def loop_of(strategy, make, start_step=0, distribute="auto"):
 def order(loop, steps):
     for _ in range(steps):
         loop.run(Request(1), "train")
-        loop.read()
+        loop.read_metrics()
     taken = np.stack(loop.task.order)
     loop.task.order.clear()
     return taken

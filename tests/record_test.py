@@ -11,7 +11,7 @@ from conftest import make_strategy
 
 from looplib.checkpoint import commits
 from looplib.checkpoint.restoring import peek
-from looplib.data.batches import Span
+from looplib.data.batches import BatchSizePeriod
 from looplib.errors import UsageError
 from looplib.task.record import EngineChoice, RunningTotals, RunRecord
 
@@ -28,7 +28,7 @@ RECORD = RunRecord(
     engines={"train": EngineChoice("graph", 4, {"graph": 0.001})},
     seed=2**62,
     global_batch_size=8,
-    earlier_batches=[Span(4, 1, 16)],
+    earlier_batches=[BatchSizePeriod(4, 1, 16)],
     loop="auto",
     examples=7,
     files={"a.tfrecord": "00ff"},

@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data.asked import BadRecords
+from looplib.data.dataset_requests import BadRecords
 from looplib.extras.diagnosis import refused
 from looplib.extras.records import order as orders
 

@@ -18,7 +18,7 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.extras.page import curves
 from looplib.extras.page.html import page
-from looplib.extras.page.read import read
+from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 from looplib.report.page import make_page
 from looplib.report.records import read_jsonl
@@ -365,7 +365,7 @@ def test_curves_coincide_where_no_eye_could_tell_them_apart(run, opened):
 
 
 def test_a_single_evaluation_is_seen_on_the_line_of_the_best_checkpoint(run, opened, tmp_path):
-    found = read(str(run), "run")
+    found = read_run(str(run), "run")
     (best,) = (mark.step for mark in found.marks if mark.kind == "best")
     train_rows = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 13)]
     found.curves[:] = curves.of_records([*train_rows, {"step": best, "split": "eval", "loss": 0.5}])
@@ -384,7 +384,7 @@ def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp
     values = np.abs(np.random.default_rng(0).normal(size=steps)) + 1
     values[777_777], values[333_333], values[500_000] = 100.0, 0.01, np.nan
     rows = ({"step": step, "split": "train", "loss": value} for step, value in enumerate(values.tolist()))
-    found = read(str(run), "long")
+    found = read_run(str(run), "long")
     found.curves[:] = curves.of_records(rows)
     text = page([found], "long")
     (tmp_path / "page.html").write_text(text)
@@ -452,7 +452,7 @@ def test_many_short_trainings_write_it_seldom_and_the_last_news_at_the_end(run, 
 
 def of(run, rows, **changes):
     """What is said about a run with other records."""
-    found = dataclasses.replace(read(str(run), "run"), **changes)
+    found = dataclasses.replace(read_run(str(run), "run"), **changes)
     found.curves[:] = curves.of_records(rows)
     return " ".join(f"{one.text} {one.advice}".strip() for one in findings(found))
 
@@ -496,7 +496,7 @@ def test_the_verdict_of_a_run_that_did_not_come_to_its_end_has_no_advice_for_lon
     bad = [*rows, {"step": 5, "split": "train", "loss": None}]
     assert "--non_finite" not in of(run, bad)
     assert "Use --non_finite=halt" in of(run, bad, settings={"guards.non_finite": "off"})
-    assert "Start-bound" not in page([read(str(run), "a"), read(str(run), "b")], "two").split("<script>")[0]
+    assert "Start-bound" not in page([read_run(str(run), "a"), read_run(str(run), "b")], "two").split("<script>")[0]
 
 
 def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
@@ -505,7 +505,7 @@ def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
     last = report["starts"][-1]
     again = {**last, "restored_from": f"{folder}/checkpoints/ckpt-{last['step']}", "verdict": "start-bound: idle; wait"}
     (folder / "run.json").write_text(json.dumps({**report, "starts": [*report["starts"], again]}))
-    found = read(str(folder), "run")
+    found = read_run(str(folder), "run")
     assert len(found.starts) == 3 and [mark.kind for mark in found.marks].count("restart") == 1
     text = " ".join(one.text for one in findings(found))
     assert "1 restart took" in text and "idle" not in text

@@ -102,6 +102,15 @@ def test_every_folder_and_file_has_a_level() -> None:
     assert len(FOLDERS) <= 10
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places = collections.defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module_of(path))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
 @functools.cache
 def used_from_outside() -> dict[str, set[str]]:
     """The names of each module that files of other rooms, or the public names of looplib, use."""

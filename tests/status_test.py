@@ -17,7 +17,7 @@ import pytest
 
 from looplib.__main__ import main as cli
 from looplib.checkpoint import lock
-from looplib.extras.page.read import read
+from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 
 SLOW = ["--mode=train", "--config.slow_step=0.02", "--train_steps=100000"]
@@ -131,11 +131,11 @@ def test_step_rate_and_metrics_are_those_of_the_last_records(runs):
 def test_the_page_of_a_run_has_the_word_and_the_step_of_its_status(runs):
     folder, _, rows = runs
     for name in LIVES:
-        page = read(str(folder / name), name)
+        page = read_run(str(folder / name), name)
         assert page.status == rows[name][0] and f" {page.step}/" in rows[name][1]
         assert page.starts[-1].status == page.status
         assert ("A later start ended before it trained" in " ".join(page.notes)) == (name == "moving")
-    moving = read(str(folder / "moving"), "moving")
+    moving = read_run(str(folder / "moving"), "moving")
     assert re.fullmatch(r"The run was killed at step \d+ or later\.", findings(moving)[0].text)
     assert len(moving.starts) == 1  # those that trained
 

@@ -24,7 +24,7 @@ from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.sweep import space
 from looplib.extras.sweep.jobs import result
-from looplib.extras.sweep.study import Plan, Study
+from looplib.extras.sweep.study import Study, SweepPlan
 from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
 
@@ -131,7 +131,7 @@ def test_a_range_without_values_is_a_sentence(argument):
 
 def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_restart(tmp_path):
     command = ["train", "--a=1..2", "--b=x,y", "--c=0.1..0.2:0.1"]
-    plan = Plan(command=command, search="random", metric="eval/score", goal="max", prune="none", seeds=0)
+    plan = SweepPlan(command=command, search="random", metric="eval/score", goal="max", prune="none", seeds=0)
     drawn = {}
     for name, starts in (("whole", 1), ("resumed", 2)):
         (tmp_path / name).mkdir()
@@ -282,7 +282,7 @@ def test_a_value_that_is_not_finite_is_never_the_result(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
     def value_of(goal, value):
-        plan = Plan([], "grid", "eval/score", goal, "none", 0, value)
+        plan = SweepPlan([], "grid", "eval/score", goal, "none", 0, value)
         try:
             return result(str(tmp_path), plan)
         except UsageError as error:

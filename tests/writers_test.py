@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter, UsageError
 from looplib.extras.writers.numbers import format_number
-from looplib.report.clock import Clock, Pace
+from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.progress import Progress
 from looplib.report.records import read_jsonl
 from looplib.report.reporter import ThreadedWriter
@@ -244,7 +244,7 @@ def test_a_training_whose_end_is_not_known_shows_its_step():
 def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_rollback():
     now = 0.0
     clock = Clock(lambda: now)
-    pace = Pace(clock)
+    pace = SpeedMeter(clock)
 
     def spend(**phases):
         nonlocal now
@@ -253,7 +253,7 @@ def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_ro
                 now += seconds
 
     spend(compile=50, train=3, save=1)  # of the steps before it resumed nothing is known
-    pace = Pace(clock)
+    pace = SpeedMeter(clock)
     pace.measure_from(1000)
     assert pace.at(1000, 2000, 1500) == Progress(1000, 2000)
     spend(compile=20, train=0.6, input=0.4, evaluate=0.3, save=0.2)

@@ -214,7 +214,7 @@ def read_config(base: str) -> image_classification.Config:
     """
     path = os.path.join(base, "run.json")
     try:
-        return field_types.typed(run_json.read(path)["config"], image_classification.Config, str, "")
+        return field_types.typed(run_json.read_report(path)["config"], image_classification.Config, str, "")
     except (KeyError, UsageError) as error:
         raise UsageError(
             f"{path} cannot be read ({gist(error)}); set --config.base to a run directory of "

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import InputContext, UsageError, open_records
-from looplib.errors import gist, join_names, read
+from looplib.errors import gist, join_names, parse_error
 from looplib.files import resolve
 from trainers import needed
 
@@ -344,7 +344,7 @@ def _download(builder: Any, name: str) -> None:
     except Exception as error:  # whatever a downloader of any data set raises
         raise UsageError(
             f"--config.dataset={name} is not in {builder.data_dir} and could not be downloaded "
-            f"({read(error)}); {advice}"
+            f"({parse_error(error)}); {advice}"
         ) from error
 
 

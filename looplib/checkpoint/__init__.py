@@ -6,8 +6,8 @@ Names that other rooms may use, by file:
     commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
         SET_ASIDE, verify
     directory: resolve, RunDirectory
-    lock: acquire, Holder, holder, Kind, RunLock
-    names: groups, in_order, Leaf, Live, Normal, Saved
+    lock: acquire, LockHolder, holder, LockKind, RunLock
+    names: groups, in_order, NamedVariable, LiveVariables, NameNormalizer, SavedVariables
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     recorded: RecordedParts
     restoring: check_contents, describe_differences, objects_of, peek

@@ -34,7 +34,7 @@ _CONSEQUENCES = {
     "loop": "the last bits may differ from an uninterrupted run",
 }
 
-NUDGE = "LOOPLIB_NUDGE"  # of the environment: a number, by which `looplib check replicas` has initial weights changed
+NUDGE = "LOOPLIB_NUDGE"  # of the environment: `looplib check replicas` changes initial weights by this number
 
 
 class Checkpointer:
@@ -125,12 +125,12 @@ class Checkpointer:
         step = self.step
         return any(self.record.reported.get(name) != step for name in self._parts.loops.evaluations)
 
-    def standing(self) -> run_json.Standing:
+    def standing(self) -> run_json.RunProgress:
         """Returns where the run stands, for `run.json`."""
         record, loops, reporter, latest = self.record, self._parts.loops, self._reporter, self.directory.latest
         ended = self.step if reporter.ended_at is None else reporter.ended_at
         trained = {"train": record.train} if loops.training and record.train else {}
-        return run_json.Standing(
+        return run_json.RunProgress(
             step=ended,
             final_step=self.step if self.step < ended else None,
             end=reporter.end,

@@ -101,4 +101,4 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
 def _report(folder: str) -> run_json.Report:
     """Returns `run.json` of the training whose checkpoints are in a folder; {} if there is none."""
     directory, name = os.path.split(os.path.normpath(folder) if "://" not in folder else folder)
-    return run_json.read(run_json.path_of(directory, trains=True)) if name == "checkpoints" else {}
+    return run_json.read_report(run_json.path_of(directory, trains=True)) if name == "checkpoints" else {}

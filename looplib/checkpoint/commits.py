@@ -7,7 +7,7 @@ wrote, is not.
 
 A marker is one JSON object: `format`, `step`, `time`, `files` (with sizes and SHA-256 checksums), `scores`, `versions`,
 and `sha256`, the checksum of all the others. Unknown fields are kept and ignored; a higher `format` is refused by
-name; 2 is that of a checkpoint with files of several workers. A marker may come from somebody else, so it may name
+name; 2 is for a checkpoint with files of several workers. A marker may come from somebody else, so it may name
 only files of its own checkpoint.
 
 `ckpt-<step>.unfinished` is beside files that are being written, moved or deleted. It shows the next start that a part
@@ -42,7 +42,7 @@ _NAME = re.compile(
 )
 
 
-class Measured(TypedDict):
+class FileChecksum(TypedDict):
     """The size and the checksum of one file, the objects of a marker's `files`."""
 
     bytes: int
@@ -56,7 +56,7 @@ class Commit:
     Attributes:
       path: `<directory>/ckpt-<step>`, what TensorFlow calls the prefix.
       step: the global step.
-      time: seconds since the epoch at which it was committed.
+      time: when it was committed, in seconds since the epoch.
       files: dict from file name to {"bytes": int, "sha256": str}.
       scores: dict from metric ("eval/accuracy") to the value that an evaluation gave, or None if it was not finite.
       versions: dict of the versions that wrote it.
@@ -65,7 +65,7 @@ class Commit:
     path: str
     step: int
     time: float
-    files: dict[str, Measured]
+    files: dict[str, FileChecksum]
     scores: dict[str, float | None]
     versions: dict[str, str]
 
@@ -182,7 +182,7 @@ def version() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The checkpoint of one step as a directory holds it.
 
     Attributes:
@@ -203,7 +203,7 @@ def path_of(directory: str, step: int) -> str:
     return os.path.join(directory, f"ckpt-{step}")
 
 
-def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Commit:
+def commit(path: str, step: int, positions: Mapping[str, FileChecksum] = {}) -> Commit:
     """Commits the files that TensorFlow has written: reads them, makes them durable, writes the marker last.
 
     Args:
@@ -233,7 +233,7 @@ def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Comm
     return done
 
 
-def _is_there(path: str, expected: Measured) -> bool:
+def _is_there(path: str, expected: FileChecksum) -> bool:
     """Returns whether this process reads what another worker has written; warns if not."""
     try:
         reason = _compare(path, expected, thorough=True)
@@ -283,7 +283,7 @@ def place_of(directory: str | os.PathLike[str]) -> str:
     return inner if files.is_directory(inner) else directory
 
 
-def listing(directory: str) -> list[Found]:
+def listing(directory: str) -> list[FoundCheckpoint]:
     """Lists looplib's checkpoints in a directory, which need not exist, newest first, including invalid ones."""
     found = _by_step(directory)
     return [_look_at(directory, step, found[step]) for step in sorted(found, reverse=True) if _is_own(found[step])]
@@ -325,18 +325,18 @@ def list_is_foreign(directory: str) -> bool:
     return files.exists(f"{path}.index") and not any(files.exists(path + ending) for ending in (".commit", UNFINISHED))
 
 
-def _look_at(directory: str, step: int, names: list[str]) -> Found:
+def _look_at(directory: str, step: int, names: list[str]) -> FoundCheckpoint:
     path = path_of(directory, step)
     if f"ckpt-{step}.commit" not in names:
-        return Found(step, None, "its save or deletion is incomplete")
+        return FoundCheckpoint(step, None, "its save or deletion is incomplete")
     try:
-        return Found(step, read_marker(path))
+        return FoundCheckpoint(step, read_marker(path))
     except UsageError:  # of a newer looplib: not damaged, and not to be passed over
         raise
     except (ValueError, KeyError, TypeError, AttributeError, *files.failures(path)) as error:
         reason = f"its marker cannot be read ({gist(error)})"
         proven = files.proves_damage(error) or isinstance(error, AttributeError)
-        return Found(step, None, reason, None if proven else files.cannot_read(f"{path}.commit", error))
+        return FoundCheckpoint(step, None, reason, None if proven else files.cannot_read(f"{path}.commit", error))
 
 
 def committed(directory: str) -> list[Commit]:
@@ -376,7 +376,7 @@ def verify(done: Commit, thorough: bool = True) -> str:
     return ""
 
 
-def _compare(path: str, expected: Measured, thorough: bool) -> str:
+def _compare(path: str, expected: FileChecksum, thorough: bool) -> str:
     return files.difference(path, expected["bytes"], expected["sha256"] if thorough else None)
 
 
@@ -466,6 +466,6 @@ def _names(directory: str) -> list[str]:
     return files.names_in(directory) if files.is_directory(directory) else []
 
 
-def _measure(path: str) -> Measured:
+def _measure(path: str) -> FileChecksum:
     size, sha256 = files.measure(path)
     return {"bytes": size, "sha256": sha256}

@@ -23,7 +23,7 @@ _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class LockKind:
     """What a lock is for.
 
     Attributes:
@@ -54,7 +54,7 @@ class RunLock:
       UsageError: if another process has it, saying which, or it cannot be written.
     """
 
-    def __init__(self, directory: str, give_up: Callable[[], None], kind: Kind = Kind()) -> None:
+    def __init__(self, directory: str, give_up: Callable[[], None], kind: LockKind = LockKind()) -> None:
         self._file: TextIO | None = None
         self.give_up = give_up
         self._directory = directory
@@ -131,7 +131,7 @@ def _let_go_in_a_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
-def acquire(directory: str, give_up: Callable[[], None], kind: Kind = Kind()) -> RunLock:
+def acquire(directory: str, give_up: Callable[[], None], kind: LockKind = LockKind()) -> RunLock:
     """Returns the `RunLock` of a directory, which is held until its `release`, or while it is referenced.
 
     A controller of this process that holds the lock is closed first: in a notebook, a cell that builds a controller may
@@ -146,7 +146,7 @@ def acquire(directory: str, give_up: Callable[[], None], kind: Kind = Kind()) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """The process that took the lock of a run directory last.
 
     Attributes:
@@ -160,7 +160,7 @@ class Holder:
     holds: bool | None
 
 
-def holder(directory: str) -> Holder | None:
+def holder(directory: str) -> LockHolder | None:
     """Returns who took the lock of a run directory last, without touching it; None if nobody is known."""
     try:
         with files.open_regular(os.path.join(directory, "lock")) as file:
@@ -170,7 +170,7 @@ def holder(directory: str) -> Holder | None:
         return None
     if not isinstance(pid, int) or not isinstance(host, str):
         return None
-    return Holder(pid, host, _is_locked(found, pid) if host == socket.gethostname() else None)
+    return LockHolder(pid, host, _is_locked(found, pid) if host == socket.gethostname() else None)
 
 
 def _is_locked(file: os.stat_result, pid: int) -> bool:

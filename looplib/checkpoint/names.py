@@ -1,4 +1,4 @@
-"""The names of what a checkpoint holds: which saved value belongs to which variable, also of a changed program.
+"""The names in a checkpoint: they pair saved values with variables, also of a changed program.
 
 TensorFlow finds a saved value by its place in lists of layers and optimizer variables, so that a layer more, or one
 that is frozen, moves all others. Here a variable is known by its own name below an attribute of the trainer, and a
@@ -32,7 +32,7 @@ _Paths = dict[str, tuple[int, str]]
 
 
 @dataclasses.dataclass(eq=False)
-class Leaf:
+class NamedVariable:
     """A variable of a checkpoint or of the objects here.
 
     Attributes:
@@ -54,7 +54,7 @@ class Leaf:
     paths: _Paths
     variable: tf.Variable | None = None
     key: str = ""
-    origin: "Leaf | None" = None
+    origin: "NamedVariable | None" = None
     owned: bool = False
     kind: str = ""
     node: int = -1
@@ -65,7 +65,7 @@ class Leaf:
         return _shortest(self.paths)
 
 
-class Live:
+class LiveVariables:
     """The variables that some objects hold, by name.
 
     Args:
@@ -81,7 +81,7 @@ class Live:
     def __init__(self, objects: Mapping[str, Any], recorded: bool = True) -> None:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
-        self._of_variable: dict[int, Leaf] = {}
+        self._of_variable: dict[int, NamedVariable] = {}
         # TensorFlow saves wrappers of lists and dicts.
         holder = tf.train.Checkpoint(**{name: value for name, value in objects.items() if name})
         objects = {**objects, **tf.train.TrackableView(holder).children(holder)}
@@ -95,7 +95,7 @@ class Live:
         held = _keras.without_vocabularies(one for layer in layers for one in layer.variables)
         known = {id(_variable(one)): _keras.variable_path(one) for one in held}
         named = []
-        self._places: list[tuple[str, Leaf]] = []  # Keras 3's variable and the tf.Variable in it are two
+        self._places: list[tuple[str, NamedVariable]] = []  # Keras 3's variable and the tf.Variable in it are two
         for number, paths in self._ways.items():
             value = self._objects[number]
             variable = _variable(value)
@@ -105,7 +105,7 @@ class Live:
                 leaf.paths = {**paths, **leaf.paths}
             else:
                 path = known.get(id(variable)) or _keras.variable_path(value)
-                leaf = Leaf(path if recorded else _keras.variable_path(variable), tuple(variable.shape),
+                leaf = NamedVariable(path if recorded else _keras.variable_path(variable), tuple(variable.shape),
                             variable.dtype.is_floating, paths, variable)  # fmt: skip
                 self._of_variable[id(variable)] = leaf
                 named.append((path, leaf))
@@ -127,11 +127,11 @@ class Live:
         found = {} if _variable(value) is not None else tf.train.TrackableView(value).children(value)
         return [(name, self._number(child)) for name, child in found.items()]
 
-    def leaf_of(self, value: Any) -> Leaf | None:
+    def leaf_of(self, value: Any) -> NamedVariable | None:
         """Returns the variable of an object; None if it is no variable of these."""
         return self._of_variable.get(id(_variable(value)))
 
-    def _find_slots(self, named: list[tuple[str, Leaf]]) -> None:
+    def _find_slots(self, named: list[tuple[str, NamedVariable]]) -> None:
         held = {}
         for part in self.parts:
             if _keras.is_optimizer(part) and not isinstance(part, SlotOptimizer):
@@ -155,21 +155,21 @@ class Live:
             for origin in list(self._of_variable.values()):
                 for kind in part.get_slot_names():
                     if (slot := _old_slot(part, origin.variable, kind)) is not None:
-                        leaf = Leaf(slot.name, tuple(slot.shape), slot.dtype.is_floating, dict(paths), slot)
+                        leaf = NamedVariable(slot.name, tuple(slot.shape), slot.dtype.is_floating, dict(paths), slot)
                         leaf.origin, leaf.kind, leaf.owned = origin, kind, True
                         self._of_variable[id(slot)] = leaf
 
     def record(self) -> VariableNames:
-        """Returns the names to save with a checkpoint. Each process that runs this program has the same."""
+        """Returns the names to save with a checkpoint. They are equal in each process that runs this program."""
         places = sorted(self._places, key=lambda place: in_order(place[0]))
-        counted = Normal(self).counted(leaf.name for _, leaf in places if not leaf.origin)
+        counted = NameNormalizer(self).counted(leaf.name for _, leaf in places if not leaf.origin)
         return VariableNames(
             {path: counted(leaf.name) for path, leaf in places if not leaf.origin},
             {path: [leaf.kind, leaf.origin.path] for path, leaf in places if leaf.origin},
         )
 
 
-class Saved:
+class SavedVariables:
     """The variables that a checkpoint holds, by name.
 
     Args:
@@ -185,12 +185,12 @@ class Saved:
     """
 
     def __init__(self, reader: Any, graph: Any, names: VariableNames | None, objects: Mapping[str, Any]) -> None:
-        self.live = live = Live(objects, recorded=names is not None)
+        self.live = live = LiveVariables(objects, recorded=names is not None)
         numbers = {"": 0} | {child.local_name: child.node_id for child in graph.nodes[0].children}
         roots = {name: numbers[name] for name in objects if name in numbers}
         children = [[(child.local_name, child.node_id) for child in node.children] for node in graph.nodes]
         ways = _paths(children.__getitem__, roots)
-        self.leaves: dict[int, Leaf] = {}
+        self.leaves: dict[int, NamedVariable] = {}
         self._shapes, self._dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         for number, paths in ways.items():
             self._add(graph, number, paths)
@@ -222,10 +222,10 @@ class Saved:
             key = attribute.checkpoint_key
             if attribute.name == "VARIABLE_VALUE" and key in self._shapes:
                 name, shape, floating = attribute.full_name or key, self._shapes[key], self._dtypes[key].is_floating
-                self.leaves[number] = Leaf(name, tuple(shape), floating, dict(paths), key=key, node=number)
+                self.leaves[number] = NamedVariable(name, tuple(shape), floating, dict(paths), key=key, node=number)
 
 
-class Normal:
+class NameNormalizer:
     """Takes out of names what Keras has counted in one process: `dense_7/kernel` becomes `dense/kernel`.
 
     The name of a model that is an attribute of the trainer is left out too: the attribute stands for it.
@@ -234,7 +234,7 @@ class Normal:
       live: the variables here, whose layers decide which names Keras has made.
     """
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: LiveVariables) -> None:
         holders = [part for part in live.parts if _keras.is_layer(part) or _keras.is_optimizer(part)]
         for value in filter(_keras.is_layer, live.objects.values()):
             holders += _keras.sublayers(value)
@@ -280,9 +280,9 @@ def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -
     """
     if not variables:
         return {}
-    live = Live(objects)
-    normal = Normal(live)
-    alike: dict[str, list[Leaf]] = {}
+    live = LiveVariables(objects)
+    normal = NameNormalizer(live)
+    alike: dict[str, list[NamedVariable]] = {}
     for leaf in sorted(map(live.leaf_of, variables), key=lambda leaf: in_order(leaf.path)):
         alike.setdefault(f"{min(leaf.paths)}/{normal(leaf.name)}", []).append(leaf)
     names = {
@@ -296,11 +296,11 @@ def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -
 class _Origins:
     """The variables that slots may be kept for, with their names, by the names that optimizers make of theirs."""
 
-    def __init__(self, named: list[tuple[str, Leaf]]) -> None:
+    def __init__(self, named: list[tuple[str, NamedVariable]]) -> None:
         self._whole = groups(named, lambda pair: pair[0])
         self._flat = groups(named, lambda pair: pair[0].replace("/", "_"))
 
-    def assign(self, leaves: list[Leaf], owner: str | None, kinds: set[str] | None = None) -> None:
+    def assign(self, leaves: list[NamedVariable], owner: str | None, kinds: set[str] | None = None) -> None:
         """Sets `origin` and `kind` of the slot variables of an optimizer.
 
         Args:
@@ -316,7 +316,7 @@ class _Origins:
                 for leaf, origin in zip(alike, origins):
                     leaf.kind, leaf.origin = kind, origin
 
-    def _find(self, name: str, owner: str | None) -> tuple[str, list[Leaf]]:
+    def _find(self, name: str, owner: str | None) -> tuple[str, list[NamedVariable]]:
         first, _, own = name.partition("/")
         words = own.split("_")
         for end in range(len(words) - 1, 0, -1):  # Keras 3: adam/dense_kernel_momentum

@@ -45,8 +45,8 @@ class KeepBest:
 
     Attributes:
       metric: evaluator and metric, such as "eval/accuracy".
-      mode: "max" or "min", which of two values is better. The default, None, reads it from the metric's name: "min" for
-        names with a word such as "loss", "error" or "perplexity", "max" for "accuracy", "auc" or "f1".
+      mode: "max" or "min", which of two values is better. The default, None, is for well-known names such as "loss" and
+        "accuracy" (`looplib/task/metric_names.py` lists them), not for others that contain such a word.
       number: how many checkpoints to keep; default 1.
 
     Raises:
@@ -77,7 +77,7 @@ class KeepBest:
         return f"{self.mode}:{self.metric}"
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
-        """Returns those of `kept`, newest first, to keep; of equal ones the newer."""
+        """Returns the ones in `kept`, newest first, to keep; among equal ones the newer."""
         scores = [(done, done.scores.get(self.metric)) for done in kept]
         scored = [(done, score) for done, score in scores if score is not None and not math.isnan(score)]
         ranked = sorted(scored, key=lambda item: item[1], reverse=self.mode == "max")
@@ -98,7 +98,7 @@ class KeepEvery:
         object.__setattr__(self, "steps", whole_number("KeepEvery.steps", self.steps))
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
-        """Returns those of `kept` to keep."""
+        """Returns the ones in `kept` to keep."""
         return [done for done in kept if done.step % self.steps == 0]
 
 
@@ -134,7 +134,7 @@ class CheckpointPolicy:
         return next((rule for rule in self.keep if isinstance(rule, KeepBest)), None)
 
     def check(self, metrics: dict[str, Collection[str] | None]) -> None:
-        """Raises `UsageError` if a training does not give the metrics by which the best checkpoints are to be kept.
+        """Raises `UsageError` if a training lacks the metrics that choose the best checkpoints.
 
         Args:
           metrics: the names of each evaluator's metrics, by its name; None where they are not known yet.
@@ -164,7 +164,7 @@ def _or_none(path: str | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run starts: from which of its checkpoints, or, if it has none, from which other weights.
+    """Where a run starts: one of its checkpoints, or, if it has none, other weights.
 
     Attributes:
       warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a

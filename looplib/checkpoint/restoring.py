@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from looplib import files, plugins
 from looplib.checkpoint import commits
-from looplib.checkpoint.names import Leaf, Live, Normal, Saved, groups
+from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalizer, SavedVariables, groups
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
@@ -90,7 +90,7 @@ def _compared(
     graph = _tf.object_graph(reader)
     if graph is None:
         return {}
-    saved = Saved(reader, graph, record.names, objects)
+    saved = SavedVariables(reader, graph, record.names, objects)
     moved = {"other names": sorted(misplaced(saved, objects_of(graph, checkpoint)))}
     return {**differences(saved), **moved} if shapes else moved
 
@@ -178,10 +178,10 @@ def objects_of(graph: Any, checkpoint: Any) -> dict[int, Any]:
     return objects
 
 
-def misplaced(saved: Saved, objects: Mapping[int, Any]) -> list[str]:
+def misplaced(saved: SavedVariables, objects: Mapping[int, Any]) -> list[str]:
     """Lists the saved variables at whose place, there is another one now, as "la/kernel there, lb/kernel here"."""
     live = saved.live
-    normal = Normal(live)
+    normal = NameNormalizer(live)
     here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
     names = {normal(leaf.name) for leaf in live.leaves}
     found = []
@@ -199,24 +199,24 @@ def misplaced(saved: Saved, objects: Mapping[int, Any]) -> list[str]:
     return found
 
 
-def differences(saved: Saved) -> dict[str, list[str]]:
+def differences(saved: SavedVariables) -> dict[str, list[str]]:
     """Returns what a checkpoint and the objects here have apart: dict from a title to the names of variables.
 
     These are the names of layers, and not their places in lists, under the attribute of the trainer.
     """
-    normal = Normal(saved.live)
+    normal = NameNormalizer(saved.live)
 
-    def key(leaf: Leaf) -> tuple[str, str]:
+    def key(leaf: NamedVariable) -> tuple[str, str]:
         if leaf.origin:
             return leaf.kind, key(leaf.origin)[1]
         root, (numbers, path) = min(leaf.paths.items(), key=lambda way: way[1])
         return "", f"{root}/{normal(leaf.name) if numbers else path}".rstrip("/")
 
-    def shown(leaf: Leaf) -> str:
+    def shown(leaf: NamedVariable) -> str:
         kind, name = key(leaf)
         return f"{kind} of {name}" if kind else name
 
-    def only(side: dict[Any, list[Leaf]], other: dict[Any, list[Leaf]]) -> list[str]:
+    def only(side: dict[Any, list[NamedVariable]], other: dict[Any, list[NamedVariable]]) -> list[str]:
         return [shown(leaf) for name, leaves in sorted(side.items()) for leaf in leaves[len(other.get(name, ())) :]]
 
     there, here = (groups(leaves, key) for leaves in (saved.leaves.values(), saved.live.leaves))
@@ -244,7 +244,7 @@ def contents_of(objects: Mapping[str, Any]) -> dict[str, Contents]:
     found: dict[str, list[Contents]] = {}
     normal = None
     for name, entries in _found_in(objects):
-        normal = normal or Normal(Live(objects))
+        normal = normal or NameNormalizer(LiveVariables(objects))
         found.setdefault(normal(name), []).append(_contents(entries))
     return {
         name if len(alike) == 1 else f"{name} {number} of {len(alike)}": one

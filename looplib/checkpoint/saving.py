@@ -23,8 +23,8 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.checkpoint import commits
-from looplib.checkpoint.commits import Measured
-from looplib.checkpoint.names import Live
+from looplib.checkpoint.commits import FileChecksum
+from looplib.checkpoint.names import LiveVariables
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.restoring import RestoreMode, contents_of, objects_of, restore
 from looplib.cluster import peers
@@ -166,7 +166,7 @@ class Checkpoints:
         with tempfile.TemporaryDirectory() as folder:
             self._learn_from(self._checkpoint.write(os.path.join(folder, "ckpt")))
 
-    def _commit(self, path: str, step: int, positions: Mapping[str, Measured]) -> None:
+    def _commit(self, path: str, step: int, positions: Mapping[str, FileChecksum]) -> None:
         self._sync()
         self._check()
         commits.commit(path, step, positions)
@@ -251,11 +251,11 @@ class Checkpoints:
     def note_in(self, record: RunRecord) -> None:
         """Notes in the record of a checkpoint what its variables are called, and what no variable holds."""
         if self._noted is None:
-            self._noted = Live(self._objects).record(), contents_of(self._objects)
+            self._noted = LiveVariables(self._objects).record(), contents_of(self._objects)
         record.names, record.contents = self._noted
 
 
-def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Measured]:
+def write_position(path: str, position: bytes, workers: Workers) -> dict[str, FileChecksum]:
     """Writes this worker's position, and waits until all workers have written theirs.
 
     A worker that cannot write its file logs a warning: the run is worth more than a quick resume.
@@ -295,7 +295,7 @@ def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Me
 
 
 def _own_files() -> tf.train.CheckpointOptions:
-    """Returns the options by which this process has the files, also of variables on parameter servers."""
+    """Returns options that make this process write all files, also for variables on parameter servers."""
     return tf.train.CheckpointOptions(experimental_io_device=host_device())
 
 
@@ -310,7 +310,7 @@ class Snapshots:
 
     Args:
       checkpoint: the `tf.train.Checkpoint`.
-      path: a checkpoint that it has written, from which the keys are learned.
+      path: a checkpoint that it has written, for its keys.
 
     Raises:
       NotImplementedError: if it holds a table or other state that only TensorFlow can save, while training waits.

@@ -62,7 +62,7 @@ class Workers:
         return np.stack(values).reshape(self.count, *value.shape)
 
     def gather_tensors(self, rows: list[Sequence[tf.Tensor]]) -> list[Sequence[tf.Tensor]]:
-        """Waits for the others, and returns the rows of all workers, those of worker 0 first.
+        """Waits for the others, and returns the rows of all workers, worker 0's first.
 
         Rows are sequences of eager tensors, with equal dtypes in each row and any shapes; as many on each worker.
         """

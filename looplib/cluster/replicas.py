@@ -35,7 +35,7 @@ class Share(NamedTuple):
     of: tf.Tensor
 
 
-class _Step(_tf.ReplicaLocal):
+class _ReplicaStep(_tf.ReplicaLocal):
     """The step that a replica does."""
 
     share: Share | None = None  # of the global batch; None for batches of a fixed size
@@ -43,7 +43,7 @@ class _Step(_tf.ReplicaLocal):
     gradients: list[tuple[str, Gradient]] | None = None  # by variables' names, of optimizers; None: not watched
 
 
-_step = _Step()
+_step = _ReplicaStep()
 
 
 def current() -> Share | None:
@@ -72,7 +72,7 @@ def counted(weights: tf.Tensor) -> tf.Tensor:
 def of_means() -> Iterator[None]:
     """Has optimizers weigh the gradients of the `with` block by this replica's part of the global batch.
 
-    For a loss that is the mean over this replica's examples, or otherwise that of a batch of these examples alone.
+    For a loss that is the mean over this replica's examples, or otherwise over a batch of these examples alone.
     """
     share = _step.share
     if share is not None and tf.distribute.get_replica_context().num_replicas_in_sync > 1:

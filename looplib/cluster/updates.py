@@ -23,7 +23,7 @@ from looplib.errors import UsageError
 def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, summed: bool = False) -> None:
     """Updates weights: weighs and sums the gradients, notes them for the guards, and has the optimizer clip and apply.
 
-    Gradients are those of a replica, or with `summed` those of all. The optimizer is of either Keras family.
+    Gradients belong to one replica, or with `summed` to all. The optimizer is of either Keras family.
     """
     pairs = list(grads_and_vars)
     if _keras.family(optimizer) == "keras":

@@ -79,7 +79,7 @@ def is_model(value: Any) -> bool:
 
 
 def is_variable(value: Any) -> bool:
-    """Returns whether `value` is a variable of Keras 3; those of tf_keras are `tf.Variable`s."""
+    """Returns whether `value` is a variable of Keras 3; tf_keras has `tf.Variable`s."""
     return family(value) == "keras" and is_a(value, "Variable")
 
 
@@ -100,7 +100,7 @@ def variable_path(variable: Any) -> str:
 
 
 def without_vocabularies(variables: Iterable[Any]) -> list[Any]:
-    """Returns the variables among those of a layer, where tf_keras lists vocabularies too."""
+    """Returns the variables of a layer without vocabularies, which tf_keras lists too."""
     return [variable for variable in variables if isinstance(tf_variable(variable), tf.Variable)]
 
 
@@ -112,7 +112,7 @@ def is_optimizer(value: Any) -> bool:
 def input_specs(model: Any) -> Any:
     """Returns the structure of `tf.TensorSpec`s of the inputs of a model; None if it has no Input layers.
 
-    Each has a name: its key in a dict, "inputs" for one input, and else that of its Input layer. Ragged and sparse
+    Each has a name: its key in a dict, "inputs" for one input, and else the name of its Input layer. Ragged and sparse
     inputs are refused.
     """
     inputs = getattr(model, "inputs", None)
@@ -188,7 +188,7 @@ def sublayers(layer: Any) -> list[Any]:
 
 
 def adapts(layer: Any) -> bool:
-    """Returns whether a layer learns what it computes with from data, in its method `adapt`."""
+    """Returns whether a layer learns from data in its method `adapt`."""
     return callable(getattr(layer, "adapt", None))
 
 
@@ -224,7 +224,7 @@ def with_inner(outer: Iterable[Any]) -> list[Any]:
 
 
 def averaged(optimizer: Any, variables: Iterable[Any], with_updated: bool) -> list[tuple[tf.Variable, tf.Variable]]:
-    """Returns (variable, its moving average) for each variable of which a built optimizer with `use_ema` keeps one.
+    """Returns (variable, its moving average) for each average that a built optimizer with `use_ema` keeps.
 
     An optimizer that has made an update has none, unless `with_updated`.
     """
@@ -255,7 +255,7 @@ def changes_when_called(layer: Any) -> bool:
     """Returns whether a call of a layer may change a state in it: of random numbers, or moving statistics."""
     if layer.non_trainable_variables:
         return True
-    # tf_keras draws from TensorFlow's own state by default, of which there is no variable.
+    # tf_keras draws from TensorFlow's own state by default, which is in no variable.
     parts = (layer, *layer.submodules) if family(layer) == "tf_keras" else ()
     return any(getattr(part, "_random_generator", None) is not None for part in parts)
 

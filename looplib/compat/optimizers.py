@@ -23,7 +23,7 @@ from looplib.errors import UsageError
 
 KNOWN = "Keras 3.15"
 
-# The class by which Keras 3 adapts its optimizers to tf.distribute, and what of it is changed here.
+# The class that adapts optimizers of Keras 3 to tf.distribute, and the methods changed here.
 _ADAPTER = "keras.src.backend.tensorflow.optimizer"
 _SUM = "_all_reduce_sum_gradients"
 _UPDATES = (
@@ -111,7 +111,7 @@ def num_replicas() -> int:
 
 
 def leave_out_sum(optimizer: Any) -> None:
-    """Changes the class by which Keras 3 adapts an optimizer to tf.distribute, so that it heeds `summed`.
+    """Changes the class that adapts optimizers of Keras 3 to tf.distribute, so that it heeds `summed`.
 
     An optimizer that updates in some steps only does so inside of a condition, where TensorFlow cannot update all
     replicas' copies of a variable together (merge_call), as Keras does. After the sum all replicas compute the same, so
@@ -210,7 +210,7 @@ def _kernel(make: Callable, optimizer: Any, variable: Any, rate: Any) -> Callabl
 
 
 def _gains(optimizer: Any, elements: int | None) -> bool:
-    """Returns whether the kernel is faster on CPUs than Keras's ops, for a variable of so many elements."""
+    """Returns whether the kernel is faster on CPUs than Keras's ops, by the number of elements."""
     if not elements:
         return False
     if type(optimizer).__name__ == "SGD":

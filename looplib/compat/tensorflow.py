@@ -102,7 +102,7 @@ def keep_builtins() -> None:
 
     AutoGraph knows built-in functions by their addresses at the import of TensorFlow. In a notebook, `input` is then a
     method that lives as long as the cell. A method that later gets this address would not be converted, and fail at a
-    `tf.range`. This replaces the addresses by those of the objects that are built in now, and keeps these alive.
+    `tf.range`. This puts in the addresses of the present built-in objects, and keeps these alive.
     """
     global _builtins
     try:
@@ -222,7 +222,7 @@ def python_state_key(name: str) -> str:
 
 
 def is_variable_key(key: str) -> bool:
-    """Returns whether a key of a checkpoint is that of a variable."""
+    """Returns whether a key of a checkpoint belongs to a variable."""
     return key.endswith(_VARIABLE)
 
 
@@ -432,7 +432,7 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
     if "FileCache" in stages:  # if the files are gone, the restore ends the process
         return "it caches in files"
     for text in texts:
-        # Of `sample_from_datasets` and the like. TensorFlow forgets how many sources have ended, so that the restored
+        # For `sample_from_datasets` and the like, TensorFlow forgets how many sources have ended, so that the restored
         # iterator looks for an element of them forever at the end of its data.
         if b"DirectedInterleave:data_input_impl_empty" in text and b"values: 1>" in text:
             return "a data set that it mixes with others has ended, which TensorFlow does not restore"

@@ -1,8 +1,8 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
-    asked: BadRecords, Reads
-    batches: Batches, Epoch, Span
+    dataset_requests: BadRecords, Reads
+    batches: Batches, BatchSizePeriod, Epoch
     block_stream: none
     distribution: distribute, runs_on_host
     host_stream: HostStream
@@ -11,5 +11,5 @@ Names that other rooms may use, by file:
     order: as_plan, Ids, Locate, mix, OrderKey, Plan, seeds_at
     pipelines: num_rows
     saved_position: none
-    stream: Properties, Stream
+    stream: BatchProperties, Stream
 """

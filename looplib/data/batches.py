@@ -1,6 +1,6 @@
 """The global batches of a run, whose size may change at a restart, and which examples each of them has.
 
-A run counts global batches. With those of earlier sizes known, a number of batches is a position in the examples, at
+A run counts global batches. If earlier sizes are known, a number of batches is a position in the examples, at
 which the next batch begins whatever its size is.
 """
 
@@ -20,7 +20,7 @@ _MOST_POSITIONS = 2**62  # which fit into int64
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class BatchSizePeriod:
     """Global batches of one size, up to the start of a run that continued with another one.
 
     Raises:
@@ -83,14 +83,14 @@ class Batches:
     """The sizes of a run's global batches."""
 
     size: int  # examples of each from now on
-    earlier: tuple[Span, ...] = ()  # those of other sizes, in their order
+    earlier: tuple[BatchSizePeriod, ...] = ()  # batches of other sizes, in their order
 
     def resized(self, size: int, step: int, batch: int) -> "Batches":
-        """Returns those of a run that continues with another size, at a step and after so many global batches."""
+        """Returns the batches of a run that continues with another size, at a step and after `batch` batches."""
         if size == self.size:
             return self
-        now = Span(step, batch, self.size)
-        before = self.earlier[-1] if self.earlier else Span(0, 0, size)
+        now = BatchSizePeriod(step, batch, self.size)
+        before = self.earlier[-1] if self.earlier else BatchSizePeriod(0, 0, size)
         if (now.step, now.batch) != (before.step, before.batch):
             return Batches(size, (*self.earlier, now))
         earlier = self.earlier[:-1] if before.size == size else self.earlier  # no step had the size between
@@ -146,7 +146,7 @@ class Batches:
         return self._examples(step, [span.step for span in self.earlier], epoch)
 
     def step_of(self, examples: int | Fraction, epoch: Epoch) -> int:
-        """Returns the first step at which a number of examples has been trained on."""
+        """Returns the first step after which a number of examples has been trained on."""
         found = at = 0
         for span in self.earlier:
             steps = epoch.batches(found, examples, span.size)
@@ -210,7 +210,7 @@ class Positions:
     def _in_epochs(self, epoch: Epoch) -> tf.data.Dataset:
         num_examples, size, steps = epoch.examples, self.sizes.size, epoch.steps(self.sizes.size)
         epochs, done = divmod(self.sizes.before(self.sizes.first, epoch), num_examples)
-        # As if the epoch in which the present size begins had `steps` batches of it, of which `missing` came before.
+        # As if the epoch where the present size begins had `steps` such batches, `missing` of them before.
         missing = steps + (done - num_examples) // size
         moved = tf.constant(done - missing * size, tf.int64)
 

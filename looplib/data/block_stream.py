@@ -184,10 +184,10 @@ class BlockStream(HostStream):
 class KeyedStream(BlockStream):
     """A `BlockStream` of ids, which an XLA program computes for many steps at a time, or of the rows that they number.
 
-    Of `dataset` only the specs are used, which are those of the rows.
+    Only the specs of `dataset` are used, which describe the rows.
 
     Attributes:
-      draw: returns ids from a number of batches of this pipeline on; see `asked.Call`.
+      draw: returns ids from a number of batches of this pipeline on; see `dataset_requests.DatasetCall`.
       rows: returns rows by their numbers; None leaves the ids.
     """
 
@@ -195,7 +195,7 @@ class KeyedStream(BlockStream):
     rows: Rows | None = None
 
     def share(self, stream: "KeyedStream") -> None:
-        """See `Stream`; the rows stay those of the arrays that the first stream was made with."""
+        """See `Stream`; the rows stay in the arrays that the first stream was made with."""
         super().share(stream)
         self.rows, self.dataset = stream.rows, stream.dataset
 

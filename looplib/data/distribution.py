@@ -1,4 +1,4 @@
-"""Distribution: the pipelines of a task, and the stream by which a loop reads them on a strategy."""
+"""Distribution: the pipelines of a task, and the stream that reads them on a strategy."""
 
 import dataclasses
 import functools
@@ -10,17 +10,17 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data.asked import BadRecords
-from looplib.data.batches import Batches, Span
+from looplib.data.batches import Batches, BatchSizePeriod
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
+from looplib.data.dataset_requests import BadRecords
 from looplib.data.host_stream import HostStream
 from looplib.data.input_context import InputContext, per_replica_batch_size
-from looplib.data.pipelines import Pipelines, Task, makes_global_batches
-from looplib.data.stream import Lengths, Properties, Stream
+from looplib.data.pipelines import Pipelines, PipelineTask, makes_global_batches
+from looplib.data.stream import BatchProperties, ShareLengths, Stream
 from looplib.errors import UsageError
 from looplib.run_config import RunConfig
 
-_SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
+_SMALL = 2**14  # bytes of a step; rows of resident arrays are gathered ahead of it up to this size
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:
@@ -47,13 +47,13 @@ def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
 
 def distribute(
     strategy: tf.distribute.Strategy,
-    task: Task,
+    task: PipelineTask,
     config: RunConfig,
     left_out: BadRecords | None = None,
     *,
     training: bool,
     start_step: int = 0,
-    earlier: Sequence[Span] = (),
+    earlier: Sequence[BatchSizePeriod] = (),
     in_blocks: bool = False,
     remote: Callable[..., Stream] | None = None,
 ) -> Stream:
@@ -64,9 +64,9 @@ def distribute(
       task: has the `dataset`.
       config: the settings of the controller; of an evaluator, with its own global batch size.
       left_out: the damaged records that the run has left out.
-      training: whether the data is that of a training.
+      training: whether the data is for a training.
       start_step: global batches that were consumed before.
-      earlier: those of other sizes.
+      earlier: batches of other sizes.
       in_blocks: whether the loop takes the batches of several steps at once, on one replica.
       remote: makes the stream where workers read by themselves, of the arguments of a `Stream` and `make`, which makes
         the pipeline of a worker there.
@@ -123,16 +123,16 @@ def distribute(
 
 def _properties(
     pipelines: Pipelines, training: bool, batch_size: int, whole: bool, start_step: int, remote: Any
-) -> Properties:
+) -> BatchProperties:
     """Returns what is known of the batches of built pipelines; raises `UsageError` if there is none to begin with."""
     context, replicas = pipelines.contexts[0], pipelines.replicas
     cardinalities, shares = pipelines.gather_lengths()
     per_worker = max(1, replicas // len(shares))
-    lengths = Lengths(shares, 1 if whole else per_worker) if training and remote is None else None
+    lengths = ShareLengths(shares, 1 if whole else per_worker) if training and remote is None else None
     if start_step == 0:
         _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    return Properties(
+    return BatchProperties(
         who=pipelines.who,
         infinite=infinite,
         unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
@@ -148,7 +148,7 @@ def _properties(
 
 
 def _refuse_without_batches(
-    pipelines: Pipelines, training: bool, cardinalities: list[int], lengths: Lengths | None
+    pipelines: Pipelines, training: bool, cardinalities: list[int], lengths: ShareLengths | None
 ) -> None:
     """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
     if not any(cardinalities):

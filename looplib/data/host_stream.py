@@ -31,7 +31,7 @@ class HostStream(Stream):
     saved.
 
     Attributes:
-      devices: the device of each replica of this process, to which batches are copied; () copies nothing.
+      devices: the device of each replica of this process, for copies of batches; () copies nothing.
     """
 
     devices: tuple[str, ...] = ()

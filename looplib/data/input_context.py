@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import plugins
-from looplib.data.asked import Asked, BadRecords, Call
-from looplib.data.batches import CHUNK_IDS, Batches, Epoch, Positions, Span
+from looplib.data.batches import CHUNK_IDS, Batches, BatchSizePeriod, Epoch, Positions
+from looplib.data.dataset_requests import BadRecords, DatasetCall, DatasetRequests
 from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
 from looplib.errors import UsageError, whole_number
 
@@ -32,8 +32,8 @@ class InputContext:
       training: False for an evaluation.
       start_step: global batches that were consumed before this pipeline starts; 0 in a new run. Of a run whose batch
         size has changed, as many batches of the present size as have the examples of those.
-      steps_per_epoch: steps in which the data comes once, for `epochs` and reports. `indices` sets it; after several
-        calls it is that of the most examples, so that each example of all of them has come. A `dataset` may set it,
+      steps_per_epoch: steps of one pass over the data, for `epochs` and reports. `indices` sets it; after several
+        calls the longest pass counts, so that every example of all calls has come. A `dataset` may set it,
         such as one that repeats other data. None where it is not known.
       global_batches: whether the task makes global batches, see `Trainer.batches`.
       bad_records: the damaged records that `records` may leave out.
@@ -57,7 +57,7 @@ class InputContext:
         numbers: tf.data.Dataset | None = None,
         bad_records: BadRecords | None = None,
         only: np.ndarray | None = None,
-        earlier: Sequence[Span] = (),
+        earlier: Sequence[BatchSizePeriod] = (),
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -67,7 +67,7 @@ class InputContext:
         self.bad_records = bad_records or BadRecords()
         sizes, replicas = Batches(self.global_batch_size, tuple(earlier)), self.replicas_per_pipeline
         self.places = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, replicas, numbers, only)
-        self.asked = Asked()
+        self.asked = DatasetRequests()
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
         """Returns a new context of the same pipeline; `only` are positions int64 `[n]` to make batches of one of."""
@@ -106,7 +106,7 @@ class InputContext:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The steps in which the data comes once; None where that is not known."""
+        """The steps of one pass over the data; None if not known."""
         return self.asked.epoch.steps(self.global_batch_size) if self.asked.epoch else None
 
     @steps_per_epoch.setter
@@ -237,7 +237,7 @@ class InputContext:
             array_record, grain or TFDS; or a plan of records: `Mixture`, `Kept` or `Buckets`.
           block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
             itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
-            shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or
+            shuffled order; each is shuffled too. The default is about a quarter of a megabyte, or
             less so that there are many blocks. Of a plan, whose default is 1, only `Kept` takes more.
           shuffle: see `indices`.
           seeds: see `indices`.
@@ -261,7 +261,7 @@ class InputContext:
 
     def positions_of(
         self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int
-    ) -> tuple[tf.data.Dataset, Call]:
+    ) -> tuple[tf.data.Dataset, DatasetCall]:
         """Makes the positions of this pipeline's batches of a plan, for a method of that name with such arguments.
 
         Returns chunks of at most `most` batches, int64 `[k, b]`, and the call, for the method to complete. A batch that
@@ -277,7 +277,7 @@ class InputContext:
                 asked.epoch = epoch
         else:
             positions, steps = self.places.evaluation_batches(plan.size)
-        call = Call(positions=positions, steps=steps)
+        call = DatasetCall(positions=positions, steps=steps)  # not in the next line: AutoGraph takes no walrus
         asked.calls.append(call)
         if self.places.only is not None:
             positions = tf.data.Dataset.from_tensor_slices(self.places.only[:, None, None])
@@ -336,7 +336,7 @@ class InputContext:
           repeat: see `indices`.
 
         Returns:
-          A `tf.data.Dataset` of int64 ids `[b]`, in place of which `step_fn` is given the rows.
+          A `tf.data.Dataset` of int64 ids `[b]`; `step_fn` is given the rows instead.
 
         Raises:
           UsageError: if the arrays have no rows, or not the same number, or if `indices` refuses that number.
@@ -353,7 +353,7 @@ class InputContext:
 
 @tf.autograph.experimental.do_not_convert
 def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
-    """Returns ids in ops that XLA compiles; see `Call.draw`."""
+    """Returns ids in ops that XLA compiles; see `DatasetCall.draw`."""
     positions = places.batches(first, count, epoch)
     return tf.reshape(ids.endless_in_xla(tf.reshape(positions, [-1]), seed), positions.shape)
 

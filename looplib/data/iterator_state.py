@@ -50,7 +50,7 @@ def handle(iterator: tf.data.Iterator) -> tf.Tensor:
 def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
     """Returns a hash of a new iterator's stages and buffer sizes, and of `kind`.
 
-    A state is restored into an iterator of the same hash only, because restoring that of another one fails late.
+    A state is restored into an iterator of the same hash only, because any other state fails late.
 
     Raises:
       UnsavableError: if the iterator's state cannot be saved.

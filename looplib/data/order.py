@@ -43,9 +43,9 @@ def derived_seed(seed: int, use: int | str) -> int:
 
 
 class Plan(abc.ABC):
-    """Which examples a training and an evaluation have, and in which order; for `InputContext.indices`."""
+    """The examples of a training or an evaluation, and their order; for `InputContext.indices`."""
 
-    size: int  # the number of examples, each of which an evaluation has once
+    size: int  # the number of examples; an evaluation has each once
     comes_in_epochs = True  # whether a training has each example once in `size` positions, give or take a batch
     chosen_by_batch = False  # whether the examples of a global batch are chosen together
     width = 1  # numbers that describe one example; blocks of wide ones are smaller
@@ -156,7 +156,7 @@ def index_shuffle(index: tf.Tensor, key: tuple[int, tf.Tensor], max_index: int, 
       rounds: of the cipher, an even number of at least 4.
 
     Returns:
-      int64 `[n]`, that of `tf.raw_ops.RandomIndexShuffle`.
+      int64 `[n]`, equal to `tf.raw_ops.RandomIndexShuffle`.
     """
     if max_index == 0:
         return tf.zeros_like(index)
@@ -196,7 +196,7 @@ def index_shuffle(index: tf.Tensor, key: tuple[int, tf.Tensor], max_index: int, 
 
 
 def _turned(x: tf.Tensor, places: int, word: int, mask: tf.Tensor) -> tf.Tensor:
-    """Rotates words of so many bits to the left."""
+    """Rotates words of `word` bits to the left."""
     if places % word == 0:
         return x
     left = tf.bitwise.left_shift(x, tf.constant(places, x.dtype))

@@ -18,7 +18,7 @@ from looplib.errors import UsageError
 _ENDLESS = 2**62
 
 
-class Task(Protocol):
+class PipelineTask(Protocol):
     """What is read of a `Trainer` or an `Evaluator`; see there."""
 
     batches: str  # "per_replica" or "global"
@@ -28,7 +28,7 @@ class Task(Protocol):
         """Makes the batches of one pipeline."""
 
 
-def makes_global_batches(task: Task) -> bool:
+def makes_global_batches(task: PipelineTask) -> bool:
     """Returns whether a task makes global batches; raises `UsageError` if its `batches` is of no kind."""
     if task.batches not in KINDS:
         raise UsageError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
@@ -51,7 +51,7 @@ class Pipelines:
 
     def __init__(
         self,
-        task: Task,
+        task: PipelineTask,
         settings: dict[str, Any],
         start_step: int,
         sizes: Batches,
@@ -66,7 +66,7 @@ class Pipelines:
         self.replicas = settings["num_replicas"]
         self._overfit_batch = overfit_batch
         self.newest: tf.data.Dataset | None = None  # the pipeline that was built last
-        # Of each pipeline that was built:
+        # For each pipeline that was built:
         self.contexts: list[InputContext] = []
         self.cardinalities: list[int] = []  # in batches; in steps, where that decides whether there is one at all
         self.shares: list[int] = []  # batches from the beginning of the data, as tf.data says it
@@ -229,7 +229,7 @@ class Pipelines:
 
 
 def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
-    """Repeats the batches of the first step without end; as they are if there are not enough for a step."""
+    """Repeats the batches of the first step without end; does not if there are too few for a step."""
     first = dataset.take(context.replicas_per_pipeline)
     if 0 <= first.cardinality() < context.replicas_per_pipeline:
         return first

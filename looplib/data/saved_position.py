@@ -12,7 +12,7 @@ class SavedPosition:
 
     Args:
       renew: makes the pipeline again; None saves no position.
-      count: elements of a step, by which a trial of unknown stages goes.
+      count: elements of a step, which a trial of unknown stages reads.
       note: logs what a user has to know, a clause about the data set.
 
     Attributes:

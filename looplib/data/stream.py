@@ -25,7 +25,7 @@ def counted_from_0(iterator: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
+class ShareLengths:
     """The lengths of the workers' shares, from the beginning of the data.
 
     Every step needs a batch for each replica, so the share that ends first decides.
@@ -61,7 +61,7 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Properties:
+class BatchProperties:
     """What is known of the batches of a task before one is read."""
 
     who: str  # the class name of the user's trainer or evaluator, for messages
@@ -74,9 +74,9 @@ class Properties:
     in_turn: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples there are; None where that is not known
-    # of the files of a training, see `asked.Reader`
+    # of the files of a training, see `dataset_requests.Reader`
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
-    lengths: Lengths | None = None  # how long the workers' shares of a training are; None where each reads by itself
+    lengths: ShareLengths | None = None  # of the workers' shares of a training; None where each reads by itself
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -88,13 +88,13 @@ class Stream:
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
     # makes `dataset` again, for training; None if it may be iterated again, as an evaluation does
     renew: Callable[[], tf.data.Dataset | tf.distribute.DistributedDataset] | None
-    properties: Properties  # what is known of the batches
+    properties: BatchProperties  # what is known of the batches
     # returns the `InputContext` of the pipeline that was built last; None for one that looplib has not built
     context: Callable[[], InputContext | None]
     start_step: int = 0  # global batches that were consumed before
     positioned: bool = False  # whether the pipeline starts at `start_step` by itself
     skipped: int = 0  # batches that each pipeline otherwise leaves out to start there
-    # structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself
+    # structure of arrays `[n, ...]` that the batches number the rows of; None if they are the data itself
     arrays: Any = None
     block: int = 1  # steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step
     passed: int = dataclasses.field(default=0, init=False)  # of the `skipped` batches, those that were read so far

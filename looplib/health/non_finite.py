@@ -17,7 +17,7 @@ _BEFORE_A_TRACE = 40  # checks of the state, which together take as long: 40 and
 GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
 # Gradients of one shape that are cheaper to measure together, and their elements: larger ones would wait for the last.
 _MANY, _SMALL = 4, 512
-_LARGE = 8192  # elements from which a product of matrices is faster than one op
+_LARGE = 8192  # elements; from here on a product of matrices is faster than one op
 
 
 def run_watched(step_fn: Callable[[Any], Any], inputs: Any) -> tuple[Any, list[str], list[tf.Tensor]]:

@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None)
 _TICK = 0.2  # seconds between checks whether a step has ended
 
 
-class Notice:
+class PreemptionNotice:
     """The request to end this process, if one has come. There is one notice in a process: the module's `notice`.
 
     Attributes:
@@ -192,7 +192,7 @@ class Notice:
         self.after_a_fork()
 
     def _leave_what_the_program_has_taken(self) -> None:
-        """Forgets the signals for which the program has installed a handler of its own since the start."""
+        """Forgets the signals that the program has installed its own handler for since the start."""
         for signum in _OF_PROGRAMS:
             if (signal.getsignal(signum), _handler_in_c(signum)) != (self._handle, self._in_c.get(signum)):
                 self._handlers.pop(signum, None)
@@ -305,5 +305,5 @@ def _leave(code: int, sentence: str) -> None:
     os._exit(code)
 
 
-notice = Notice()
+notice = PreemptionNotice()
 os.register_at_fork(before=notice.before_a_fork, after_in_parent=notice.after_a_fork, after_in_child=notice.in_a_fork)

@@ -17,7 +17,7 @@ _OFTEN = 20  # times the longest time that was seen between two signs of progres
 # The minimum timeout of each phase, in seconds.
 _GENEROUS = {"train": 900.0, "evaluate": 900.0, "save": 1800.0}
 _GENEROUS_ELSE = 3600.0
-# Packages with a frame on the stack of a thread that a debugger holds; and those of consoles, which a step may open.
+# Packages with a frame on the stack of a thread in a debugger, or in a console, which a step may open.
 _DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
 _CONSOLES = {"code", "IPython"}
 _AROUND_STEPS = "looplib.controller"
@@ -43,7 +43,7 @@ class RunningTime:
 
     @property
     def suspended(self) -> float:
-        """The seconds in which the process was suspended so far; may be read by another thread."""
+        """The seconds that the process was suspended so far; may be read by another thread."""
         looked, suspended = self._seen
         return suspended + max(0.0, time.monotonic() - looked - 2 * self._interval)
 
@@ -78,8 +78,8 @@ class Watchdog:
     """Ends the process when neither the phase nor the steps change for too long.
 
     The limit is learned: 20 times the longest pause seen in that phase of this run, and at least 15 minutes in training
-    and evaluation, 30 in a save, an hour in tracing and all other phases. Time in which a debugger or a console holds a
-    thread, or in which the process is suspended, does not count.
+    and evaluation, 30 in a save, an hour in tracing and all other phases. Time while a debugger or a console holds a
+    thread, or while the process is suspended, does not count.
 
     Args:
       clock: the run's `Clock`, for the phase.

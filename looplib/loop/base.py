@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.data.asked import BadRecords
-from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.batches import Batches, BatchSizePeriod, Epoch
+from looplib.data.dataset_requests import BadRecords
 from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
@@ -55,7 +55,7 @@ class LoopResult:
     finite: bool  # whether all values that the reducer watches were finite
     stopped: bool = False  # whether a signal asked this worker, or another one, to end
     waited: float = 0.0  # seconds that steps waited for their data
-    compiled: float = 0.0  # seconds in which TensorFlow optimized and compiled the loop, in its first call
+    compiled: float = 0.0  # seconds that TensorFlow took to optimize and compile the loop, in its first call
     to_stop: float = 0.0  # seconds that a stop may take, where that is longer than a step
     counted: int | None = None  # the counter of steps as the loop has read it after the last step; None if it has not
 
@@ -110,7 +110,7 @@ class Specification:
     config: RunConfig  # the settings of the controller; of an evaluator, with its own global batch size
     counter: tf.Variable | None = None  # int64 `tf.Variable` of finished steps, or None
     start_step: int = 0  # global batches that were consumed before
-    earlier: tuple[Span, ...] = ()  # those of other sizes
+    earlier: tuple[BatchSizePeriod, ...] = ()  # batches of other sizes
     non_finite: str = "off"  # the policy of `guards.Guards`, for training
     chosen: EngineChoice | None = None  # the `Loop.chosen` of an earlier start of the run, or None
     # the damaged records that the run has left out, and how many it may; None for none
@@ -152,11 +152,11 @@ class Loop(abc.ABC):
 
     task: Trainer | Evaluator  # the `Trainer` or `Evaluator`
     who: str  # the class name of the user's object, for messages
-    reducer: Accumulator  # what the steps have added up since the last `read`
+    reducer: Accumulator  # what the steps have added up since the last `read_metrics`
     traces: int = 0  # how often the loop was traced
     traced: Step | None = None  # the traced step; None where there is none to look at
     chosen: EngineChoice | None = None  # the choice of `loop="auto"`, or None
-    # the names of the metrics that `read` returns; None where they are not known before
+    # the names of the metrics that `read_metrics` returns; None where they are not known before
     metric_names: frozenset[str] | None = None
 
     @property
@@ -174,7 +174,7 @@ class Loop(abc.ABC):
         """Runs steps on the data that follows; `phase` of the clock gets the time without tracing and input."""
 
     @abc.abstractmethod
-    def read(self) -> dict[str, int | float]:
+    def read_metrics(self) -> dict[str, int | float]:
         """Returns the metrics since the last read, finished by the task's `loop_end`, and resets them."""
 
     def shown(self) -> dict[str, Shown]:
@@ -186,7 +186,7 @@ class Loop(abc.ABC):
         """Makes the next `run` start with the data after `start_step` global batches.
 
         The bytes from `position` at that step spare the pipeline to read and skip earlier batches. `batches` are the
-        sizes of the global batches; None leaves them as they are.
+        sizes of the global batches; None does not change them.
         """
 
     def retrace(self, layers: str) -> None:
@@ -218,12 +218,12 @@ class TrainingLoop(Loop):
     batches: Batches | None = None  # the sizes of the global batches; None for data that looplib does not read
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples the data has; None where that is not known
-    # of the files of the data, see `asked.Reader`; None where it is not known
+    # of the files of the data, see `dataset_requests.Reader`; None where it is not known
     fingerprint: dict[str, str] | None = None
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The steps in which the data comes once; None where that is not known."""
+        """The steps of one pass over the data; None if not known."""
         return self.epoch.steps(self.batches.size) if self.epoch else None
 
     def epochs_at(self, step: int) -> float | None:

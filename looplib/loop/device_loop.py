@@ -17,7 +17,7 @@ from looplib.loop.step import Step, now, timed
 from looplib.loop.xla import XlaChunk
 
 _FEW = 3  # chunks of XLA that are called one by one
-_TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
+_TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop; a TPU counts no further
 # Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
 # small step (docs/speed.md), and several workers have to ask each other.
 _STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
@@ -52,7 +52,7 @@ class Status(NamedTuple):
 Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
 
 
-class Outcome(NamedTuple):
+class LoopOutputs(NamedTuple):
     """What the loop on the device returns, as one float64 vector `[7 + n]` with the totals."""
 
     done: float | tf.Tensor  # steps
@@ -118,7 +118,7 @@ class DeviceLoop(InnerLoop):
             take = tf.constant(False)
         with tf.control_dependencies([done, status.finite]):
             passed = self._workers.mean(now() - started)
-        outcome = Outcome(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
+        outcome = LoopOutputs(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
         numbers = tf.stack([tf.cast(part, tf.float64) for part in outcome])
         return tf.concat([numbers, self._reducer.take(take)], axis=0)
 
@@ -294,7 +294,7 @@ class DeviceLoop(InnerLoop):
         one_worker = self._workers.count == 1
         started = time.perf_counter()
         vector = self._call(iterator, numbers, one_round)
-        outcome, totals = Outcome(*vector[: len(Outcome._fields)].tolist()), vector[len(Outcome._fields) :]
+        outcome, totals = LoopOutputs(*vector[: len(LoopOutputs._fields)].tolist()), vector[len(LoopOutputs._fields) :]
         done, self._taken = int(outcome.done), totals if outcome.taken else None
         if done:
             # What decides when workers ask each other has to be the same on all of them.

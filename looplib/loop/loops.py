@@ -13,8 +13,8 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data.asked import BadRecords
 from looplib.data.batches import Batches, Epoch
+from looplib.data.dataset_requests import BadRecords
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
@@ -52,7 +52,7 @@ class Loops:
         self.closed = False
         self.trained = 0  # steps of this start
         self.torn = False  # whether a step has failed, which may have updated only a part of the variables
-        self._lendings: weakref.WeakKeyDictionary[Loop, Lending] = weakref.WeakKeyDictionary()
+        self._lendings: weakref.WeakKeyDictionary[Loop, LentState] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
     def build(
@@ -142,7 +142,7 @@ class Loops:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The steps in which the training data comes once; None where that is not known, or nothing is trained."""
+        """The steps of one pass over the training data; None if not known, or nothing is trained."""
         return self.training.steps_per_epoch if self.training else None
 
     def steps_of(self, steps: int | None, epochs: float | None) -> int:
@@ -255,7 +255,7 @@ class Loops:
                 loop.rewind()  # now, so that its data takes no memory and no time from the training that follows
             if ran.done and not ran.stopped:
                 with self._clock.phase("report"):
-                    metrics = loop.read()
+                    metrics = loop.read_metrics()
                 self._unread.remove(name)
                 return metrics
         if ran.stopped:
@@ -263,11 +263,11 @@ class Loops:
         raise task_loop.no_batch(name, loop.who)
 
     def lending(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager for an evaluation or a prediction, see `Lending`."""
+        """Returns a context manager for an evaluation or a prediction, see `LentState`."""
         if self.training is None:
             return contextlib.nullcontext()
         if loop not in self._lendings:
-            self._lendings[loop] = Lending(self.strategy, self.training, loop)
+            self._lendings[loop] = LentState(self.strategy, self.training, loop)
         return self._lendings[loop].lent()
 
     def retrace(self, layers: str) -> None:
@@ -287,7 +287,7 @@ class Loops:
 _Variables = dict[int, tf.Variable]  # by their `identity_of`
 
 
-class Lending:
+class LentState:
     """What a training lends to an evaluation or a prediction.
 
     Moving statistics and the like may differ between replicas: each of them evaluates with the values that an export

@@ -24,7 +24,7 @@ class _Slot:
     """Where one metric lies in the packed vector."""
 
     name: str
-    kind: str  # "mean" takes two places, sum and weight; "total" and "last" take as many as the value has elements
+    kind: str  # "mean" takes two places, sum and weight; "total" and "last" one for each element of the value
     shape: tuple
     integer: bool
     start: int
@@ -193,7 +193,7 @@ def _packed(reductions: dict[str, Reduction]) -> tuple[list[_Slot], tf.Tensor]:
 
 
 def _groups(reductions: dict[str, Reduction]) -> list[list[str]]:
-    """Groups metrics that are summed together: those of one kind, dtype and known shape; any other alone."""
+    """Groups metrics that are summed together, by kind, dtype and known shape; any other stays alone."""
     groups: dict[Any, list[str]] = {}
     for name, reduction in reductions.items():
         value, weight = reduction.value, reduction.weight

@@ -21,7 +21,7 @@ from looplib.task.media import Media
 from looplib.task.record import RunningTotals
 from looplib.task.reductions import Reduction
 
-State = RunningTotals | dict[str, float]  # the second is that of an Orbit trainer
+State = RunningTotals | dict[str, float]  # the second is for an Orbit trainer
 
 
 class Accumulator(abc.ABC):
@@ -172,7 +172,7 @@ class Reducer(Accumulator):
             self.load(self._pending)
 
     def _make_totals(self, size: int) -> tf.Variable:
-        """Makes a variable of which each replica has its own; a subclass may keep the totals elsewhere."""
+        """Makes a variable with a copy per replica; a subclass may keep the totals elsewhere."""
         with self._strategy.scope():
             return tf.Variable(
                 tf.zeros([size], tf.float64),

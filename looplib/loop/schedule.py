@@ -1,4 +1,4 @@
-"""The schedule of a training: at which steps the inner loop returns to the controller, and what is due there."""
+"""The schedule of a training: the steps where the inner loop returns to the controller, and what is due there."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ class Schedule:
     save_every: int  # steps between checkpoints
     evaluate_every: int | None = None  # steps between evaluations; None for a training without any
     end: int | None = None  # the step to train to; None trains to the end of the data
-    stops: tuple[int, ...] = ()  # further steps at which the inner loop returns
+    stops: tuple[int, ...] = ()  # further steps where the inner loop returns
 
     def boundaries(self, step: int) -> Iterator[Boundary]:
         """Yields the boundaries after a step, in order: each multiple of an interval, each stop, and the end."""

@@ -28,7 +28,7 @@ class Step:
       reducer: reduces what it returns.
       stream: reads the iterators that a loop is called with.
       counter: int64 `tf.Variable` that counts finished steps, or None.
-      skip_bad: undoes a step in which a value is not finite.
+      skip_bad: undoes a step with a value that is not finite.
 
     Attributes:
       function: the traced step.

@@ -27,9 +27,9 @@ METRICS = metric_names.BATCH_SIZES
 class BatchSizes:
     """Compares the sizes of training batches with what is expected.
 
-    The size is that of the first value per example that the step returns, or of its input if it returns none. No batch
-    may be larger. A smaller one may be the last of the data or of an epoch, so that after more than one step some batch
-    has to be full.
+    A batch is as large as the first value per example that the step returns, else as its input. No batch may be larger.
+    A smaller one is right as the last one of the data or of an epoch, so that at least half of the batches have to be
+    full.
 
     Args:
       who: the class name of the user's trainer, for messages.
@@ -71,7 +71,7 @@ class BatchSizes:
 
     def _refuse(self, seen: np.ndarray) -> None:
         larger, full, more, count = seen
-        if larger > 0 or (full == 0 and count > self._replicas):
+        if larger > 0 or 2 * full < count - self._replicas:
             raise UsageError(
                 f"{self._who}.dataset made {'larger' if larger > 0 else 'smaller'} batches than "
                 f"context.per_replica_batch_size, which is {self._expected}: the first {int(count)} have "

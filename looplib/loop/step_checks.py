@@ -172,7 +172,7 @@ def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:
 
 
 def is_summed(variable: tf.Variable) -> bool:
-    """Returns whether each replica keeps a value of a variable, and what is read is their sum."""
+    """Returns whether each replica keeps a value of a variable, and reading sums them."""
     sums = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
     return (variable.synchronization, variable.aggregation) == sums
 

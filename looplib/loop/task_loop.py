@@ -18,7 +18,7 @@ from looplib.data import distribution
 from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
-from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
+from looplib.errors import OURS, DataError, UsageError, gist, join_names, parse_error, whole_number
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
@@ -182,7 +182,7 @@ class TaskLoop(TrainingLoop):
 
     def _explained(self, error: BaseException) -> Exception | None:
         """Returns an error of the steps or their data as one that says its cause, where that is known."""
-        if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
+        if isinstance(error, tf.errors.OpError) and (found := parse_error(error)).kind in OURS:
             return DataError(found.sentence)
         if ops := _tf.lacking_in_xla(error):
             return UsageError(
@@ -198,7 +198,7 @@ class TaskLoop(TrainingLoop):
             steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self._counted_before
             if (named := diagnosis().refused_record(self.task.dataset, self.stream.context(), steps)) is not None:
                 return DataError(
-                    f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or "
+                    f"{named}, is refused by {self.who}.dataset: {found}; restore the file if it is damaged, or "
                     f"fix {self.place_of(error) or 'the functions of its maps'}"
                 )
         if self.endless and isinstance(error, tf.errors.OutOfRangeError):
@@ -238,7 +238,7 @@ class TaskLoop(TrainingLoop):
         """See `Loop`; what counts is data that is read again by a run that resumes."""
         return self.stream.passed
 
-    def read(self) -> dict[str, int | float]:
+    def read_metrics(self) -> dict[str, int | float]:
         """See `Loop`."""
         metrics = self._inner.read()
         if not self.reducer.created:

@@ -24,7 +24,7 @@ class Window:
         """Starts to measure the speed at a step."""
         self._mark = step, self._seconds()
 
-    def read(self, step: int, losses: list[float], complete: int) -> dict[str, float]:
+    def metrics(self, step: int, losses: list[float], complete: int) -> dict[str, float]:
         """Ends the window at a step; returns its metrics, with `steps_per_second` and, if it is known, the `epoch`.
 
         This window's loss is added to the last reported `losses`; `complete` is the steps of a complete window. Raises
@@ -32,7 +32,7 @@ class Window:
         """
         steps, seconds = step - self._mark[0], self._seconds() - self._mark[1]
         with self._clock.phase("report"):
-            metrics = self._training.read()
+            metrics = self._training.read_metrics()
             check_skipped(step, metrics, step - self.start)
             self.start = step
             loss = metrics.get(self._training.task.loss_name)

@@ -88,7 +88,7 @@ def size_of_chunk(longest: int, step: Step, steps_per_loop: int) -> int:
 
 
 def why_not_xla(step: Step) -> str | None:
-    """Returns why no chunk of the step can be an XLA program that computes the same; None if no reason is known."""
+    """Returns why no XLA program can compute the step exactly; None if no reason is known."""
     if (replicas := step.strategy.num_replicas_in_sync) > 1:
         return (
             f"the strategy has {replicas} replicas, and a program of many steps has one "

@@ -76,7 +76,7 @@ class Clock:
         return {**{name: round(value, 3) for name, value in sorted(self._seconds.items())}, "wall": round(wall, 3)}
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Moves seconds from one phase to another, at most as many as the first has."""
+        """Moves seconds from one phase to another, at most all of the first."""
         seconds = min(seconds, self.of(source))
         self._seconds[source] -= seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
@@ -87,7 +87,7 @@ class Clock:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def add_start(self) -> None:
-        """Adds the time between the start of the process and that of this clock, as "start"."""
+        """Adds the time from the start of the process to the start of this clock, as "start"."""
         self.of_process = True
         self.add("start", max(0.0, _process_seconds() - self.seconds()["wall"]))
 
@@ -169,7 +169,7 @@ class Clock:
         self._mark = now
 
 
-class Pace:
+class SpeedMeter:
     """Measures the speed of a training since this process started or resumed it.
 
     Args:

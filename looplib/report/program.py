@@ -15,7 +15,7 @@ class Program:
     """The program of a process, as recorded in `run.json`.
 
     Attributes:
-      arguments: the arguments of Python before those of the program: ["-m", MODULE], or the path of a file.
+      arguments: the arguments of Python before the program's own: ["-m", MODULE], or the path of a file.
       directory: the working directory; "" if it was removed.
       repository: the root of the git repository that contains the program; "" for none.
       commit: its commit; "" for none.

@@ -22,7 +22,7 @@ _MOST_WARNINGS = 10
 
 
 def key(record: Record) -> tuple[int, str]:
-    """Returns the (step, split) of a record, of which a file has each once."""
+    """Returns the (step, split) of a record, which is unique in a file."""
     return record["step"], record["split"]
 
 
@@ -101,7 +101,7 @@ def parse_line(line: bytes) -> Record | None:
 
 
 class RecordFile:
-    """Records of which each key stands once: one that is written again with other values replaces the first one.
+    """Records with unique keys: a record that is written again with other values replaces the first one.
 
     The file is open only while a line is appended, so that a training and an evaluation job may share it. Records that
     are taken out are kept once in a file beside it, with ".voided" in its name.

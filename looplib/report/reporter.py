@@ -14,7 +14,7 @@ from absl import logging
 from looplib import plugins
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
-from looplib.report.clock import Clock, Pace
+from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.page import make_page
 from looplib.report.progress import Progress
 from looplib.report.records import JsonlWriter
@@ -70,7 +70,7 @@ class Reporter:
             page=make_page(place if trains else None, self._flush_for_page),
             **facts,
         )
-        self.pace = Pace(clock)
+        self.speed_meter = SpeedMeter(clock)
         self.last_evaluation: dict[str, Metrics] = {}
         self.end: int | None = None
         self.ended_at: int | None = None
@@ -127,7 +127,7 @@ class Reporter:
           evaluation: the step of the next evaluation, or None.
           evaluating: whether the evaluation of this step comes now.
         """
-        self.writers.progress(self.pace.at(step, self.end, evaluation, evaluating))
+        self.writers.progress(self.speed_meter.at(step, self.end, evaluation, evaluating))
 
     def note_first_save(self) -> None:
         """Writes in `run.json`, once, that the run has a checkpoint, so that it does not start over unasked."""

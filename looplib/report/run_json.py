@@ -1,7 +1,7 @@
-"""`run.json`: what ran, with which settings, and how each start of it ended. `read` reads it, `RunReport` writes it.
+"""`run.json`: what ran, with which settings, and how each start ended. `RunReport` writes it.
 
-The file may come from somebody else, so `read` is the only one that reads it: a part that is not of its type is left
-out. What a newer looplib has added is kept.
+Only `read_report` reads it, as it may come from somebody else: a part that is not of its type is left out. What a newer
+looplib has added is kept.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class ProgramFields(TypedDict, total=False):
     changes: str
 
 
-class Start(TypedDict, total=False):
+class StartRecord(TypedDict, total=False):
     """One start of a run; see `RunReport`. Fields that are only shown are not listed, and may have any value."""
 
     started: str
@@ -72,7 +72,7 @@ class Start(TypedDict, total=False):
     changed: dict[str, tuple[Any, Any]]
 
 
-class Report(Start, total=False):
+class Report(StartRecord, total=False):
     """A run: its newest start, and what is known of all of them; see `RunReport`."""
 
     final_step: int | None
@@ -83,7 +83,7 @@ class Report(Start, total=False):
     config: dict[str, Any]
     metrics: dict[str, dict[str, float | None]]
     restarts: int
-    starts: list[Start]
+    starts: list[StartRecord]
 
 
 def path_of(model_dir: str, trains: bool) -> str:
@@ -93,11 +93,11 @@ def path_of(model_dir: str, trains: bool) -> str:
 
 def saved_step(model_dir: str | None, trains: bool) -> int | None:
     """Returns the step of the newest checkpoint that a report knows of; None without one."""
-    return read(path_of(model_dir, trains)).get("saved_step") if model_dir else None
+    return read_report(path_of(model_dir, trains)).get("saved_step") if model_dir else None
 
 
-def read(path: str) -> Report:
-    """Returns the content of a report, without what is not of its type; {} if none can be read."""
+def read_report(path: str) -> Report:
+    """Returns the content of a report, without values of wrong types; {} if none can be read."""
     try:
         report = _typed(parse_json(read_text(path)), Report)
     except (*failures(path), ValueError):
@@ -107,8 +107,8 @@ def read(path: str) -> Report:
     return {**report, "starts": kept(report.get("starts", [report] if "started" in report else []))}
 
 
-def kept(starts: list[Start]) -> list[Start]:
-    """Returns the starts of which a report has room."""
+def kept(starts: list[StartRecord]) -> list[StartRecord]:
+    """Returns the starts that a report has room for."""
     return [*starts[:1], *starts[1:][1 - MOST_STARTS :]]
 
 
@@ -159,13 +159,13 @@ class Points:
       clock: has the seconds.
 
     Attributes:
-      points: the points so far, in the order in which they were noted.
+      points: the points so far, in the order of their notes.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.points: list[Point] = []
         self._clock = clock
-        self._every = 1  # of so many reports one is noted
+        self._every = 1  # every how many reports one is noted
         self._reports = 0
 
     def note(self, step: int) -> None:
@@ -209,7 +209,7 @@ class _AsDict(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class RunProgress:
     """Where a run stands.
 
     Attributes:
@@ -236,7 +236,7 @@ class Standing:
 class RunReport:
     """The report of a run directory, replaced atomically whenever its status changes.
 
-    Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
+    Its fields describe the newest start, except `started`, which is the first start's, and `seconds`, which adds up
     all starts. `starts` lists them, each with `started` (when its process was, so that `seconds` end when it ends),
     `command`, `program`, `process`, `versions`, `restored_from`, `status`, `step`, `seconds`, `verdict`, `points`,
     `changed` (the settings that differ from the start before) and, if there were any, `rollbacks`. `traceback` is that
@@ -249,14 +249,14 @@ class RunReport:
       strategy: the name of the strategy, such as "MirroredStrategy, 2 replicas".
       num_replicas: replicas that step together.
       flags: dict of the settings that a binary takes as flags.
-      standing: function without arguments that returns the `Standing` of the run.
+      standing: function without arguments that returns the `RunProgress` of the run.
       check: raises `UsageError` if the run directory is not this process's any more; nothing is written then.
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
       program: the `Program` of a binary, whose changed code is written beside the report; None for none.
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
       speed: how much the training computes, a dataclass; None where that is not known.
       points: memory and seconds at the reports of this start.
-      defaults: `flags` and `config` as they are when nothing is set, for `not_default`; None if they are not known.
+      defaults: `flags` and `config` without any setting, for `not_default`; None if they are not known.
       page: the `Page` of the run, which is updated when the run has ended in some way.
     """
 
@@ -265,7 +265,7 @@ class RunReport:
     strategy: str
     num_replicas: int
     flags: dict[str, Any]
-    standing: Callable[[], Standing]
+    standing: Callable[[], RunProgress]
     check: Callable[[], None]
     config: Any = None
     program: Program | None = None
@@ -315,7 +315,7 @@ class RunReport:
         self.write("done")
 
     def _begin(self, restored_from: str | None) -> None:
-        self._earlier = read(self.path) if self.path else {}
+        self._earlier = read_report(self.path) if self.path else {}
         if self.path and not self._earlier and files.exists(self.path):
             self._keep_aside(self.path)
         changed = changed_settings(self._earlier, {"flags": self.flags, "config": as_dict(self.config)})
@@ -357,7 +357,7 @@ class RunReport:
         standing = self.standing()
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": masked_text(error)} if error else {}
-        ends |= {"console": console.trouble()} if console.trouble() else {}
+        ends |= {"console": console.first_fault()} if console.first_fault() else {}
         points = [dataclasses.asdict(point) for point in self.points.points]
         own = {**self._start, **ends, "points": points, "seconds": self.clock.seconds()}
         starts = kept([
@@ -392,7 +392,7 @@ class RunReport:
             self.page.update()
 
     def _keep_aside(self, path: str) -> None:
-        """Keeps a report that cannot be read, in place of losing what it says of earlier starts."""
+        """Keeps a report that cannot be read, so that what it says of earlier starts is not lost."""
         with contextlib.suppress(*files.failures(path)):  # it is written nevertheless, or a warning
             place = folders.move_aside(*os.path.split(path))
             logging.warning("%s cannot be read, so that this start is its first one; moved to %s", path, place)
@@ -413,7 +413,7 @@ class RunReport:
             logging.warning("%s cannot be written: %s", path, with_cure(reason))
 
     def note_rollback(self, step: int, to: int, reason: str) -> None:
-        """Writes that the run goes back from a step to that of a checkpoint.
+        """Writes that the run goes back from a step to the step of a checkpoint.
 
         Args:
           step: the step at which a guard found something.
@@ -452,7 +452,7 @@ def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
 
 
 def _ago(seconds: float) -> str:
-    """Returns the time so many seconds ago, as ISO 8601 has it."""
+    """Returns the time some seconds ago, in ISO 8601."""
     then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=seconds)
     return then.isoformat(timespec="seconds")
 

@@ -56,7 +56,7 @@ class Action:
     only the chief calls. All methods do nothing by default; an action with a memory defines both `state` and `load`.
 
     The memory in a checkpoint belongs to the action of its class and `name`. An action that can watch different things
-    has a name of what it watches, so that it does not take the memory of another.
+    has the name of its metric, so that it does not take the memory of another.
 
     Attributes:
       name: a text that distinguishes it from other actions of its class; default "".
@@ -122,7 +122,7 @@ class Action:
         """
 
     def on_exception(self, error: BaseException, controller: Any) -> None:
-        """Takes what has ended a training before its time, such as `looplib.Preempted` for a signal.
+        """Takes the exception that ended a training early, such as `looplib.Preempted` for a signal.
 
         It is called once the state is saved, if it could be. What it raises is only logged.
         """

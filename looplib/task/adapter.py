@@ -26,7 +26,7 @@ class Adapter:
     def own_actions(self) -> Sequence[Callable[[Event], object]]:
         """Actions of this object, which the controller calls before the user's.
 
-        Those of the trainer come before those of evaluators.
+        The trainer's come before the evaluators'.
         """
         return ()
 

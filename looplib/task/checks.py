@@ -20,7 +20,7 @@ _OF_ADAPTERS = ("own_actions", "rates", "own_steps_per_loop")
 
 @runtime_checkable
 class _Buildable(Protocol):
-    """An optimizer that can make its slots at once, which those of `tf_keras.optimizers.legacy` cannot."""
+    """An optimizer that can make its slots at once, unlike the ones of `tf_keras.optimizers.legacy`."""
 
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the slots."""

@@ -23,11 +23,11 @@ from looplib.task.trainer import Trainer
 def starting(trainer: Trainer | None, objects: Mapping[str, Any], restores: bool) -> Iterator[None]:
     """Starts averages of weights from the values that the weights get in a `with` block.
 
-    These are all `WeightAverages` and those of Keras optimizers with `use_ema`. An average that gets a value itself in
+    These are `WeightAverages`, and averages in Keras optimizers with `use_ema`. An average that gets a value itself in
     the block keeps it; after an error all have the values from before, unless they got others.
 
     Args:
-      trainer: None for a run that only evaluates, whose averages stay as they are.
+      trainer: None for a run that only evaluates, whose averages do not change.
       objects: the state of the run, by attribute name.
       restores: whether a checkpoint is restored in the block, so that the values before it do not count; otherwise an
         average that the program has assigned before keeps its value too.

@@ -32,12 +32,12 @@ class _Backward:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Which variables are trained by which optimizer. It has no state, and TensorFlow does not track it."""
+class _UpdatePlan:
+    """The variables that each optimizer trains. It has no state, and TensorFlow does not track it."""
 
     trained: list[Any]
-    trainable: list[Any]  # those that the layers have as trainable ones, of which `freeze` may leave out some
-    parts: list[tuple[str, Any, list[Any]]]  # of each optimizer its pattern, itself and its variables
+    trainable: list[Any]  # the trainable variables of the layers; `freeze` may leave out some
+    parts: list[tuple[str, Any, list[Any]]]  # (pattern, optimizer, variables)
 
 
 class GradientTrainer(Trainer):
@@ -54,7 +54,7 @@ class GradientTrainer(Trainer):
       optimizer: Keras optimizer of the model's family. Or a dict from regular expression to optimizer: a variable is
         updated by the optimizer of the first expression that `re.search` finds in its name; "" matches all.
       micro_batches: int, number of parts of the per-replica batch that are computed one after the other, in the memory
-        of one part. The update is that of the whole batch, also for parts of unequal weight. "auto" tries the divisors
+        of one part. The update equals the whole batch's, also for parts of unequal weight. "auto" tries the divisors
         of the per-replica batch, from 1 upwards, on a batch of zeros, and takes the first whose memory suffices.
       clip_value: float, limit for each element of the gradient of the global batch; see `Clipping`. The limits are
         applied in this order.
@@ -73,7 +73,7 @@ class GradientTrainer(Trainer):
       jit_compile: bool, whether XLA compiles the loss and its gradients, a micro-batch at a time. The sum over replicas
         and the update stay outside, so that it works on any number of replicas and workers, and with `loop="graph"`.
         Each new shape of a batch is compiled once, gradients are dense, and XLA leaves out assertions. `loop="eager"`
-        computes op by op all the same.
+        computes op by op nevertheless.
       report: metrics to add, each the last step's: "learning_rate" (of its update), "gradient_norm" (before clipping),
         "weight_norm" (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
 
@@ -134,7 +134,7 @@ class GradientTrainer(Trainer):
         trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-        self._gradient_plan = _Plan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
+        self._gradient_plan = _UpdatePlan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
         parts.leave_out_of_decay(self._gradient_plan.parts, no_decay)
         _keras.check_one_family(
             {"model": model, **{f"optimizer {p!r}": each for p, each, _ in self._gradient_plan.parts}}

@@ -15,7 +15,7 @@ class Media:
       kind: the name of the function that made it.
       tensors: an image's uint8 `[n, height, width, channels]`; a text's strings, or integers, `[n, ...]`; a histogram's
         least and largest value, float32 `[2]`, and its counts, int32 `[bins]`.
-      decode: of a text of integers, the function that makes text of those of one example.
+      decode: for a text of integers: the function that turns the integers of one example into text.
     """
 
     kind: str

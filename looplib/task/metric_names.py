@@ -1,6 +1,5 @@
-"""Names of metrics: those that looplib adds to reports, and what a name says of which value is better."""
+"""Names of metrics: which ones looplib adds to reports, and for which ones it is known whether higher is better."""
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -9,9 +8,9 @@ from looplib.errors import UsageError
 CHECKSUM = "examples_checksum"
 BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/full", "batch_sizes/more", "batch_sizes/count")
 _OWN = frozenset({"epoch", "examples", "skipped_steps", "steps_per_second", CHECKSUM, *BATCH_SIZES})
-# Words of a metric's name, between "/", "_" and the like, that say which of two values is better.
-_LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
-_MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
+# Names whose mode is known, and no parts of other names: many a metric has "loss" in its name, and is better if higher.
+_LOWER_IS_BETTER = frozenset("loss error mae mse rmse mape perplexity nll wer cer fid".split())
+_HIGHER_IS_BETTER = frozenset("accuracy acc auc precision recall f1 bleu iou dice psnr ssim".split())
 
 
 def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None:
@@ -49,9 +48,8 @@ def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Colle
 def mode_of(who: str, metric: str, mode: str | None) -> str:
     """Returns "max" or "min", which of two values of a metric such as "eval/accuracy" is better.
 
-    Without a mode, a few well-known words in the metric's name decide: "accuracy" is better if it is larger, "loss" if
-    it is smaller. `UsageError`, with the class `who` that was given the metric, for any other name, one with words of
-    both kinds, and a metric of another form; give `who` the mode "max" or "min".
+    Without a mode, the metric needs a well-known name, which is all that follows the last "/", in either case. Raises
+    `UsageError`, with the class `who` that was given the metric, for any other name and for a metric of another form.
     """
     if mode not in ("max", "min", None) or not isinstance(metric, str) or "/" not in metric:
         raise UsageError(
@@ -60,11 +58,10 @@ def mode_of(who: str, metric: str, mode: str | None) -> str:
         )
     if mode is not None:
         return mode
-    words = set(re.split(r"[^a-z0-9]+", metric.partition("/")[2].lower()))
-    less, more = bool(words & _LESS), bool(words & _MORE)
-    if less == more:
+    name = metric.rpartition("/")[2].lower()
+    if name not in _LOWER_IS_BETTER | _HIGHER_IS_BETTER:
         raise UsageError(
             f"{who} got the metric {metric!r} without a mode, and the name does not imply whether "
             'higher or lower is better; give "max" or "min" as the mode'
         )
-    return "min" if less else "max"
+    return "min" if name in _LOWER_IS_BETTER else "max"

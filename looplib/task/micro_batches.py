@@ -20,7 +20,7 @@ def summed(
 ) -> list[tf.Tensor]:
     """Returns the sums of what a function returns for each part of a batch.
 
-    Parts are computed in a loop on the device, so that the graph and the memory are those of one part. A batch whose
+    Parts are computed in a loop on the device, so that graph and memory are as large as for one part. A batch whose
     size is not known when the step is traced, or is no multiple of `count`, is divided as evenly as possible.
 
     Args:
@@ -106,7 +106,7 @@ def _rows(leaf: tf.Tensor | tf.RaggedTensor, number: tf.Tensor, count: int) -> t
 
 @tf.autograph.experimental.do_not_convert
 def check_per_example(what: str, value: Any, inputs: Any) -> None:
-    """Raises `UsageError` if the first dimension of a tensor, named `what`, is known not to be that of its batch."""
+    """Raises `UsageError` if the first dimension of a tensor, named `what`, is known to differ from its batch's."""
     shape = tf.convert_to_tensor(value).shape
     leaves = [leaf for leaf in tf.nest.flatten(inputs) if isinstance(leaf, (tf.Tensor, tf.RaggedTensor))]
     sizes = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}

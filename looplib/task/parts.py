@@ -76,7 +76,7 @@ def matching(
 
 
 def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
-    """Freezes the matching variables; returns those that are still trained, of which there must be one.
+    """Freezes the matching variables; returns the others, of which there must be at least one.
 
     A layer whose variables all match becomes `trainable = False`, so that its batch normalization uses its moving
     statistics.

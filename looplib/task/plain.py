@@ -63,6 +63,6 @@ def as_json(value: Any) -> Any:
 
 
 def _plain(array: np.ndarray) -> Any:
-    # `tolist` leaves numbers of long double and bfloat16 as they are.
+    # `tolist` does not convert numbers of long double and bfloat16.
     wider = array.dtype.kind in "fV" and is_number(array)
     return (array.astype(np.float64) if wider else array).tolist()

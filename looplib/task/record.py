@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from looplib import files
 from looplib.compat.tensorflow import python_state_key
-from looplib.data.batches import Batches, Span
+from looplib.data.batches import Batches, BatchSizePeriod
 from looplib.errors import UsageError
 from looplib.folders import is_name
 
@@ -43,7 +43,7 @@ class EngineChoice:
 
     @classmethod
     def from_json(cls, text: str) -> "EngineChoice":
-        """Reads a choice that is kept by itself; `ValueError` for a text that is none."""
+        """Reads one choice; `ValueError` for a text that is none."""
         return files.typed(files.parse_json(text), cls)
 
 
@@ -118,7 +118,7 @@ class RunRecord:
       earlier_batches: the global batches of other sizes that came before.
       loop: the name of the engine.
       examples: how many examples the training data has; None where that is not known.
-      files: checksums of the files of the training data, see `asked.Reader`; None where there are none.
+      files: checksums of the files of the training data, see `dataset_requests.Reader`; None where there are none.
       names: what the variables are called; None in a record that has none.
       contents: dict from the name of a table, or of a layer that has learned from data, to its `Contents`.
       unknown: the fields that only a newer looplib knows.
@@ -136,7 +136,7 @@ class RunRecord:
     engines: dict[str, EngineChoice] = dataclasses.field(default_factory=dict)
     seed: int | None = None
     global_batch_size: int | None = None
-    earlier_batches: list[Span] = dataclasses.field(default_factory=list)
+    earlier_batches: list[BatchSizePeriod] = dataclasses.field(default_factory=list)
     loop: str | None = None
     examples: int | None = None
     files: dict[str, str] | None = None

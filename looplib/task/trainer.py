@@ -30,7 +30,7 @@ class Trainer(abc.ABC):
         such as the last of the data, too, and `global_mean` divides by its number of examples. `context` then describes
         one pipeline for one replica: each worker makes all batches, and the same (give a shuffle a seed).
       batch_size_varies: bool, whether `dataset` makes batches of other sizes than `per_replica_batch_size`, such
-        as of so many tokens; the loss is then not for `global_mean`. Default False: other sizes end the run, static
+        as by tokens; the loss is then not for `global_mean`. Default False: other sizes end the run, static
         ones before the first step.
       loss_name: str, the training metric that the guards against jumps and large values look at; default "loss".
 

@@ -144,7 +144,7 @@ with console.guarded():
     print("printed once the reader was back", flush=True)
     logging.warning("logged")
 print("after", handler.stream is sys.stderr is sys.__stderr__, flush=True)
-print(console.trouble())
+print(console.first_fault())
 """
 
 

@@ -208,7 +208,7 @@ def test_any_mutation_of_settings_is_taken_and_written_again_or_is_a_sentence(tm
         with limited(number):
             try:
                 tree = config.given(Settings())
-                config.merge(tree, Settings, config.read(str(path)), lambda where: f"{where} in a.yaml")
+                config.merge(tree, Settings, config.read_yaml(str(path)), lambda where: f"{where} in a.yaml")
                 made = field_types.typed(tree, Settings, str, "")
             except UsageError as error:
                 assert len(str(error)) < 1000, number
@@ -254,7 +254,7 @@ def test_settings_that_no_run_has_are_a_short_sentence_at_once(case, tmp_path):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with limited(case), pytest.raises(UsageError, match=sentence.replace("[", "\\[")) as error:
         tree = config.given(Settings())
-        config.merge(tree, Settings, config.read(str(path)), lambda where: f"{where} in a.yaml")
+        config.merge(tree, Settings, config.read_yaml(str(path)), lambda where: f"{where} in a.yaml")
         field_types.typed(tree, Settings, str, "")
     assert len(str(error.value)) < 1000
 
@@ -268,13 +268,13 @@ def test_aliases_and_merges_of_a_few_values_are_taken():
 def test_a_config_file_that_is_no_file_is_refused_at_once(make, tmp_path):
     make(tmp_path / "settings.yaml")
     with limited(make.__name__), pytest.raises(UsageError, match="cannot be read"):
-        config.read(str(tmp_path / "settings.yaml"))
+        config.read_yaml(str(tmp_path / "settings.yaml"))
 
 
 def test_a_config_file_may_be_a_link(tmp_path):
     (tmp_path / "there.yaml").write_text("rate: 2")
     (tmp_path / "here.yaml").symlink_to(tmp_path / "there.yaml")
-    assert config.read(str(tmp_path / "here.yaml")) == {"rate": 2}
+    assert config.read_yaml(str(tmp_path / "here.yaml")) == {"rate": 2}
 
 
 def test_a_value_in_a_sentence_is_short_whatever_it_is():
@@ -395,10 +395,16 @@ def test_a_run_record_is_read_by_its_types(tmp_path):
     path.write_text(
         '{"step": 3, "final_step": "3", "seconds": {"a": 1, "b": 1e999}, "newer": [1], "program": null, "flags": 3}'
     )
-    assert run_json.read(str(path)) == {"step": 3, "seconds": {"a": 1}, "newer": [1], "program": None, "starts": []}
+    assert run_json.read_report(str(path)) == {
+        "step": 3,
+        "seconds": {"a": 1},
+        "newer": [1],
+        "program": None,
+        "starts": [],
+    }
     for text in ("[" * 1000 + "]" * 1000, '{"a": ' + "9" * 5000 + "}", "[" * 10**6, '{"a": "\xff"', "NaN"):
         path.write_text(text, encoding="latin-1")
-        assert run_json.read(str(path)) == {}
+        assert run_json.read_report(str(path)) == {}
 
 
 def test_a_start_takes_the_times_and_the_restarts_from_a_record_whose_old_starts_have_no_room(folder):

@@ -49,7 +49,7 @@ def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anythi
         except UsageError as error:  # a higher format number, with a checksum that fits
             outcomes["refused"] += 1
             assert "has the format" in str(error), number
-        run_json.read(str(run / "run.json"))
+        run_json.read_report(str(run / "run.json"))
         JsonlWriter(str(run / "metrics.jsonl")).resume(4, {"train": 3})
         TensorBoardWriter(str(run)).resume(4, {"train": 3})
         assert cli(["inspect", str(run)]) in (0, 1, 2)

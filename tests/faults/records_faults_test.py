@@ -22,7 +22,7 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data.asked import BadRecords
+from looplib.data.dataset_requests import BadRecords
 from looplib.extras.records import damage, index
 from looplib.extras.records.indexed import BadRecordError
 

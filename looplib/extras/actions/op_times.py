@@ -29,7 +29,7 @@ class OpTime:
     Attributes:
       name: its name in the graph.
       type: its type, such as "MatMul".
-      time_ms: milliseconds in all, without those of ops inside of it.
+      time_ms: milliseconds in all, without the ops inside of it.
       share: share of the time of all ops, which several threads and devices may spend at once.
     """
 
@@ -40,7 +40,7 @@ class OpTime:
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class OpProfile:
     """What a profile has recorded.
 
     Attributes:
@@ -52,7 +52,7 @@ class Profile:
     events: list[dict[str, Any]]
 
 
-def read(paths: Iterable[str]) -> Profile | None:
+def read_profile(paths: Iterable[str]) -> OpProfile | None:
     """Reads the files of a profile; None if this version of TensorFlow writes them in another way.
 
     Args:
@@ -74,10 +74,10 @@ def read(paths: Iterable[str]) -> Profile | None:
         return None
     total = sum(spent.values()) or 1
     ops = [OpTime(*op, round(time / 1e9, 6), round(time / total, 6)) for op, time in spent.most_common()]
-    return Profile(ops, events)
+    return OpProfile(ops, events)
 
 
-def write(profile: Profile, start: int, steps: int, model_dir: str) -> None:
+def write(profile: OpProfile, start: int, steps: int, model_dir: str) -> None:
     """Writes `profile.json` and the trace.
 
     Args:

@@ -20,7 +20,7 @@ _OWNER = ".looplib-run"  # the name of a file that says which run has a director
 _EXPORT = re.compile(r"step-\d{1,19}")  # the name of one
 
 
-class _Patient(Action):
+class _MetricWatcher(Action):
     """The common part: the best value of a metric, and how many reports have passed without a better one.
 
     A value counts once for each step, so an evaluation that is called by hand or repeated changes nothing. The metric
@@ -96,7 +96,7 @@ class _Patient(Action):
         vars(self).update(zip(self._remembered, state, strict=True))
 
 
-class EarlyStopping(_Patient):
+class EarlyStopping(_MetricWatcher):
     """Ends the training when a metric no longer improves.
 
     A run that has stopped, and is started again, trains no further step, unless `patience` is raised.
@@ -105,7 +105,7 @@ class EarlyStopping(_Patient):
       metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
       patience: evaluations (or reports) in a row without an improvement, after which the training ends.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
-      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       restore_best: whether the controller is at its best checkpoint once a training has ended, early or not: step,
         weights and the rest of the state, as by `controller.restore_checkpoint("best")`. It needs a `model_dir` and
         `KeepBest` of this metric in `CheckpointPolicy.keep`. Jobs that evaluate, predict or export take this
@@ -164,7 +164,7 @@ class EarlyStopping(_Patient):
             controller.restore_checkpoint("best")
 
 
-class ExportBest(_Patient):
+class ExportBest(_MetricWatcher):
     """Exports the model after each evaluation that is better than all before, by `controller.export`.
 
     A run that is killed and resumed exports at the steps of an uninterrupted one.
@@ -175,7 +175,7 @@ class ExportBest(_Patient):
         which a file in it names: another run, also one that continues in a copy of a run directory, is refused.
       number: how many exports to keep, the newest; those before, which this run has made, are removed.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
-      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       averages: whether averaged weights are exported, if there are any.
       tflite: whether to write a TFLite file too.
       name: distinguishes it from another one of this class for this metric and mode; default "".
@@ -260,7 +260,7 @@ class ExportBest(_Patient):
         self._kept = names
 
 
-class ReduceOnPlateau(_Patient):
+class ReduceOnPlateau(_MetricWatcher):
     """Reduces the learning rate of the trainer's optimizers when a metric no longer improves.
 
     The rate is part of the checkpoints, as all of an optimizer's state is. A program that is started again with
@@ -271,7 +271,7 @@ class ReduceOnPlateau(_Patient):
       factor: the new rate is the old one times this.
       patience: evaluations (or reports) in a row without an improvement, after which the rate is reduced.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
-      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       cooldown: evaluations (or reports) after a reduction that do not count as ones without an improvement.
       min_rate: the rate is not reduced below this.
       name: distinguishes it from another one of this class for this metric and mode; default "".
@@ -280,7 +280,7 @@ class ReduceOnPlateau(_Patient):
       UsageError: for bad input.
     """
 
-    _remembered = (*_Patient._remembered, "_cooling")
+    _remembered = (*_MetricWatcher._remembered, "_cooling")
 
     def __init__(
         self,

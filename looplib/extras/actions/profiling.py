@@ -59,7 +59,7 @@ class Profile(Action):
         """Refuses a profile that begins after the training, and warns of one that the end of the training cuts.
 
         Args:
-          train_steps: the step at which the training ends; -1 for the end of its data.
+          train_steps: the last step of the training; -1 for the end of its data.
 
         Raises:
           UsageError: if no step would be profiled.
@@ -121,7 +121,7 @@ class Profile(Action):
             tf.profiler.experimental.stop()
             paths = sorted(_recorded(folder) - known)
             steps = step - self._start
-            profile = op_times.read(paths)
+            profile = op_times.read_profile(paths)
             if profile is None:
                 logging.info("profiled steps %d to %d: tensorboard --logdir=%s", self._start + 1, step, model_dir)
                 return

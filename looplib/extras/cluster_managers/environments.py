@@ -14,7 +14,7 @@ from looplib.errors import UsageError
 PORT = 2222  # where an environment names hosts only; LOOPLIB_PORT changes it
 
 
-def read(environ: Mapping[str, str]) -> Cluster | None:
+def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
     """Reads the cluster of a step of Slurm, a JobSet or an Indexed Job; None if the process is in none of them.
 
     Args:

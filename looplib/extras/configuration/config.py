@@ -96,7 +96,7 @@ def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any])
         merge(
             tree,
             type(config),
-            read(files.resolve(file, "--config_file")),
+            read_yaml(files.resolve(file, "--config_file")),
             lambda where, file=file: f"{where} in {file}",
         )
     for path, hint in sorted(found.items(), key=lambda item: item[0].count(".")):
@@ -157,7 +157,7 @@ def _reading(text: str | bool, hint: Any, path: str) -> Any:
     brackets = text.translate(str.maketrans("()", "[]")) if text.startswith("(") else f"[{text}]"
     for yaml_text in (brackets, text) if lists else (text,):
         with contextlib.suppress(ValueError):
-            if not isinstance(value := load(yaml_text), str):  # of text, YAML drops quotes and what is like a comment
+            if not isinstance(value := load(yaml_text), str):  # YAML drops quotes and comments from a text
                 readings.insert(0, value)
     for reading in readings:
         with contextlib.suppress(UsageError):
@@ -213,7 +213,7 @@ def _differs(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 def merge(tree: dict[str, Any], kind: Any, values: Mapping[Any, Any], at: At, path: str = "") -> None:
-    """Replaces settings by those of a file or a flag.
+    """Replaces settings by the values of a file or a flag.
 
     Args:
       tree: settings as YAML holds them, by name; of a dataclass those in it.
@@ -285,7 +285,7 @@ def text_in(path: str) -> str:
     return files.read_text(path if files.is_remote(path) else os.path.realpath(path), _MOST_BYTES)
 
 
-def read(path: str) -> Mapping[str, Any]:
+def read_yaml(path: str) -> Mapping[str, Any]:
     """Returns the settings of a YAML file.
 
     Raises:
@@ -315,8 +315,8 @@ def write(directory: str, text: str) -> None:
 
 
 def warn_of_other_settings(model_dir: str, config: Any) -> None:
-    """Names the settings of a job that does not train that differ from those of the training."""
-    trained = run_json.read(run_json.path_of(model_dir, trains=True))
+    """Names the settings of a job without training that differ from the training's."""
+    trained = run_json.read_report(run_json.path_of(model_dir, trains=True))
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]

@@ -117,7 +117,7 @@ def dump(value: Any) -> str:
 
 
 def plain(value: Any, hint: Any = None) -> Any:
-    """Returns a value as YAML holds it, by its type, or by that of its field."""
+    """Returns a value as YAML holds it, by its own or its field's type."""
     return _CONVERTER.unstructure(value, unstructure_as=hint)
 
 
@@ -291,7 +291,7 @@ def _read_scalar(value: Any, kind: Any) -> Any:
 
 
 def _bare(value: Any) -> Any:
-    """Returns what YAML holds of a scalar; of what it cannot hold, a text."""
+    """Returns a scalar as YAML holds it, or as a text if YAML cannot hold it."""
     if isinstance(value, enum.Enum):
         return value.name
     value = value.item() if isinstance(value, np.generic) else value
@@ -332,7 +332,7 @@ _composing: list[Any] = []  # types whose hook of cattrs is asked for
 
 
 def _read_listing(hint: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """Returns cattrs' hook, which takes whatever can be iterated over, also text, for lists alone."""
+    """Returns cattrs' hook, which takes any iterable, also text, for lists alone."""
     _composing.append(hint)
     try:
         hook = converter.get_structure_hook(hint, cache_result=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.data.asked import Reads
+from looplib.data.dataset_requests import Reads
 
 # What a stage does, by a part of the name that TensorFlow gives it. The first that fits counts.
 _KINDS = {
@@ -108,8 +108,8 @@ def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: Sequence[Reads] = (
 
     Args:
       iterator: the iterator.
-      copy: seconds that the copy of an element to its device takes, of which tf.data keeps no statistics.
-      reads: how records are read, of which tf.data knows nothing either.
+      copy: seconds to copy an element to its device; tf.data keeps no statistics of them.
+      reads: how records are read; tf.data has no statistics of that either.
 
     Returns:
       None if no stage stands out, or TensorFlow has no statistics, as for iterators of tf.distribute and with
@@ -172,7 +172,7 @@ def _reading(nodes: Any, reads: Reads) -> list[int]:
 
 
 def _users_name(stage: str) -> str:
-    """Returns what a user calls a stage to which TensorFlow gives a name such as ParallelMapV2."""
+    """Returns the user's name of a stage that TensorFlow calls ParallelMapV2 or the like."""
     name = re.sub(r"^(Legacy)?Parallel|V\d+$", "", stage)
     if name in _FILES:
         return f"{name}Dataset"
@@ -211,7 +211,7 @@ def _add(nodes: Any, number: int, scale: float, found: dict[int, float]) -> None
             _add(nodes, inner.pop(0), scale, found)
         scale /= parallel
     if inner and any(part in node.name for part in (*_NESTED, "Repeat")):
-        # Of what it has read to its end, TensorFlow keeps no statistics: it was like what it reads now.
+        # TensorFlow keeps no statistics of finished elements; they are taken to be like the present one.
         scale *= node.num_elements / max(1, sum(nodes[other].num_elements for other in inner))
     for other in inner:
         _add(nodes, other, scale, found)

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
-from looplib.data.asked import Reads
+from looplib.data.dataset_requests import Reads
 from looplib.data.input_context import InputContext
 from looplib.diagnosis import Diagnosis
 from looplib.extras.diagnosis import bottleneck, model_table, places, refused

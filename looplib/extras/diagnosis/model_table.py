@@ -38,7 +38,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class ModelTable:
-    """The variables of a trainer's layers, and its own of floating-point numbers; without those of optimizers.
+    """The variables of a trainer's layers, and its own floating-point ones; without the optimizers' variables.
 
     Attributes:
       rows: the variables, in order.

@@ -13,7 +13,7 @@ from looplib.errors import gist
 
 _STEPS = 64  # whose batches are tried: many may be read at once
 _SECONDS = 10.0  # that this may take
-_RECORDS = 64  # after a bad one, one of which has to be good
+_RECORDS = 64  # after a bad one; at least one of them has to be good
 
 
 def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputContext, step: int) -> str | None:

@@ -34,7 +34,7 @@ class Speed:
     Attributes:
       flops_per_step: floating-point operations of a step on all replicas: those of products of matrices and
         convolutions, forward and backward.
-      dtype: in which most of them are computed.
+      dtype: the type that most of them are computed in.
       peak: operations a second of the devices in products of large matrices; None until it is measured.
       share_of_peak: share of them that the training reached, with the time in which it waited for its data; None until
         the training has ended.

@@ -20,7 +20,7 @@ def alone() -> Iterator[None]:
     layer adds, or what a `train_step` computes by itself. Where it sees one replica it divides nothing: each replica's
     loss, metrics and gradients are those of a training on its examples alone, and `replicas.of_means` weighs them.
 
-    Neither Keras nor TensorFlow has a setting for this. TensorFlow's own code, apart from that of TPUs, reads another
+    Neither Keras nor TensorFlow has a setting for this. TensorFlow's own code, except for TPUs, reads another
     attribute than the one that is changed here.
 
     Raises:

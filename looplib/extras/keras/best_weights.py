@@ -1,4 +1,4 @@
-"""The best weights of `EarlyStopping(restore_best_weights=True)`, which are those of a checkpoint of the run."""
+"""The best weights of `EarlyStopping(restore_best_weights=True)`, taken from a checkpoint of the run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -75,7 +75,7 @@ def _build_by_train_step(model: Any, data: KerasData) -> None:
 
 
 def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.experimental.ConcreteFunction:
-    """Traces a step on all replicas, for batches such as those of the data."""
+    """Traces a step on all replicas, for batches like the data's."""
     strategy = model.distribute_strategy
     spec = data.spec(strategy.num_replicas_in_sync)
 
@@ -110,7 +110,7 @@ def _outside(make: Callable[..., Any], **settings: Any) -> Any:
 def _is_unbuilt(model: Any) -> bool:
     """Returns whether a step may have to make variables of layers, metrics, or other optimizers than the compiled one.
 
-    One replica makes those of optimizers in its first step. Those of tf_keras do not say whether they have theirs.
+    One replica makes the optimizers' in its first step. Optimizers of tf_keras do not say whether they have any.
     """
     layers = [layer for layer in _keras.sublayers(model) if layer is not model]
     # Where `test_step` cannot be traced, the objects that hold the compiled losses and metrics are not built either.

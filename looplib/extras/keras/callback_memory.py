@@ -13,14 +13,14 @@ from looplib.extras.keras import callback_kinds
 from looplib.task.actions import warn_of_other_memories
 from looplib.task.plain import as_json
 
-_SETTINGS = ("min_delta",)  # of which Keras 3 changes the sign, once it knows which values are better
+_SETTINGS = ("min_delta",)  # Keras 3 changes their sign, once it knows which values are better
 
 
 class Memory:
     """The attributes of one callback: None, numbers, strings, and lists and dicts of them.
 
     An attribute of another kind, such as a set or an array, is not kept. If it changes in the training, a warning says
-    so: if the attribute is set anew, or gets another length.
+    so: if the attribute is set again, or gets another length.
 
     Args:
       callback: the callback.

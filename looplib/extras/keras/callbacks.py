@@ -156,7 +156,7 @@ class KerasCallbacks(Action):
                 callback.on_epoch_begin(epoch, {})
 
     def _end_epoch(self, step: int, controller: Any, ending: bool) -> bool:
-        """Ends the epoch of a step; returns whether the weights to restore at the end are now those of this step."""
+        """Ends the epoch of a step; returns whether the weights to restore at the end are now this step's."""
         epoch = step // controller.steps_per_epoch - 1
         before, logs, self._logs = self._state(), self._logs, None
         best = [self._best.end_epoch(name, one, epoch, logs, step) for name, one in self._memories.named]

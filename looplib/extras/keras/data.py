@@ -46,7 +46,7 @@ class KerasData:
                 f"KerasTrainer got a {type(x).__name__} as x, whose position cannot be saved; expected arrays, or a "
                 "tf.data.Dataset (tf.data.Dataset.from_generator makes one of a generator)"
             )
-        self._blanks = rows.Blanks(())
+        self._blanks = rows.OmittedParts(())
         self.is_arrays = not (callable(x) or isinstance(x, tf.data.Dataset))
         self._weights = None if class_weight is None else _table(class_weight)
         if sample_weight is not None and class_weight is not None:
@@ -82,7 +82,7 @@ class KerasData:
             )
 
     def steps_per_epoch(self, global_batch_size: int, count: bool) -> int | None:
-        """Returns the number of steps in which all examples come once; None if it is not known.
+        """Returns the number of steps of one pass over all examples; None if it is not known.
 
         Args:
           global_batch_size: examples of a step.
@@ -109,7 +109,7 @@ class KerasData:
     def spec(self, replicas: int) -> Any:
         """Returns the structure of `tf.TypeSpec`s of the batches of one replica.
 
-        Their size is known where that of the data set's batches is.
+        Their size is known where the size of the data set's batches is.
         """
         if self.is_arrays:
             return tf.nest.map_structure(rows.spec, self._rows_given)
@@ -175,7 +175,7 @@ class KerasData:
         @tf.autograph.experimental.do_not_convert
         def without_none(*parts: Any) -> tuple:
             batch = parts if type(spec) is tuple else parts[0]  # tf.data unpacks tuples, and only those
-            self._blanks = rows.Blanks(batch)
+            self._blanks = rows.OmittedParts(batch)
             return self._blanks.remove(batch)
 
         return dataset.map(without_none)

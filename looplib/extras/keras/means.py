@@ -32,7 +32,7 @@ _OR = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Values:
     """What a step computes for a batch.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Found:
 
 
 def check(model: Any, batch: tuple) -> None:
-    """Checks that the loss of a batch is the mean of those of its parts, by computing both.
+    """Checks that the loss of a batch is the mean over its parts, by computing both.
 
     What is compared are the gradients that optimizers get. Where `train_step` is Keras's own, layers compute as in an
     evaluation, without dropout. Nothing is updated. Batch normalization in a `train_step` of the model's own is not
@@ -105,9 +105,9 @@ def check(model: Any, batch: tuple) -> None:
         )
 
 
-def _of_parts(model: Any, first: _Found, second: _Found, both: _Found, copies: _Found, tolerance: float) -> str:
+def _of_parts(model: Any, first: _Values, second: _Values, both: _Values, copies: _Values, tolerance: float) -> str:
     """Returns what is wrong with a step that computes the same thing each time; "" for nothing."""
-    mean = _Found((first.losses + second.losses) / 2, (first.gradients + second.gradients) / 2)
+    mean = _Values((first.losses + second.losses) / 2, (first.gradients + second.gradients) / 2)
     if _apart(mean, both) <= tolerance:
         return ""
     if _apart(first, copies) > tolerance:
@@ -123,7 +123,7 @@ def _of_parts(model: Any, first: _Found, second: _Found, both: _Found, copies: _
     )
 
 
-def _of_draws(ones: list[_Found], copies: list[_Found]) -> str:
+def _of_draws(ones: list[_Values], copies: list[_Values]) -> str:
     """Returns what is wrong with a step that draws random numbers; "" for nothing that stands out of their noise."""
     if ones[0].gradients.size:
         pairs = itertools.combinations([found.gradients for found in ones], 2)
@@ -178,13 +178,13 @@ class _Runs:
         self._put_back(lambda variable: True)
         self._replaced.close()
 
-    def __call__(self, batch: tuple) -> _Found:
+    def __call__(self, batch: tuple) -> _Values:
         found = self._run(batch, batch, False)
         self._put_back(lambda variable: variable.dtype.is_floating)
         return found
 
     def kept_apart(self, first: tuple, second: tuple) -> list[str]:
-        """Returns the variables that differ between replicas after a step in which they have different batches."""
+        """Returns the variables that differ between replicas after a step on different batches."""
         self._run(first, second, True)
         kept = []
         for variable in _shared(self._model):
@@ -193,7 +193,7 @@ class _Runs:
                 kept.append(_keras.variable_path(variable))
         return kept
 
-    def _run(self, batch: tuple, other: tuple, mixed: bool) -> _Found:
+    def _run(self, batch: tuple, other: tuple, mixed: bool) -> _Values:
         leaves = [
             tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
             for leaf in (*_leaves(batch), *_leaves(other))
@@ -201,7 +201,7 @@ class _Runs:
         if self._traced is None:
             self._trace(batch, leaves)
         losses, gradients = self._traced(tf.constant(mixed), *leaves)
-        return _Found(losses.numpy(), gradients.numpy())
+        return _Values(losses.numpy(), gradients.numpy())
 
     def _trace(self, batch: tuple, leaves: list[Any]) -> None:
         @tf.function(autograph=False)
@@ -257,7 +257,7 @@ class _Runs:
 
 
 def _shared(model: Any) -> list[Any]:
-    """Returns the variables of a model apart from those of metrics and of layers of Keras, and seeds."""
+    """Returns the variables of a model without metrics, layers of Keras, and seeds."""
     layers = [layer for layer in _keras.sublayers(model) if _keras.is_own_class(layer) and not _keras.is_model(layer)]
     others = [*layers, *filter(_keras.is_metric, _keras.parts(model))]
     known = {id(_keras.tf_variable(variable)) for other in others for variable in other.variables}
@@ -270,7 +270,7 @@ def _flat(value: Any) -> tf.Tensor:
     return tf.cast(flat[:: max(1, (flat.shape[0] or 0) // _ELEMENTS)], tf.float64)
 
 
-def _apart(one: _Found, other: _Found) -> float:
+def _apart(one: _Values, other: _Values) -> float:
     """Returns how much two results differ, relative to the second."""
     first, second = one.compared, other.compared
     return float(np.linalg.norm(first - second) / max(np.linalg.norm(second), 1e-30))

@@ -10,7 +10,7 @@ from looplib.extras.keras import building, models, rows
 from looplib.task import metric_names, reductions
 
 
-class Results:
+class KerasResults:
     """The metrics of the steps of one task, by the model's metric objects where the step has changed these.
 
     Keras holds metrics that a `train_step` or `test_step` of the model's own may leave alone, such as the loss tracker

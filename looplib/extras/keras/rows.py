@@ -99,7 +99,7 @@ def _sparse_getter(array: tf.SparseTensor) -> Callable[[tf.Tensor], tf.SparseTen
     return get
 
 
-class Blanks:
+class OmittedParts:
     """Where the structure of a batch has None, which the data sets here do without until a step.
 
     Args:

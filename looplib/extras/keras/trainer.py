@@ -15,7 +15,7 @@ from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
-from looplib.extras.keras.results import Results
+from looplib.extras.keras.results import KerasResults
 from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -83,7 +83,7 @@ class KerasTrainer(Adapter, Trainer):
         build(model, self._keras_data, trains=True)
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica:
             means.check(model, self._keras_data.sample(means.EXAMPLES))
-        self.metrics, self._keras_results = list(model.metrics), Results(model, "train_step")
+        self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "train_step")
         self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
@@ -153,7 +153,7 @@ class KerasEvaluator(Evaluator):
         self.model = model
         self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)
-        self.metrics, self._keras_results = list(model.metrics), Results(model, "test_step")
+        self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "test_step")
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Evaluator`."""
@@ -172,7 +172,7 @@ class KerasEvaluator(Evaluator):
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """See `Evaluator`: the metrics are also those of the training, which gets its own values back."""
+        """See `Evaluator`: the metrics are shared with the training, which gets its own values back."""
         for metric in self.metrics:
             metric.reset_state()
         return super().evaluating()

@@ -17,7 +17,7 @@ from looplib.compat import keras as _keras
 from looplib.data.batches import Batches
 from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
-from looplib.extras.orbit.results import Results, flat, is_bad_loss
+from looplib.extras.orbit.results import OrbitResults, flat, is_bad_loss
 from looplib.health.preemption import notice
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.step import Step
@@ -33,7 +33,7 @@ _NO_STATE = {f"_{split}_{part}" for split in ("train", "eval") for part in ("dat
 _STEP = "orbit_step"
 
 
-class _Adapter(OwnLoop[Specification, Loop]):
+class _OrbitAdapter(OwnLoop[Specification, Loop]):
     """The common part of both adapters: a checkpoint finds the state of Orbit's object in their attributes."""
 
     def __init__(
@@ -71,7 +71,7 @@ class _Adapter(OwnLoop[Specification, Loop]):
         raise NotImplementedError
 
 
-class OrbitTrainer(_Adapter, Trainer):
+class OrbitTrainer(_OrbitAdapter, Trainer):
     """An `orbit.AbstractTrainer` or `orbit.StandardTrainer`, to be trained by a `Controller` unchanged.
 
     Each loop of the controller is one call of `trainer.train(num_steps)`, and what that returns is reported. See
@@ -102,7 +102,7 @@ class OrbitTrainer(_Adapter, Trainer):
         return TrainerLoop(specification, self.trainer, self._step and self._step())
 
 
-class OrbitEvaluator(_Adapter, Evaluator):
+class OrbitEvaluator(_OrbitAdapter, Evaluator):
     """An `orbit.AbstractEvaluator` or `orbit.StandardEvaluator`, to be run by a `Controller` unchanged.
 
     An evaluation is one call of `evaluator.evaluate(num_steps)`, with -1 for all data as in Orbit.
@@ -146,7 +146,7 @@ class _OrbitLoop(Loop):
     ) -> None:
         self.task = spec.task
         self.who = type(whose).__name__
-        self.reducer = Results()
+        self.reducer = OrbitResults()
         self._call = method
         self._clock = spec.clock
         self._counter = spec.counter
@@ -175,9 +175,9 @@ class _OrbitLoop(Loop):
         """Returns the time while a call runs, as if it always made progress: nothing else is known."""
         return time.monotonic() if self._running else 0
 
-    def read(self) -> dict[str, int | float]:
+    def read_metrics(self) -> dict[str, int | float]:
         """Returns the metrics of the last call since the last read, finished by `loop_end`."""
-        metrics = as_numbers(self.who, self.task.loop_end(self.reducer.read()))
+        metrics = as_numbers(self.who, self.task.loop_end(self.reducer.metrics()))
         metric_names.check(self.who, metrics)
         return metrics
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.data.host_stream import HostStream
-from looplib.data.stream import Properties
+from looplib.data.stream import BatchProperties
 
 
 def datasets_of(structure: Any) -> list[Any]:
@@ -17,7 +17,7 @@ def datasets_of(structure: Any) -> list[Any]:
     Args:
       structure: data sets in lists and dicts, or None.
     """
-    return [data.dataset if isinstance(data, _Source) else data for data in tf.nest.flatten(structure)]
+    return [data.dataset if isinstance(data, _DatasetStandIn) else data for data in tf.nest.flatten(structure)]
 
 
 class Data:
@@ -40,7 +40,7 @@ class Data:
         swappable = getattr(getattr(type(trainer), "train_dataset", None), "fset", None)
         if swappable and datasets and all(isinstance(data, tf.data.Dataset) for data in datasets):
             self._structure = tf.nest.pack_sequence_as(trainer.train_dataset, datasets)
-            self._sources = [_Source(data, strategy, who, alone=len(datasets) == 1) for data in datasets]
+            self._sources = [_DatasetStandIn(data, strategy, who, alone=len(datasets) == 1) for data in datasets]
             self._put()
 
     def _put(self) -> None:
@@ -90,7 +90,7 @@ class Data:
             self._put()
 
 
-class _Source:
+class _DatasetStandIn:
     """Stands for a data set and knows the iterator that a trainer makes by `iter()`; all else is the data set's own."""
 
     def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, who: str, alone: bool) -> None:
@@ -102,7 +102,7 @@ class _Source:
             strategy=strategy,
             dataset=dataset,
             renew=lambda: dataset,
-            properties=Properties(who=who),
+            properties=BatchProperties(who=who),
             context=lambda: None,
         )
 

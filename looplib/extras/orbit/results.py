@@ -11,7 +11,7 @@ from looplib.task.plain import as_array, as_number, is_number
 from looplib.task.record import RunningTotals
 
 
-class Results(Accumulator):
+class OrbitResults(Accumulator):
     """The metrics of the last call, in place of the sums of a `Reducer`.
 
     Attributes:
@@ -24,10 +24,10 @@ class Results(Accumulator):
         self._steps = 0
 
     def take(self, metrics: dict[str, np.ndarray], steps: int) -> None:
-        """Replaces the metrics by those of a call of so many steps."""
+        """Replaces the metrics by the results of a call of some steps."""
         self._metrics, self._steps = metrics, self._steps + steps
 
-    def read(self) -> dict[str, np.ndarray]:
+    def metrics(self) -> dict[str, np.ndarray]:
         """Returns the metrics and forgets them."""
         metrics = self._metrics
         self.clear()

@@ -27,7 +27,7 @@ _CLOSE = 1e-3  # relative difference of two models that compute the same
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class ExportRecord:
     """What `export.json` says of an export.
 
     Attributes:
@@ -85,7 +85,7 @@ def export(
             if chief:
                 weights = "averages" if averages else "last"
                 start = os.path.basename(checkpointer.restored_from) if checkpointer.restored_from else None
-                record = Written(step, weights, start, parts.sizes(), parts.left_out, parts.differences)
+                record = ExportRecord(step, weights, start, parts.sizes(), parts.left_out, parts.differences)
                 files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
                 _appear(place, directory, named)
                 reporter.say(_sentence(record, directory))
@@ -136,7 +136,7 @@ def _appear(place: str, directory: str, named: str) -> None:
     files.make_durable(parent)
 
 
-def _sentence(record: Written, directory: str) -> str:
+def _sentence(record: ExportRecord, directory: str) -> str:
     sizes = ", ".join(
         f"{name} ({size:,} bytes"
         + (f", differs by {d:.1g})" if (d := record.differences.get(name)) is not None else ")")
@@ -237,7 +237,7 @@ def _save(exported: Exported, path: str) -> None:
 
 
 def _named(exported: Exported) -> Exported:
-    """Gives each input of the signature a name, by which programs that serve pass it."""
+    """Gives each input of the signature a name, which serving programs use."""
     flat = tf.nest.flatten(exported.signature)
     default = ["inputs"] if len(flat) == 1 else [f"inputs_{number}" for number in range(len(flat))]
     named = [tf.TensorSpec(spec.shape, spec.dtype, spec.name or name) for spec, name in zip(flat, default)]

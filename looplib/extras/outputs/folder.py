@@ -21,7 +21,7 @@ _MOST_STEPS = 1 << 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class PredictionSource:
     """What the predictions of a folder are made from, and how they are written. All pieces have the one source.
 
     Attributes:
@@ -46,7 +46,7 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class PredictionPosition:
     """A place in the predictions.
 
     Attributes:
@@ -74,7 +74,7 @@ class Piece:
 
     bytes: int
     sha256: str
-    end: Place
+    end: PredictionPosition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +82,17 @@ class Index:
     """What `_index.json` holds.
 
     Attributes:
-      source: see `Source`.
+      source: see `PredictionSource`.
       pieces: the finished ones.
       complete: whether the data has ended.
     """
 
-    source: Source
+    source: PredictionSource
     pieces: list[Piece]
     complete: bool
 
     def __post_init__(self) -> None:
-        before, last = Place(), len(self.pieces) if self.complete else 0
+        before, last = PredictionPosition(), len(self.pieces) if self.complete else 0
         for number, piece in enumerate(self.pieces, 1):
             end, full = piece.end, number * self.source.piece
             fits = (
@@ -134,13 +134,13 @@ class PredictionFolder:
         self.path, self._check = path, check
         self._index = os.path.join(path, "_index.json")
         self._buffer: list[Record] = []
-        self._source: Source | None = None
+        self._source: PredictionSource | None = None
         earlier = self._read()
         self._earlier = earlier and earlier.source
         pieces = self._intact(earlier) if earlier else []
         self._complete = earlier is not None and earlier.complete and len(pieces) == len(earlier.pieces)
         self._pieces = [dataclasses.asdict(piece) for piece in pieces]
-        self.finished = self._newest = pieces[-1].end if pieces else Place()
+        self.finished = self._newest = pieces[-1].end if pieces else PredictionPosition()
         self._step, self._resumes = self.finished.step, self.finished.records > 0
 
     def _read(self) -> Index | None:
@@ -172,7 +172,7 @@ class PredictionFolder:
                 return index.pieces[:number]
         return index.pieces
 
-    def begin(self, source: Source) -> None:
+    def begin(self, source: PredictionSource) -> None:
         """Starts to write, or continues.
 
         Raises:
@@ -209,7 +209,7 @@ class PredictionFolder:
             self._refuse()
         for number in range(first, len(records)):
             self._buffer.append(records[number])
-            self._newest = Place(self._newest.records + 1, self._step, number + 1, int(examples[number]))
+            self._newest = PredictionPosition(self._newest.records + 1, self._step, number + 1, int(examples[number]))
             if len(self._buffer) == self._source.piece:
                 self._write_piece()
         self._step += 1

@@ -12,7 +12,7 @@ _MARK = "looplib"  # a file in a temporary directory, whose name somebody else's
 
 @contextlib.contextmanager
 def new_folder(path: str) -> Iterator[str]:
-    """Makes a directory beside a local path, for what is to get that name when it is complete; removes it at the end.
+    """Makes a temporary directory beside a local path, to be renamed when complete; removes it at the end.
 
     Those that killed processes have left beside the path are removed too.
     """

@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from looplib import files, folders
 from looplib.checkpoint.checkpointer import Checkpointer
-from looplib.checkpoint.lock import Kind, acquire
+from looplib.checkpoint.lock import LockKind, acquire
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.extras.outputs import pieces
-from looplib.extras.outputs.folder import PredictionFolder, Source, unwritable
+from looplib.extras.outputs.folder import PredictionFolder, PredictionSource, unwritable
 from looplib.extras.outputs.prediction import Prediction
 from looplib.loop import task_loop
 from looplib.loop.base import Request
@@ -25,7 +25,7 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import state_of, variables_of
 
-_LOCKED = Kind("directory of predictions", "name another --predictions", "_lock")
+_LOCKED = LockKind("directory of predictions", "name another --predictions", "_lock")
 
 
 def predict(
@@ -116,7 +116,7 @@ def _predict_into(
                 "order is not known; make it with context.indices, or predict in one process"
             )
         if chief:
-            source = Source(
+            source = PredictionSource(
                 step=step,
                 weights=_checksum(loops.strategy, evaluator),
                 examples=loop.stream.properties.examples,

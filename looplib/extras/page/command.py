@@ -12,12 +12,12 @@ from looplib import files
 from looplib.console import printable
 from looplib.errors import EXIT_DONE, UsageError, with_cure
 from looplib.extras.page.html import FILE, page
-from looplib.extras.page.read import read
+from looplib.extras.page.read import read_run
 from looplib.extras.tools.options import path
 from looplib.plugins import Command
 
 _MOST_RUNS = 200  # of a page
-_DEEPEST = 2  # folders below a directory, in which runs are searched: a sweep has trial-0001/seed-0
+_DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
 _SWEEP = "sweep.db"
 _OF_A_SWEEP = re.compile(r"(trial|seed)-\d+")  # the folders that a sweep makes, unlike those of a rerun beside them
 
@@ -67,7 +67,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     found = list(dict.fromkeys(run for directory in directories for run in _runs_in(os.path.normpath(directory))))
     shown = found[:_MOST_RUNS]
     place = output or (os.path.join(directories[0], FILE) if len(directories) == 1 else FILE)
-    runs = [read(directory, name) for directory, name in zip(shown, _names(shown))]
+    runs = [read_run(directory, name) for directory, name in zip(shown, _names(shown))]
     title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
     text = page(runs, title if len(directories) == 1 else "Comparison")
     try:
@@ -98,7 +98,7 @@ def _runs_in(directory: str) -> list[str]:
 
 
 def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[str]:
-    """Yields the run directories in a directory; in that of a sweep, the trials alone."""
+    """Yields the run directories in a directory; for a sweep, the trials alone."""
     names = {name.rstrip("/") for name in files.names_in(directory)}
     if {"run.json", "metrics.jsonl"} & names:
         yield directory

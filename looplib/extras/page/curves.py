@@ -58,7 +58,7 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class DrawnCurve:
     """A curve as the page has it.
 
     Attributes:
@@ -90,10 +90,10 @@ def last_of(values: np.ndarray, value: float) -> int:
 
 
 def of_records(records: Iterable[Record], undone: bool = False) -> list[Curve]:
-    """Returns the curves of records, in the order in which the metrics first appear.
+    """Returns the curves of records, in the order of the metrics' first values.
 
     Args:
-      records: those of a `metrics.jsonl`; values that are not numbers are left out.
+      records: the lines of a `metrics.jsonl`; values that are not numbers are left out.
       undone: what the curves say of themselves.
     """
     found: dict[tuple[str, str], Curve] = {}
@@ -116,7 +116,7 @@ def of_records(records: Iterable[Record], undone: bool = False) -> list[Curve]:
     return [curve.sorted() for curve in found.values()]
 
 
-def draw(curve: Curve, most: int) -> Drawn:
+def draw(curve: Curve, most: int) -> DrawnCurve:
     """Returns a curve for the page.
 
     Args:
@@ -132,7 +132,7 @@ def draw(curve: Curve, most: int) -> Drawn:
     if finite.size:
         places = (-1, last_of(finite, finite.min()), last_of(finite, finite.max()))
         ends = [Extreme(int(finite_steps[at]), _short(finite[at])) for at in places]
-    return Drawn(
+    return DrawnCurve(
         curve.split, curve.name, curve.undone, steps[kept].tolist(), [_short(value) for value in found[kept]],
         len(steps), steps[bad[:5]].tolist(), len(bad), *ends
     )  # fmt: skip

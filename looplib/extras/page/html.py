@@ -15,7 +15,7 @@ from typing import Any
 
 from looplib import files
 from looplib.extras.page import curves
-from looplib.extras.page.read import read
+from looplib.extras.page.read import read_run
 from looplib.extras.page.run import Run
 from looplib.extras.page.verdict import findings
 
@@ -30,7 +30,7 @@ _MOST_POINTS_OF_A_CURVE = 2000
 
 
 @dataclasses.dataclass(frozen=True)
-class WrittenPage:
+class HtmlPage:
     """A page that was written; a notebook shows it below the cell that ends with it.
 
     Attributes:
@@ -45,7 +45,7 @@ class WrittenPage:
         return f'<iframe srcdoc="{page}" sandbox="allow-scripts" width="100%" height="600" style="border: 0"></iframe>'
 
 
-def write_of_run(directory: str) -> WrittenPage:
+def write_of_run(directory: str) -> HtmlPage:
     """Writes the page of a run into its directory, and returns it.
 
     Args:
@@ -56,8 +56,8 @@ def write_of_run(directory: str) -> WrittenPage:
     """
     name = os.path.basename(os.path.normpath(directory))
     path = os.path.join(directory, FILE)
-    files.write_whole(path, page([read(directory, name)], name))
-    return WrittenPage(path)
+    files.write_whole(path, page([read_run(directory, name)], name))
+    return HtmlPage(path)
 
 
 def page(runs: Sequence[Run], title: str) -> str:

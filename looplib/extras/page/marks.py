@@ -1,16 +1,26 @@
 """What the charts mark: restarts, rollbacks, skipped steps and the best checkpoint."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from looplib.errors import UsageError
 from looplib.extras.page import values
 from looplib.extras.page.curves import Curve
-from looplib.extras.page.run import Mark, Saved, Start
-from looplib.task.metric_names import mode_of
+from looplib.extras.page.run import Mark, SavedCheckpoint, ShownStart
 
 _MOST = 200  # marks of skipped steps
+# Words of a metric's name, for a guess at which of two values is better. Being wrong costs nothing here: the page only
+# shows what it takes for the best. Whatever chooses by a metric asks the user (`looplib.task.metric_names.mode_of`).
+_LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
+_MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
+
+
+def guessed_mode(metric: str) -> str | None:
+    """Returns "max" or "min", guessed from words in a metric's name such as "eval/accuracy"; None if none tells."""
+    words = set(re.split(r"[^a-z0-9]+", metric.partition("/")[2].lower()))
+    less, more = bool(words & _LESS), bool(words & _MORE)
+    return None if less == more else "min" if less else "max"
 
 
 def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
@@ -18,22 +28,20 @@ def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
 
     Args:
       kept: the setting --keep_best, which comes first.
-      found: the curves, of which an evaluation's comes next.
+      found: the curves; an evaluation's comes next.
     """
     mode, _, wanted = values.text(kept, 200).rpartition(":")
     metrics = [f"{curve.split}/{curve.name}" for curve in found if curve.split != "train"]
     metrics.sort(key=lambda metric: "loss" in metric)  # an accuracy says more than a loss
-    candidates = [(wanted, mode or None)] if wanted else []
-    for metric, mode in [*candidates, *((metric, None) for metric in metrics)]:
-        try:
-            return metric, mode_of("the page", metric, mode)
-        except UsageError:
-            continue
-    return "", ""
+    if "/" in wanted and mode in ("max", "min"):
+        return wanted, mode
+    candidates = [wanted] if not mode else []
+    guesses = ((metric, guessed_mode(metric)) for metric in [*candidates, *metrics])
+    return next(((metric, guess) for metric, guess in guesses if guess), ("", ""))
 
 
-def with_best(saved: list[Saved], metric: str, mode: str) -> list[Saved]:
-    """Returns the checkpoints, of which the best by a metric says so; of equal ones the newest.
+def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
+    """Returns the checkpoints with a mark on the best by a metric, among equal ones on the newest.
 
     Args:
       saved: the checkpoints, oldest first.
@@ -47,7 +55,7 @@ def with_best(saved: list[Saved], metric: str, mode: str) -> list[Saved]:
     return [dataclasses.replace(one, best=one is best) for one in saved]
 
 
-def of_starts(starts: Sequence[Start]) -> Iterator[Mark]:
+def of_starts(starts: Sequence[ShownStart]) -> Iterator[Mark]:
     """Yields the restarts of a run, and its rollbacks."""
     trained = [start for start in starts if start.trained]
     for before, start in zip(trained, trained[1:]):
@@ -67,7 +75,7 @@ def of_curves(found: Sequence[Curve]) -> Iterator[Mark]:
             )
 
 
-def of_checkpoints(saved: Sequence[Saved], metric: str) -> Iterator[Mark]:
+def of_checkpoints(saved: Sequence[SavedCheckpoint], metric: str) -> Iterator[Mark]:
     """Yields the best checkpoint by a metric."""
     yield from (
         Mark("best", one.step, f"best checkpoint: {metric} {one.scores[metric]:.4g}") for one in saved if one.best

@@ -11,7 +11,7 @@ _MOST_PHASES = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """The time between two points of a start.
 
     Attributes:
@@ -26,20 +26,20 @@ class Span:
     host_bytes: int | None
     device_bytes: int | None
 
-    def then(self, other: "Span") -> "Span":
+    def then(self, other: "TimeSpan") -> "TimeSpan":
         """Returns this span and the one after it as one."""
         names = self.seconds.keys() | other.seconds.keys()
         seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
         return dataclasses.replace(other, seconds=seconds)
 
 
-def spans(starts: list[dict[str, Any]]) -> list[Span]:
+def spans(starts: list[dict[str, Any]]) -> list[TimeSpan]:
     """Returns the spans of all starts by ascending step, without those that a restart or a rollback took back.
 
     Args:
       starts: the `starts` of a `run.json`.
     """
-    found: list[Span] = []
+    found: list[TimeSpan] = []
     for start in starts:
         for span in _of_start(start):
             while found and found[-1].step >= span.step:
@@ -51,7 +51,7 @@ def spans(starts: list[dict[str, Any]]) -> list[Span]:
     return found
 
 
-def _of_start(start: dict[str, Any]) -> Iterator[Span]:
+def _of_start(start: dict[str, Any]) -> Iterator[TimeSpan]:
     before: dict[str, float] = {}
     for point in values.items(start.get("points")):
         point = values.mapping(point)
@@ -59,5 +59,5 @@ def _of_start(start: dict[str, Any]) -> Iterator[Span]:
         if step is None:
             continue
         passed = {name: max(0.0, total - before.get(name, 0.0)) for name, total in list(seconds.items())[:_MOST_PHASES]}
-        yield Span(step, passed, values.whole(point.get("host_bytes")), values.whole(point.get("device_bytes")))
+        yield TimeSpan(step, passed, values.whole(point.get("host_bytes")), values.whole(point.get("device_bytes")))
         before = seconds

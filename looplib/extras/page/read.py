@@ -11,7 +11,7 @@ from looplib import files
 from looplib.checkpoint import commits
 from looplib.errors import UsageError, gist
 from looplib.extras.page import curves, marks, phases, values
-from looplib.extras.page.run import Change, Mark, Op, Run, Saved, Start, Variable
+from looplib.extras.page.run import Change, Mark, Op, Run, SavedCheckpoint, ShownStart, Variable
 from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.masks import masked
@@ -24,7 +24,7 @@ _MOST_OPS = 30
 _MOST_TRACEBACK = 20_000  # characters
 
 
-def read(directory: str, name: str) -> Run:
+def read_run(directory: str, name: str) -> Run:
     """Reads a run directory.
 
     Args:
@@ -32,7 +32,7 @@ def read(directory: str, name: str) -> Run:
       name: what the page calls it.
     """
     notes: list[str] = []
-    report = masked(values.mapping(run_json.read(run_json.path_of(directory, trains=True))))
+    report = masked(values.mapping(run_json.read_report(run_json.path_of(directory, trains=True))))
     if not report:
         notes.append("There is no run.json that can be read, so settings, times and versions are not known.")
     found = curves.of_records(_records(directory, "metrics.jsonl", notes))
@@ -120,13 +120,13 @@ def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
         notes.append(f"{name} cannot be read ({gist(error)}).")
 
 
-def _start(report: dict[str, Any]) -> Start:
+def _start(report: dict[str, Any]) -> ShownStart:
     restored = re.search(r"ckpt-(\d{1,15})$", values.text(report.get("restored_from")))
     status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     points = [values.whole(one.get("step")) for one in values.items(report.get("points")) if isinstance(one, dict)]
     begun = int(restored[1]) if restored else None
     idle = status == "done" and begun is not None and step == begun
-    return Start(
+    return ShownStart(
         started=values.text(report.get("started"), 40),
         status=status,
         step=step,
@@ -167,7 +167,7 @@ def _command(report: dict[str, Any]) -> str:
     return values.text(shlex.join(["python", *module, *arguments[1:]])) if arguments else ""
 
 
-def _checkpoints(directory: str, notes: list[str]) -> list[Saved]:
+def _checkpoints(directory: str, notes: list[str]) -> list[SavedCheckpoint]:
     """Returns the checkpoints, oldest first."""
     try:
         found = commits.listing(os.path.join(directory, "checkpoints"))
@@ -180,7 +180,7 @@ def _checkpoints(directory: str, notes: list[str]) -> list[Saved]:
             done = one.commit
             scores = values.numbers(done.scores) if done else {}
             when, size = (values.number(done.time), values.whole(done.bytes)) if done else (None, None)
-            saved.append(Saved(one.step, when, size, scores, False, values.text(one.reason, 300)))
+            saved.append(SavedCheckpoint(one.step, when, size, scores, False, values.text(one.reason, 300)))
     return saved
 
 

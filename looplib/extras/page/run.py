@@ -3,7 +3,7 @@
 import dataclasses
 
 from looplib.extras.page.curves import Curve
-from looplib.extras.page.phases import Span
+from looplib.extras.page.phases import TimeSpan
 from looplib.extras.page.samples import Samples
 
 
@@ -17,7 +17,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class ShownStart:
     """One start of the run; see `RunReport` for its fields. `trained` is False if there was nothing left to train."""
 
     started: str
@@ -44,8 +44,8 @@ class Mark:
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
-    """A checkpoint, with the seconds since the epoch at which it was saved, and why it cannot be used, if so."""
+class SavedCheckpoint:
+    """A checkpoint, when it was saved (seconds since the epoch), and why it cannot be used, if so."""
 
     step: int
     time: float | None
@@ -112,16 +112,16 @@ class Run:
     wall: float
     best_metric: str
     best_mode: str
-    starts: list[Start]
+    starts: list[ShownStart]
     marks: list[Mark]
     curves: list[Curve]
-    checkpoints: list[Saved]
+    checkpoints: list[SavedCheckpoint]
     model: list[Variable]
     totals: dict[str, float]
     speed: dict[str, float]
     dtype: str
     traceback: str
-    spans: list[Span]
+    spans: list[TimeSpan]
     settings: dict[str, str]
     changed: list[Change] | None
     versions: dict[str, str]

@@ -56,7 +56,7 @@ def read_status(folder: str) -> RunStatus:
     Args:
       folder: the run directory, whose contents may be anything.
     """
-    report = run_json.read(run_json.path_of(folder, trains=True))
+    report = run_json.read_report(run_json.path_of(folder, trains=True))
     records = read_newest(os.path.join(folder, "metrics.jsonl"))
     train = next((record for record in reversed(records) if record["split"] == "train"), None)
     rate = values.number(train.get("steps_per_second")) if train else None
@@ -74,7 +74,7 @@ def read_status(folder: str) -> RunStatus:
     return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report))
 
 
-def _state(report: run_json.Report, holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
+def _state(report: run_json.Report, holder: lock.LockHolder | None, age: float, interval: float) -> tuple[str, str]:
     """Returns the state, and more about it."""
     said = report.get("status")
     is_later = holder and _process_of(report) not in (None, holder.pid)  # than the newest start that trained

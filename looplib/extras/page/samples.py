@@ -36,7 +36,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The samples by kind; those of a name together, oldest first. `left_out` counts images that are not shown."""
+    """The samples by kind; grouped by name, oldest first. `left_out` counts images that are not shown."""
 
     images: list[Sample]
     texts: list[Sample]
@@ -58,7 +58,7 @@ def read_samples(directory: str, records: Iterable[Record]) -> Samples:
             key = kind, f"{split}/{name}"
             if key in newest or sum(known == kind for known, _ in newest) < _MOST_NAMES:
                 newest.setdefault(key, collections.deque(maxlen=_MOST_STEPS)).append(record)
-    left = _Left(_MOST_BYTES, 0)
+    left = _ImageBudget(_MOST_BYTES, 0)
     found: dict[str, list[Sample]] = {"image": [], "text": [], "histogram": []}
     for (kind, name), records in newest.items():
         samples = [_sample(directory, kind, name, record, left) for record in reversed(records)]
@@ -67,14 +67,14 @@ def read_samples(directory: str, records: Iterable[Record]) -> Samples:
 
 
 @dataclasses.dataclass
-class _Left:
+class _ImageBudget:
     """The bytes left for images, and how many images had no room."""
 
     bytes: int
     out: int
 
 
-def _sample(directory: str, kind: str, name: str, record: dict[str, Any], left: _Left) -> Sample:
+def _sample(directory: str, kind: str, name: str, record: dict[str, Any], left: _ImageBudget) -> Sample:
     images, texts, edges, counts = [], [], [], []
     if kind == "image":
         for file in values.items(record.get("files"))[:_MOST_IMAGES]:
@@ -90,7 +90,7 @@ def _sample(directory: str, kind: str, name: str, record: dict[str, Any], left: 
     return Sample(name, record["step"], images, texts, edges, counts)
 
 
-def _image(directory: str, name: Any, left: _Left) -> str:
+def _image(directory: str, name: Any, left: _ImageBudget) -> str:
     """Returns a PNG file in the folder of a run's media as a data URL; "" if it cannot be shown."""
     folder = os.path.join(directory, _FOLDER)
     try:

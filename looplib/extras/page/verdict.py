@@ -5,18 +5,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from looplib.errors import UsageError
 from looplib.extras.page.curves import Curve, last_of
+from looplib.extras.page.marks import guessed_mode
 from looplib.extras.page.run import Run
-from looplib.task.metric_names import mode_of
 
 _FEWEST = 8  # points that a curve needs for a trend
-_MUCH = 0.05  # the part of the time from which on restarts are worth a word
-_WORSE = 0.05  # by which part of its range an evaluation is worse at the end than at its best
+_MUCH = 0.05  # restarts are mentioned from this part of the time on
+_WORSE = 0.05  # how much worse an evaluation ends than its best, as a part of its range
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Remark:
     """A sentence about a run.
 
     Attributes:
@@ -30,7 +29,7 @@ class Finding:
     advice: str = ""
 
 
-def findings(run: Run, alone: bool = True) -> list[Finding]:
+def findings(run: Run, alone: bool = True) -> list[Remark]:
     """Returns what can be said about a run, the most important first.
 
     Args:
@@ -43,38 +42,38 @@ def findings(run: Run, alone: bool = True) -> list[Finding]:
     return sorted(found, key=lambda one: ("bad", "note", "good").index(one.kind))
 
 
-def _of_the_end(run: Run) -> Iterator[Finding]:
+def _of_the_end(run: Run) -> Iterator[Remark]:
     at = "" if run.step is None else f" at step {run.step:,}"
     if run.status == "failed":
-        yield Finding("bad", f"The run failed{at}.")  # the error, which is above, says what to do
+        yield Remark("bad", f"The run failed{at}.")  # the error, which is above, says what to do
     elif run.status == "preempted":
-        yield Finding("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
+        yield Remark("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
     elif run.status == "killed":
-        yield Finding("bad", f"The run was killed{at} or later.", "Run the same command to continue.")
+        yield Remark("bad", f"The run was killed{at} or later.", "Run the same command to continue.")
     elif run.status in ("starting", "running", "silent"):
         text = f"The run had not ended when this page was written; its last report is of step {run.step or 0:,}."
         silent = "It has reported nothing for long; python -m looplib status names its process."
-        yield Finding("note", text, silent if run.status == "silent" else "")
+        yield Remark("note", text, silent if run.status == "silent" else "")
     if run.final_step is not None:
         text = f"The run trained to step {run.step:,} and went back to the checkpoint of step {run.final_step:,}"
-        yield Finding("note", f"{text}, which evaluations, predictions and exports take.")
+        yield Remark("note", f"{text}, which evaluations, predictions and exports take.")
     killed = sum(start.status == "killed" for start in run.starts)
     if killed and len(run.starts) > 1:
         were = "was" if killed == 1 else "were"
-        yield Finding("note", f"{killed} of {_count(len(run.starts), 'start')} {were} killed.")
+        yield Remark("note", f"{killed} of {_count(len(run.starts), 'start')} {were} killed.")
 
 
-def _of_values(run: Run) -> Iterator[Finding]:
+def _of_values(run: Run) -> Iterator[Remark]:
     if run.rollbacks:
         steps = ", ".join(f"{mark.step:,}" for mark in run.marks if mark.kind == "rollback")
         where = f" (at step {steps})" if steps else ""
         text = f"The run went back to an earlier checkpoint {_times(run.rollbacks)}{where}."
-        yield Finding("note", text, "If it happens again, lower the learning rate, clip gradients or check the data.")
+        yield Remark("note", text, "If it happens again, lower the learning rate, clip gradients or check the data.")
     skipped = run.curve("train/skipped_steps")
     count = int(skipped.finite[1].sum()) if skipped else 0
     if count:
         text = f"{_count(count, 'step')} had values that were not finite and changed nothing."
-        yield Finding("note", text, "Lower the learning rate, clip gradients, or check the data of these steps.")
+        yield Remark("note", text, "Lower the learning rate, clip gradients, or check the data of these steps.")
     for curve in run.curves:
         bad = len(curve.steps) - len(curve.finite[0])
         if bad and not curve.undone:
@@ -82,15 +81,15 @@ def _of_values(run: Run) -> Iterator[Finding]:
             text = f"{curve.split} {curve.name} was not finite {_times(bad)}, first at step {first:,}."
             guards = (run.settings.get(name) for name in ("non_finite", "guards.non_finite"))  # of a binary, or not
             unguarded = curve.split == "train" and "off" in guards
-            yield Finding("bad", text, "Use --non_finite=halt to stop at such a step." if unguarded else "")
+            yield Remark("bad", text, "Use --non_finite=halt to stop at such a step." if unguarded else "")
 
 
-def _of_learning(run: Run) -> Iterator[Finding]:
+def _of_learning(run: Run) -> Iterator[Remark]:
     for metric, curve in _evaluated(run):
         steps, found = curve.finite
         if len(found) < 3:
             continue
-        rises = mode_of("the page", metric, None) == "max"
+        rises = guessed_mode(metric) == "max"
         better = found if rises else -found
         best, first = last_of(better, better.max()), int(better.argmax())
         lost, span = better[best] - better[-1], np.ptp(found)
@@ -102,14 +101,14 @@ def _of_learning(run: Run) -> Iterator[Finding]:
             advice = "Use the best checkpoint (--keep_best, --checkpoint=best), train less long, or regularize more."
             advice = advice if run.final_step is None else ""
             overfits = "loss" in metric and _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
-            yield Finding("note", ended + (" Training loss kept falling: it overfits." if overfits else ""), advice)
+            yield Remark("note", ended + (" Training loss kept falling: it overfits." if overfits else ""), advice)
         elif first < best == len(found) - 1:
-            yield Finding("good", f"{text}: it has levelled off.")
+            yield Remark("good", f"{text}: it has levelled off.")
         elif best == len(found) - 1:
             advice = "It may gain by training longer." if run.status == "done" else ""
-            yield Finding("good", f"{text}, the last evaluation.", advice)
+            yield Remark("good", f"{text}, the last evaluation.", advice)
         else:
-            yield Finding("good", f"{text}, and {found[-1]:.4g} at the end: it has levelled off.")
+            yield Remark("good", f"{text}, and {found[-1]:.4g} at the end: it has levelled off.")
     loss = run.curve("train/loss")
     if loss and len(loss.finite[1]) >= _FEWEST:
         found = loss.finite[1]
@@ -117,7 +116,7 @@ def _of_learning(run: Run) -> Iterator[Finding]:
         if np.median(found[half:]) >= np.median(found[:half]):
             text = "Training loss did not fall in the second half of the run"
             text += f" (median {np.median(found[:half]):.4g}, then {np.median(found[half:]):.4g})."
-            yield Finding("note", text, "Try a lower or decaying learning rate.")
+            yield Remark("note", text, "Try a lower or decaying learning rate.")
 
 
 def _noise(run: Run, curve: Curve, rate: float) -> float:
@@ -134,11 +133,7 @@ def _evaluated(run: Run) -> Iterator[tuple[str, Curve]]:
     """Yields (metric, curve) of evaluations where the name says which of two values is better."""
     for curve in run.curves:
         metric = f"{curve.split}/{curve.name}"
-        if curve.split != "train" and not curve.undone:
-            try:
-                mode_of("the page", metric, None)
-            except UsageError:
-                continue
+        if curve.split != "train" and not curve.undone and guessed_mode(metric):
             yield metric, curve
 
 
@@ -151,7 +146,7 @@ def _falls(curve: Curve | None, step: int) -> bool:
     return bool(before.size and after.size and np.median(after) < np.median(before[-len(after) :]))
 
 
-def _of_time(run: Run) -> Iterator[Finding]:
+def _of_time(run: Run) -> Iterator[Remark]:
     trained = [start for start in run.starts if start.trained]
     said = trained[-1].verdict if trained else run.verdict
     if run.status != "done" and said.startswith("start-bound"):  # as any run is that has not come far
@@ -160,7 +155,7 @@ def _of_time(run: Run) -> Iterator[Finding]:
     if what:
         last = " (last start)" if len(trained) > 1 else ""
         kind = "good" if what.startswith("compute-bound") else "note"
-        yield Finding(
+        yield Remark(
             kind, f"{what[0].upper()}{what[1:]}{last}.", f"{advice[:1].upper()}{advice[1:]}." if advice else ""
         )
     if len(trained) > 1 and run.wall:
@@ -168,10 +163,10 @@ def _of_time(run: Run) -> Iterator[Finding]:
         seconds = sum(start.seconds.get(name, 0.0) for start in again for name in ("start", "compile", "restore"))
         text = f"{_count(len(again), 'restart')} took {seconds:.0f} s to import, build, compile and restore"
         if seconds >= _MUCH * run.wall:
-            yield Finding("note", f"{text}, {seconds / run.wall:.0%} of the time.")
+            yield Remark("note", f"{text}, {seconds / run.wall:.0%} of the time.")
 
 
-def _of_the_rate(run: Run) -> Iterator[Finding]:
+def _of_the_rate(run: Run) -> Iterator[Remark]:
     curve = run.curve("train/steps_per_second")
     if curve is None or len(curve.finite[1]) < _FEWEST:
         return
@@ -180,7 +175,7 @@ def _of_the_rate(run: Run) -> Iterator[Finding]:
     first, last = np.median(found[:-quarter]), np.median(found[-quarter:])
     if last < 0.8 * first:
         text = f"The rate fell from {first:.4g} to {last:.4g} steps a second, from step {steps[-quarter]:,} on."
-        yield Finding("note", text, "Look at what else the machine did, at the input, and at the memory.")
+        yield Remark("note", text, "Look at what else the machine did, at the input, and at the memory.")
 
 
 def _count(number: int, what: str) -> str:

@@ -21,8 +21,8 @@ from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.extras.parameter_server.processes import counts
-from looplib.extras.parameter_server.remote_stream import Place, RemoteStream
-from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
+from looplib.extras.parameter_server.remote_stream import DataPosition, RemoteStream
+from looplib.extras.parameter_server.results import RemoteReducer, WorkerResult, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
 from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
@@ -123,7 +123,7 @@ class RemoteLoop(InnerLoop):
     """Runs the steps of a trainer or evaluator on the workers of a cluster with parameter servers.
 
     Each worker keeps its pipeline. Where that is a function of the number of the batch (`context.indices`), a call says
-    which batches it wants by putting their numbers into a queue on its worker, from which the pipeline draws.
+    which batches it wants by putting their numbers into a queue on its worker, where the pipeline takes them.
 
     Args:
       strategy: the strategy.
@@ -148,7 +148,7 @@ class RemoteLoop(InnerLoop):
         self._workers = counts()[0]
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._seconds_per_step = _LONGEST
-        self._place: Place | None = None
+        self._place: DataPosition | None = None
         self._iterators: Any = None
         self._ticket: tf.Variable | None = None
         self._queues = [f"looplib_{uuid.uuid4().hex}" for _ in range(2)]
@@ -168,7 +168,7 @@ class RemoteLoop(InnerLoop):
     def _by_number(self) -> bool:
         return self._stream.by_number and not self._reducer.has_keras_metrics
 
-    def run(self, iterator: Place, request: Request) -> LoopResult:
+    def run(self, iterator: DataPosition, request: Request) -> LoopResult:
         """See `InnerLoop`; returns when no worker has any step left, and moves the place."""
         steps = request.steps
         return self._guarded(lambda: self._train(iterator, steps) if self._stream.training else self._evaluate(steps))
@@ -180,7 +180,7 @@ class RemoteLoop(InnerLoop):
             return {}
         return self._reducer.packer.unpack(*self._reducer.read())
 
-    def _train(self, place: Place, steps: int) -> LoopResult:
+    def _train(self, place: DataPosition, steps: int) -> LoopResult:
         if place is not self._place and not self._by_number:
             self._iterators = self._iterate(lambda: self._draw_own_share(place.skipped // self._workers))
         self._place = place
@@ -222,7 +222,7 @@ class RemoteLoop(InnerLoop):
             parts = 1
         else:
             batches = self._stream.sure + 1 if steps < 0 else min(steps, self._stream.sure + 1)
-            # Where the number of a batch does not say what is in it, each worker reads all data once.
+            # Where batches are not determined by their numbers, each worker reads all data once.
             parts = min(_PARTS * self._workers, batches) if self._by_number else self._workers
             results = self._evaluate_parts(steps, batches, parts)
         # In the order of their last batches, which is what `looplib.last` is about.
@@ -232,7 +232,7 @@ class RemoteLoop(InnerLoop):
                 self._reducer.add(work.contribution)
         return LoopResult(sum(work.done for _, work in results), self._reducer.finite(), bool(notice.requested))
 
-    def _evaluate_parts(self, steps: int, batches: int, parts: int) -> list[tuple[int, Work]]:
+    def _evaluate_parts(self, steps: int, batches: int, parts: int) -> list[tuple[int, WorkerResult]]:
         calls, given, results = collections.deque(), 0, []
         while True:
             if given < parts and self._may_continue(calls):
@@ -341,7 +341,7 @@ class RemoteLoop(InnerLoop):
         components = tf.constant(numbers, tf.int64, shape=[len(numbers)])
         return self._coordinator.schedule(self._call, args=(self._iterators, components, *_int64(ahead)))
 
-    def _result(self, call: Any) -> Work:
+    def _result(self, call: Any) -> WorkerResult:
         return unpacked(call.get())
 
     # Errors.

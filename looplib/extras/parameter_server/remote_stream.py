@@ -18,7 +18,7 @@ class MakesPipeline(Protocol):
 
 
 @dataclasses.dataclass
-class Place:
+class DataPosition:
     """A position in the data of a `RemoteStream`, which the loop advances.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place:
 
 @dataclasses.dataclass(kw_only=True)
 class RemoteStream(Stream):
-    """A `Stream` for workers that read by themselves, each its own batches. Its iterators are `Place`s.
+    """A `Stream` for workers that read by themselves, each its own batches. Its iterators are `DataPosition`s.
 
     `dataset` was made on the coordinator, which reads only its properties.
 
@@ -61,13 +61,13 @@ class RemoteStream(Stream):
         spec = self.dataset.element_spec
         return (spec, tf.TensorSpec([], tf.int64)) if self.training else spec
 
-    def iterate(self, position: bytes | None = None) -> Place:
+    def iterate(self, position: bytes | None = None) -> DataPosition:
         """See `Stream`."""
         if self.start_step:
             others = "by a new pipeline on each worker, which skips its share of the batches"
             self._note(f"resumes after step {self.start_step} {'from its position' if self.by_number else others}")
-        return Place(self.start_step, self.skipped)
+        return DataPosition(self.start_step, self.skipped)
 
-    def next_as_optional(self, iterator: Place) -> tf.experimental.Optional:
+    def next_as_optional(self, iterator: DataPosition) -> tf.experimental.Optional:
         """Returns the first batch, always: the coordinator only checks whether there is one."""
         return iter(self.dataset).get_next_as_optional()

@@ -40,7 +40,7 @@ class RemoteReducer(Reducer):
             self._reset_local()
 
 
-class Work(NamedTuple):
+class WorkerResult(NamedTuple):
     """What a call did on a worker.
 
     Attributes:
@@ -57,13 +57,13 @@ class Work(NamedTuple):
 
 
 def packed(done: tf.Tensor, started: tf.Tensor, waited: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
-    """Packs a `Work` into one float64 vector, on a worker."""
+    """Packs a `WorkerResult` into one float64 vector, on a worker."""
     with tf.control_dependencies([totals]):
         seconds = tf.timestamp() - started
     return tf.concat([tf.stack([tf.cast(done, tf.float64), seconds, waited]), totals], axis=0)
 
 
-def unpacked(packed: tf.Tensor) -> Work:
+def unpacked(packed: tf.Tensor) -> WorkerResult:
     """Unpacks a vector of `packed`."""
     values = packed.numpy()
-    return Work(int(values[0]), float(values[1]), float(values[2]), values[3:])
+    return WorkerResult(int(values[0]), float(values[1]), float(values[2]), values[3:])

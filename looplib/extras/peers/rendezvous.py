@@ -21,7 +21,7 @@ _LONGEST = 65536  # bytes of a line; only a stranger sends more
 _PATIENCE = 5.0  # seconds for an answer from the chief's address
 
 
-class Link:
+class Connection:
     """One connection; no method blocks.
 
     Attributes:
@@ -99,14 +99,14 @@ class Link:
         self._socket.close()
 
 
-def connect(address: str, timeout: float) -> Link:
+def connect(address: str, timeout: float) -> Connection:
     """Connects to "host:port" within some seconds, or raises OSError."""
     connection = socket.create_connection(_split(address), timeout)
     if connection.getsockname() == connection.getpeername():
         # If no process listens on a port of the range for outgoing connections, TCP can connect a socket with itself.
         connection.close()
         raise ConnectionRefusedError(0, "Connection refused")
-    return Link(connection)
+    return Connection(connection)
 
 
 def listen(address: str) -> socket.socket:
@@ -127,7 +127,7 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def drain(open_links: Sequence[Link], seconds: float) -> None:
+def drain(open_links: Sequence[Connection], seconds: float) -> None:
     """Closes links once the other ends have read everything, within some seconds.
 
     A link that is closed earlier loses its last messages.
@@ -147,12 +147,12 @@ def drain(open_links: Sequence[Link], seconds: float) -> None:
         link.close()
 
 
-def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int, Link]:
+def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int, Connection]:
     """Waits until all workers have come; the chief's port is free again afterwards.
 
     Args:
       cluster: a `Cluster` of workers that train in step, this process among them.
-      join_limit: seconds within which all workers have to come.
+      join_limit: seconds for all workers to come.
       silence_limit: seconds of silence after which a worker that waits counts as lost.
 
     Returns:
@@ -161,11 +161,11 @@ def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int,
     Raises:
       UsageError: says which worker has not come in time, or why this process does not belong here.
     """
-    meeting = _Meeting(cluster, join_limit, silence_limit)
+    meeting = _Rendezvous(cluster, join_limit, silence_limit)
     return meeting.await_workers() if cluster.is_chief else meeting.find_chief()
 
 
-class _Meeting:
+class _Rendezvous:
     def __init__(self, cluster: Cluster, join_limit: float, silence_limit: float) -> None:
         self._cluster = cluster
         self._limit = join_limit
@@ -178,10 +178,10 @@ class _Meeting:
 
     # The chief.
 
-    def await_workers(self) -> dict[int, Link]:
+    def await_workers(self) -> dict[int, Connection]:
         """Waits, at the chief, until all others have come."""
-        links_here: list[Link] = []
-        present: dict[int, Link] = {}
+        links_here: list[Connection] = []
+        present: dict[int, Connection] = {}
         beat, remind = time.monotonic(), time.monotonic() + 10
         with self._listen() as listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
@@ -194,7 +194,7 @@ class _Meeting:
                         remind = float("inf")
                     for key, _ in selector.select(min(self._beat, 0.2)):
                         if key.fileobj is listener:
-                            links_here.append(Link(listener.accept()[0]))
+                            links_here.append(Connection(listener.accept()[0]))
                             selector.register(links_here[-1], selectors.EVENT_READ)
                         else:
                             self._hear(key.fileobj, present)
@@ -216,7 +216,7 @@ class _Meeting:
             link.send({"go": True})
         return present
 
-    def _hear(self, link: Link, present: dict[int, Link]) -> None:
+    def _hear(self, link: Connection, present: dict[int, Connection]) -> None:
         for message in link.receive():
             index = message.get("index")
             other = present.get(index) if isinstance(index, int) else None
@@ -239,7 +239,7 @@ class _Meeting:
             link.send({"refused": refusal})
             link.finish()
 
-    def _lacking(self, missing: list[int], present: dict[int, Link]) -> UsageError:
+    def _lacking(self, missing: list[int], present: dict[int, Connection]) -> UsageError:
         error = UsageError(
             f"{self._names(missing)} did not join within {self._limit:g} s; start the same command on all workers, and "
             "check their logs"
@@ -268,7 +268,7 @@ class _Meeting:
 
     # The others.
 
-    def find_chief(self) -> dict[int, Link]:
+    def find_chief(self) -> dict[int, Connection]:
         """Waits, at a worker, until the chief has let this process in and all have come."""
         while True:
             link, said = self._knock()
@@ -281,7 +281,7 @@ class _Meeting:
                 )
             time.sleep(0.2)
 
-    def _knock(self) -> tuple[Link | None, str]:
+    def _knock(self) -> tuple[Connection | None, str]:
         """Asks the chief to be let in, and waits for the others; returns the link, or None and the reason."""
         try:
             link = connect(self._chief, _PATIENCE)

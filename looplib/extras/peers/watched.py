@@ -146,7 +146,7 @@ class WatchedPeers(Peers):
         self._done.set()
         self._close()
 
-    def _hear(self, link: rendezvous.Link) -> None:
+    def _hear(self, link: rendezvous.Connection) -> None:
         for message in link.receive():
             if "cause" in message:
                 return self._end_for(_Cause(**message["cause"]))
@@ -169,7 +169,7 @@ class WatchedPeers(Peers):
         elif link.silence > self.silence_limit:
             self._give_up(link, f"sent nothing for {self.silence_limit:g} s: it is frozen or disconnected")
 
-    def _give_up(self, link: rendezvous.Link, what: str) -> None:
+    def _give_up(self, link: rendezvous.Connection, what: str) -> None:
         cause = _Cause(link.index, EXIT_FAILED, f"{what}; {_AGAIN}")
         link.send(cause.as_message())  # a frozen worker may wake up
         self._end_for(cause)

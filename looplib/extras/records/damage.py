@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.data.asked import BadRecords
+from looplib.data.dataset_requests import BadRecords
 from looplib.errors import UsageError, with_cure
 from looplib.extras.records.indexed import BadRecordError
 from looplib.extras.records.sources import Chain, Source, items
@@ -82,14 +82,14 @@ def _share(bad: BadRecords, folder: str, error: BadRecordError) -> None:
 
 
 def tolerant(source: Source, bad: BadRecords, replace: bool, kept: Sequence[np.ndarray | None]) -> Source:
-    """Returns a source without its damaged records; for the arguments see `Tolerant`, `kept` is of each source.
+    """Returns a source without its damaged records; for the arguments see `SkipsDamaged`, `kept` is of each source.
 
     Of several sources, each has its own records in place of damaged ones.
     """
     if isinstance(source, Chain):
-        parts = [Tolerant(part, bad, replace, own) for part, own in zip(source.sources, kept)]
+        parts = [SkipsDamaged(part, bad, replace, own) for part, own in zip(source.sources, kept)]
         return Chain(parts, source.names)
-    return Tolerant(source, bad, replace, kept[0])
+    return SkipsDamaged(source, bad, replace, kept[0])
 
 
 def given(source: Source, number: int) -> int:
@@ -100,7 +100,7 @@ def given(source: Source, number: int) -> int:
     return source.given(number)[0]
 
 
-class Tolerant:
+class SkipsDamaged:
     """A source whose damaged records are left out.
 
     Which records these are depends on the files alone, so that a resumed run leaves out the same ones.

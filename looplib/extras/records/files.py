@@ -19,7 +19,7 @@ from looplib.errors import UsageError, join_names, with_cure
 from looplib.files import is_remote
 
 _MOST_OPEN = 256  # files at once
-Span = tuple[int, int, int]  # the number of a file, a first byte, and the byte after the last one
+ByteRange = tuple[int, int, int]  # the number of a file, a first byte, and the byte after the last one
 THREADS = 16  # that wait for files
 # If the first ones of many spans take longer than from memory, the disk gets all others at once, to read in an order of
 # its own: a number of spans, and seconds of each.
@@ -38,7 +38,7 @@ class Files:
       paths: the files.
       sizes: bytes of each.
       times: nanoseconds at which each was changed last.
-      threads: how many should run Python on what they read; more only pay if they wait for a network.
+      threads: how many should run Python on the bytes; more only pay if they wait for a network.
 
     Raises:
       UsageError: if one cannot be found, or is a directory, a FIFO, a socket or a device.
@@ -58,7 +58,7 @@ class Files:
         if empty := [path for path, size in zip(self.paths, self.sizes) if not size]:
             logging.warning("0 bytes, and so no record, are in %s", join_names(empty))
 
-    def read(self, spans: Iterable[Span], named: Callable[[int, int], str] | None = None) -> bytes:
+    def read_at(self, spans: Iterable[ByteRange], named: Callable[[int, int], str] | None = None) -> bytes:
         """Returns the bytes of spans, one after another.
 
         Args:
@@ -83,13 +83,13 @@ class Files:
                 raise self._changed(index, named(index, start + len(part)))
         return b"".join(parts)
 
-    def _remote_part(self, span: Span) -> bytes:
+    def _remote_part(self, span: ByteRange) -> bytes:
         index, start, stop = span
         with tf.io.gfile.GFile(self.paths[index], "rb") as file:
             file.seek(start)
             return file.read(stop - start)
 
-    def _local_parts(self, spans: list[Span], indices: Iterable[int]) -> list[bytes]:
+    def _local_parts(self, spans: list[ByteRange], indices: Iterable[int]) -> list[bytes]:
         files = {index: self._file(index) for index in indices}  # held, so that none is closed meanwhile
         descriptors = {index: file.fileno() for index, file in files.items()}
         begin, pread = time.perf_counter(), os.pread
@@ -146,7 +146,7 @@ class Files:
 
 
 def absolute(paths: Sequence[str]) -> list[str]:
-    """Returns paths with those of local files absolute."""
+    """Returns paths; local ones are made absolute."""
     return [path if is_remote(path) else os.path.abspath(path) for path in paths]
 
 

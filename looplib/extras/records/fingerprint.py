@@ -1,4 +1,4 @@
-"""Fingerprints of data: by which a resumed run sees whether its files are those that it was trained on."""
+"""Fingerprints of data: they tell a resumed run whether its files have changed."""
 
 import hashlib
 import itertools
@@ -59,7 +59,7 @@ def _of_files(files: Files) -> list[tuple[str, str]]:
     def digest(index: int) -> str:
         size = files.sizes[index]
         starts = {part * max(0, size - _PIECE_BYTES) // (_PIECES - 1) for part in range(_PIECES)}
-        return _hash(size, files.read([(index, at, min(at + _PIECE_BYTES, size)) for at in sorted(starts)]))
+        return _hash(size, files.read_at([(index, at, min(at + _PIECE_BYTES, size)) for at in sorted(starts)]))
 
     with ThreadPoolExecutor(THREADS) as pool:
         return list(zip(files.paths, pool.map(digest, range(len(files.paths)))))
@@ -69,7 +69,7 @@ def _any_digests(source: Source) -> list[tuple[str, str]]:
     numbers = sorted({part * (len(source) - 1) // (_PIECES - 1) for part in range(_PIECES)})
     try:
         first, again = (_hash(len(source), *map(_content, items(source, numbers))) for _ in range(2))
-    except Exception:  # of a source of the user's, whose records need not be good; the run reports what it meets
+    except Exception:  # a user's source may have bad records; the run reports those that it reads
         return []
     return [(type(source).__name__, first)] if first == again else []
 

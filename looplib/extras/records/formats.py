@@ -18,7 +18,7 @@ from looplib.extras.records.indexed import MOST_BYTES, IndexedFiles, Numbered, R
 _WINDOW = 1 << 22  # bytes that are read at once to find the records
 _END = 10  # a byte, of a line
 _MOST_ROWS = 1 << 24  # of a row group
-_GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
+_GROUPS = 80  # of Parquet files that are kept: for a batch, and the next ones
 # A record of a TFRecord file: its length (8 bytes), a checksum of that (4), the data, a checksum of the data (4).
 _BEFORE, _AFTER = 12, 4
 _LARGE = 1 << 18  # bytes of a large record
@@ -76,7 +76,7 @@ def _scan_tfrecords(files: Files, index: int) -> np.ndarray:
     unpack = _LENGTH.unpack_from
     window = _WINDOW
     while at < size:
-        raw = files.read([(index, at, min(at + window, size))])
+        raw = files.read_at([(index, at, min(at + window, size))])
         place, last, before = 0, len(raw) - _BEFORE, len(starts)
         while place <= last:
             starts.append(at + place)
@@ -95,7 +95,7 @@ def _scan_tfrecords(files: Files, index: int) -> np.ndarray:
 
 def _fits_tfrecords(files: Files, index: int, starts: np.ndarray, stops: np.ndarray) -> bool:
     """See `Layout`."""
-    raw = files.read([(index, start, start + _BEFORE) for start in starts.tolist()])
+    raw = files.read_at([(index, start, start + _BEFORE) for start in starts.tolist()])
     heads = np.frombuffer(raw, np.uint8).reshape(-1, _BEFORE)
     lengths = heads[:, :8].copy().view("<u8")[:, 0]
     wrong = _wrong_lengths(heads) | (lengths != (stops - starts - _BEFORE - _AFTER).astype(np.uint64))
@@ -160,7 +160,7 @@ class Lines(IndexedFiles):
 def _scan_lines(files: Files, index: int) -> np.ndarray:
     size, found = files.sizes[index], [np.zeros(1, np.int64)]
     for at in range(0, size, _WINDOW):
-        raw = files.read([(index, at, min(at + _WINDOW, size))])
+        raw = files.read_at([(index, at, min(at + _WINDOW, size))])
         if at == 0:
             refuse_compressed(files.paths[index], raw)
         found.append(np.flatnonzero(np.frombuffer(raw, np.uint8) == _END) + (at + 1))
@@ -172,7 +172,7 @@ def _fits_lines(files: Files, index: int, starts: np.ndarray, stops: np.ndarray)
     """See `Layout`; only the first bytes of a long line are looked at."""
     size = files.sizes[index]
     for start, stop in zip(starts.tolist(), stops.tolist()):
-        raw = files.read([(index, max(0, start - 1), min(stop, start + _WINDOW))])
+        raw = files.read_at([(index, max(0, start - 1), min(stop, start + _WINDOW))])
         raw = raw if start else b"\n" + raw
         is_open = stop == size or stop > start + _WINDOW
         if raw[:1] != b"\n" or b"\n" in raw[1:-1] or not (is_open or raw.endswith(b"\n")):
@@ -181,7 +181,7 @@ def _fits_lines(files: Files, index: int, starts: np.ndarray, stops: np.ndarray)
 
 
 class FixedLength(IndexedFiles):
-    """The records of files in which all have one length.
+    """The records of files whose records all have one length.
 
     Args:
       paths: the files.

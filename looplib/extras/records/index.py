@@ -156,7 +156,7 @@ def _remove(path: str) -> None:
 def cache_directory() -> str:
     """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's.
 
-    Without one it is `os.devnull`, in which no file can be made.
+    Without one it is `os.devnull`, where no file can be made.
     """
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:

@@ -38,7 +38,7 @@ class BadRecordError(UsageError):
 
 
 def ends_process(error: Exception) -> bool:
-    """Returns whether a library could not read because the process ends, of which reading ahead may hear first."""
+    """Returns whether a library could not read because the process ends; reading ahead may notice that first."""
     return "cannot schedule new futures" in str(error)
 
 
@@ -152,7 +152,7 @@ class IndexedFiles(Numbered):
     Args:
       files: the files.
       offsets: for each file, int64 `[records + 1]`: where each record starts, and where the last one ends.
-      layout: by which these were found; None if they follow from the sizes.
+      layout: the layout that gave the offsets; None if they follow from the sizes.
 
     Attributes:
       mean_bytes: the average size of a record.
@@ -189,7 +189,7 @@ class IndexedFiles(Numbered):
         joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
         heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
         tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
-        raw = self.files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()), self._named)
+        raw = self.files.read_at(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()), self._named)
         ends = np.cumsum(stops - starts)
         with self._taking:
             records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends, stops == self._sizes[file])

@@ -38,7 +38,7 @@ class PackedRows(NamedTuple):
         """Looks up the tokens.
 
         Args:
-          tokens: those of all documents, `[n, (length)]`.
+          tokens: the tokens of all documents, `[n, (length)]`.
           padding: what stands where there is none.
 
         Returns:
@@ -62,7 +62,7 @@ class PackedRows(NamedTuple):
 
 
 class Packed(RecordPlan):
-    """Rows of a fixed number of tokens, into which documents of different lengths are packed.
+    """Rows of a fixed number of tokens, packed with documents of different lengths.
 
     The lengths alone decide how many rows there are, and which lengths share one: longest first, each into the row with
     the least room that is enough (best-fit decreasing), on the histogram of the lengths (Krell et al., 2021, Efficient

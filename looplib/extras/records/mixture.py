@@ -133,7 +133,7 @@ class _Places:
     """Divides positions of a run among the sources.
 
     Args:
-      starts: the position at which each phase starts, of which the first is 0.
+      starts: the position at which each phase starts; the first is 0.
       parts: of each phase, the parts of each source in a period of as many examples as there are parts.
     """
 
@@ -200,7 +200,7 @@ def _pattern(parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
     Example n of a source of share s may stand from position floor(n / s) on, and has to stand before ceil((n + 1) / s).
     The earliest deadline first meets all deadlines (Baruah et al., 1996, Proportionate progress), so that each prefix
-    has of each source its share, give or take less than one.
+    has the share of each source, give or take less than one.
     """
     period = sum(parts)
     jobs = sorted(

@@ -14,8 +14,8 @@ _BLOCKS, _PIECES = 0, 1
 _HALF_ROUNDS = 8  # of the network that shuffles blocks and pieces
 
 
-class Picks(NamedTuple):
-    """The records at some positions, and what is worth reading at once to get them.
+class RecordSelection(NamedTuple):
+    """The records at some positions, and the ranges to read at once for them.
 
     Attributes:
       ids: int64 `[p]`, the records.
@@ -30,7 +30,7 @@ class Picks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockOrder:
-    """A shuffled order in which neighbouring records are read at once.
+    """A shuffled order that reads neighbouring records at once.
 
     The slots of a global batch are divided into lanes of neighbouring slots. In each epoch the blocks of the data come
     in a keyed order, each lane takes a range of their records as long as its number of positions, and the records of
@@ -55,7 +55,7 @@ class BlockOrder:
         """The number of lanes: the largest divisor of the batch size up to a limit."""
         return next(lanes for lanes in range(_MOST_LANES, 0, -1) if self.batch_size % lanes == 0)
 
-    def picks(self, positions: tf.Tensor) -> Picks:
+    def picks(self, positions: tf.Tensor) -> RecordSelection:
         """Returns the records at positions of a run, int64 `[p]` from 0."""
         n, size, run = self.num_examples, self.batch_size, self.batch_size // self.lanes
         epoch, slot = positions // n, positions % size
@@ -87,7 +87,7 @@ class BlockOrder:
             )
         )
         first = tf.where(number < whole, block, number) * self.block + piece_start % self.block
-        return Picks(first + offset, first, first + piece_stop - piece_start)
+        return RecordSelection(first + offset, first, first + piece_stop - piece_start)
 
 
 def permutation_key(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:

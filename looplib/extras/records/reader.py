@@ -11,9 +11,9 @@ from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.errors import UsageError, whole_number
 from looplib.extras.records.damage import given, tolerant
 from looplib.extras.records.fingerprint import fingerprint
-from looplib.extras.records.order import BlockOrder, Picks
+from looplib.extras.records.order import BlockOrder, RecordSelection
 from looplib.extras.records.plans import Kept, RecordPlan
-from looplib.extras.records.reading import RecordReads, read
+from looplib.extras.records.reading import RecordReads, read_records
 from looplib.extras.records.sources import Blocked, Source, Subset, mean_bytes, named, opened
 
 _CHUNK_BYTES = 1 << 22  # of records that are drawn at once
@@ -23,7 +23,7 @@ _LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 
 
 class RecordReader:
-    """Reads the records of one `InputContext`; see `looplib.data.asked.Reader`.
+    """Reads the records of one `InputContext`; see `looplib.data.dataset_requests.Reader`.
 
     Args:
       context: the context.
@@ -68,10 +68,10 @@ class RecordReader:
         def picks(positions: tf.Tensor) -> tuple[Any, ...]:
             if order is None:
                 ids, *known = to_read(found(positions))
-                picked, known = Picks(ids, ids, ids + 1), tuple(known)
+                picked, known = RecordSelection(ids, ids, ids + 1), tuple(known)
             else:
                 parts = order.picks(tf.reshape(positions, [-1]))
-                picked = Picks(
+                picked = RecordSelection(
                     *(tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in parts)
                 )
                 known = ()
@@ -89,7 +89,7 @@ class RecordReader:
         call.ids = picked.map(_ids).unbatch()
         if isinstance(source, Subset):
             call.ids = call.ids.map(functools.partial(tf.gather, tf.constant(source.ids)))
-        chunks = read(
+        chunks = read_records(
             self._tolerated if tolerates else source, picked, reads, may_lack=tolerates and not context.training
         )
         call.batches = _batches(chunks)
@@ -108,11 +108,11 @@ class RecordReader:
         return ordered(block=block) if block > 1 else None
 
     def fingerprint(self) -> dict[str, str]:
-        """See `looplib.data.asked.Reader`."""
+        """See `looplib.data.dataset_requests.Reader`."""
         return fingerprint([reads.source for reads in self.reads])
 
     def name_of(self, number: int) -> str:
-        """See `looplib.data.asked.Reader`."""
+        """See `looplib.data.dataset_requests.Reader`."""
         source = self.reads[0].source
         if isinstance(source, Subset):
             number = int(np.flatnonzero(source.ids == number)[0])
@@ -132,7 +132,7 @@ def _checked(plan: Plan, block: int | None, shuffle: bool, whole_epochs: bool) -
 
 
 @tf.autograph.experimental.do_not_convert
-def _ids(picks: Picks, *_: Any) -> tf.Tensor:
+def _ids(picks: RecordSelection, *_: Any) -> tf.Tensor:
     return picks.ids
 
 

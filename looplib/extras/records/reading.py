@@ -17,14 +17,14 @@ from looplib import files
 from looplib.errors import UsageError, join_names, with_cure
 from looplib.extras.records.files import THREADS
 from looplib.extras.records.indexed import Numbered
-from looplib.extras.records.order import Picks
+from looplib.extras.records.order import RecordSelection
 from looplib.extras.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
 
 # Records, and their bytes, whose pieces are read before they are used.
 _AHEAD, _AHEAD_BYTES = 4096, 1 << 25
 _BATCH = 256  # records that the function is given at once
 _HEAD = 1 << 12  # bytes in front of the numbers in a file, at most
-_SAMPLE = 256  # records for which what is kept is computed again
+_SAMPLE = 256  # records whose kept values are computed again, to compare
 _Piece = tuple[int, int]  # its first record, and the one after its last
 
 
@@ -80,14 +80,14 @@ class RecordReads:
         return next((part for part in parts if not isinstance(part, Numbered)), None)
 
 
-def read(
+def read_records(
     source: Source, picks: tf.data.Dataset, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False
 ) -> tf.data.Dataset:
     """Reads the records that an order picks.
 
     Args:
       source: the records.
-      picks: chunks of batches: (`Picks` of int64 `[k, b]`, and anything else, which is passed on).
+      picks: chunks of batches: (`RecordSelection` of int64 `[k, b]`, and anything else, which is passed on).
       reads: says whether neighbouring records are read at once, as the picks say; counts the calls.
       lanes: how many pieces a batch takes records from, at most.
       may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
@@ -118,12 +118,12 @@ def read(
         return [*element.pack(found, (1, len(found))), there]
 
     @tf.autograph.experimental.do_not_convert
-    def announced(picks: Picks, *others: Any) -> tuple[Any, ...]:
+    def announced(picks: RecordSelection, *others: Any) -> tuple[Any, ...]:
         starts = tf.numpy_function(announce, [picks.starts, picks.stops], tf.int64)
-        return Picks(picks.ids, tf.ensure_shape(starts, picks.starts.shape), picks.stops), *others
+        return RecordSelection(picks.ids, tf.ensure_shape(starts, picks.starts.shape), picks.stops), *others
 
     @tf.autograph.experimental.do_not_convert
-    def fetched(picks: Picks, *others: Any) -> Any:
+    def fetched(picks: RecordSelection, *others: Any) -> Any:
         leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
         if may_lack:
             there = tf.ensure_shape(leaves.pop(), [None])
@@ -193,9 +193,9 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
     picks = (
         tf.data.Dataset.from_tensor_slices(numbers)
         .batch(_BATCH)
-        .map(lambda ids: (Picks(ids[None], ids[None], ids[None] + 1),))
+        .map(lambda ids: (RecordSelection(ids[None], ids[None], ids[None] + 1),))
     )
-    batches = read(source, picks, RecordReads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
+    batches = read_records(source, picks, RecordReads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
     measured = batches.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     spec = measured.element_spec
     found = [] if tf.nest.is_nested(spec) else list(measured.as_numpy_iterator())

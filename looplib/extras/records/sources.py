@@ -33,7 +33,7 @@ _EXTENSION = re.compile(r"\.(tfrecords?|array_?records?|parquet|txt|jsonl|csv|ts
 class Source(Protocol):
     """Records by number. `grain.sources`, `array_record` and TFDS's data sources have these methods too.
 
-    A source may also be a `ReadsMany` and `Measured`. It is read by several threads at once.
+    A source may also be a `ReadsMany` and `HasMeanBytes`. It is read by several threads at once.
     """
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class ReadsMany(Protocol):
 
 
 @runtime_checkable
-class Measured(Protocol):
+class HasMeanBytes(Protocol):
     """A source that knows the average size of its records, in bytes."""
 
     mean_bytes: float
@@ -60,7 +60,7 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Blocked(Protocol):
-    """A source whose records are stored in blocks of so many, each of which is read as a whole."""
+    """A source whose records are stored in blocks of `block` records, which are read whole."""
 
     block: int
 
@@ -247,7 +247,7 @@ def _is_installed(source: Source) -> bool:
 
 def mean_bytes(source: Source) -> float:
     """Returns the average size of a source's records, of a few of them where it does not say; at least 1."""
-    if isinstance(source, Measured):
+    if isinstance(source, HasMeanBytes):
         return max(1.0, source.mean_bytes)
     if isinstance(source, Chain):
         return sum(mean_bytes(part) * len(part) for part in source.sources) / max(1, len(source))

@@ -29,7 +29,7 @@ def add(tools: Any) -> None:
     parser.add_argument(
         "--value", default="last", help="last or best: which value of a run's metric ranks it (default %(default)s)"
     )
-    parser.add_argument("--goal", help="max or min (default: by the name of the metric, so min for a loss)")
+    parser.add_argument("--goal", help="max or min (default: by a well-known name, so min for loss)")
     parser.add_argument(
         "--prune", default="none", help="rule that stops hopeless runs: none, median, halving or hyperband"
     )
@@ -42,10 +42,10 @@ def _sweep(options: argparse.Namespace) -> int:
         import optuna  # noqa: F401
     except ImportError as error:
         raise UsageError(f"a sweep needs {error.name}; install it with pip install 'looplib[sweep]'") from error
-    from looplib.extras.sweep.study import Plan
+    from looplib.extras.sweep.study import SweepPlan
     from looplib.extras.sweep.sweep import sweep
 
-    plan = Plan(
+    plan = SweepPlan(
         options.command, options.search, options.metric, options.goal, options.prune, options.seeds, options.value
     )
     return sweep(options.dir, plan, options.parallel, options.trials)

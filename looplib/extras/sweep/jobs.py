@@ -18,7 +18,7 @@ from looplib.checkpoint import lock
 from looplib.console import printable
 from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, UsageError, gist, join_names
 from looplib.extras.page import values
-from looplib.extras.sweep.study import Plan
+from looplib.extras.sweep.study import SweepPlan
 from looplib.extras.tools import children
 from looplib.extras.tools.recorded_run import without
 from looplib.extras.tools.runs import last_lines, saved_step, say
@@ -156,7 +156,7 @@ def curve(folder: str, metric: str) -> dict[int, float]:
     return found
 
 
-def result(folder: str, plan: Plan) -> float:
+def result(folder: str, plan: SweepPlan) -> float:
     """Returns the value of a run that a sweep compares: the last one of its metric, or the best.
 
     Raises:
@@ -192,7 +192,7 @@ def refuse_other_run(folder: str, command: Sequence[str]) -> None:
     if not saved_step(folder):
         return
     try:
-        flags = run_json.read(run_json.path_of(folder, trains=True))["starts"][-1]["command"][1:]
+        flags = run_json.read_report(run_json.path_of(folder, trains=True))["starts"][-1]["command"][1:]
         before = without(list(map(str, flags)), "model_dir")
     except (LookupError, TypeError):
         before = None

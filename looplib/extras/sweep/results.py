@@ -14,7 +14,7 @@ from looplib.console import printable
 from looplib.errors import gist
 from looplib.extras.sweep.jobs import curve
 from looplib.extras.sweep.space import Parameter
-from looplib.extras.sweep.study import Plan, deviation, error, name_of, values
+from looplib.extras.sweep.study import SweepPlan, deviation, error, name_of, values
 from looplib.extras.tools.runs import say
 
 _STATES = {
@@ -38,7 +38,7 @@ def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
     return sorted(done, key=lambda trial: -trial.value if goal == "max" else trial.value)
 
 
-def write(directory: str, plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> None:
+def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> None:
     """Writes results.csv, results.txt and results.png into a sweep's directory, and prints the table.
 
     Args:
@@ -69,7 +69,7 @@ def write(directory: str, plan: Plan, parameters: Sequence[Parameter], trials: S
     say(f"results.csv, results.txt and results.png are in {directory}")
 
 
-def _rows(plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:
+def _rows(plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:
     several = plan.seeds > 1
     names = [one.flag.lstrip("-") for one in parameters]
     seeds = [f"seed {seed}" for seed in range(plan.seeds)] if several else []
@@ -96,7 +96,7 @@ def _short(cell: Cell) -> str:
     return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
 
 
-def _plot(directory: str, plan: Plan, parameters: Sequence[Parameter], best: Sequence[FrozenTrial]) -> bytes:
+def _plot(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], best: Sequence[FrozenTrial]) -> bytes:
     """Returns a PNG file with the curves of all results, and the results by each parameter."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

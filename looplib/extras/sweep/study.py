@@ -45,8 +45,8 @@ _LONGEST = 300  # characters of a setting in a sentence
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a sweep does; it stays as it is when the sweep is started again.
+class SweepPlan:
+    """What a sweep does; it does not change when the sweep is started again.
 
     Attributes:
       command: the command, with its ranges and lists.
@@ -89,7 +89,7 @@ class Study:
         has no end.
     """
 
-    def __init__(self, directory: str, plan: Plan, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, directory: str, plan: SweepPlan, parameters: Sequence[Parameter]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._plan, self._parameters = plan, parameters
         self._grid = {one.flag: one.grid() for one in parameters} if plan.search == "grid" else {}
@@ -108,7 +108,7 @@ class Study:
             self._study = optuna.load_study(study_name=_NAME, storage=self._storage, pruner=PRUNERS[plan.prune]())
             before = json.loads(self._study.user_attrs[_PLAN])
             for name, new in dataclasses.asdict(plan).items():
-                if (old := before.get(name, Plan.value if name == "value" else None)) != new:
+                if (old := before.get(name, SweepPlan.value if name == "value" else None)) != new:
                     old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
                     raise UsageError(
                         f"{directory} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
@@ -121,14 +121,14 @@ class Study:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Says in a sentence what is wrong with the database, whichever part of it the block finds damaged."""
+        """Says in a sentence what is wrong with the database, if the block finds any part damaged."""
         try:
             yield
         except (UsageError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:
             if isinstance(error, UsageError) or not _proves_damage(error):
                 raise
             raise _damaged(self._path, error) from error
-        except Exception as error:  # whatever Optuna raises for what it has not written
+        except Exception as error:  # Optuna raises anything for a database of another program
             raise _damaged(self._path, error) from error
 
     def _wrong_in(self, place: int, trial: optuna.trial.FrozenTrial) -> str:
@@ -228,7 +228,7 @@ def _seed(number: int, attempt: int = 0) -> int:
     return int(np.random.SeedSequence((0, number, attempt)).generate_state(1)[0])
 
 
-def _create(path: str, plan: Plan) -> None:
+def _create(path: str, plan: SweepPlan) -> None:
     """Makes the database in another folder first: a kill in the middle leaves no half of one."""
     directory = os.path.dirname(path)
     had_runs = any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory))
@@ -305,7 +305,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def name_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
-    """Returns the name of a trial, which is also that of its folder in the sweep's directory."""
+    """Returns the name of a trial and of its folder in the sweep's directory."""
     return f"trial-{trial.number:04}"
 
 

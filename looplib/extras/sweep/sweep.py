@@ -14,18 +14,18 @@ import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
 from looplib import console, files, folders
-from looplib.checkpoint.lock import Kind, RunLock, acquire
+from looplib.checkpoint.lock import LockKind, RunLock, acquire
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError, with_cure
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
-from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, cause_of, name_of, values
+from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Study, SweepPlan, cause_of, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
 from looplib.masks import masked
 from looplib.task.metric_names import mode_of
 
 _TICK = 0.1
-_LOCKED = Kind("directory of a sweep", "use another --dir", "sweep.lock")
+_LOCKED = LockKind("directory of a sweep", "use another --dir", "sweep.lock")
 _MOST_SEEDS = 10_000
 # What the machine is short of, so that a run which ends with it in its last line is no failure of its trial.
 _OF_THE_MACHINE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO))
@@ -33,7 +33,7 @@ _LEAST_SPACE = 1 << 20  # bytes
 _WITHOUT_VALUE = 3  # trials: if the first ones end so, the command or the metric is wrong, and the others would be too
 
 
-def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
+def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) -> int:
     """Runs a sweep, or what is left of it.
 
     Args:
@@ -78,7 +78,7 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
     return EXIT_DONE if results.ranked(trials_made, plan.goal) else EXIT_FAILED
 
 
-def _check(plan: Plan, parallel: int, trials: int | None) -> None:
+def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
     if not plan.command:
         raise UsageError(
             "the command is missing; write it after --, as in -- python -m trainers.my_trainer --config.a=1,2"
@@ -135,7 +135,7 @@ class _Sweep:
 
     Args:
       directory: the sweep's.
-      lock: that of the directory, which this process holds.
+      lock: the lock of the directory, which this process holds.
       plan: what it does.
       fixed: the arguments that all runs have.
       study: its trials.
@@ -144,7 +144,14 @@ class _Sweep:
     """
 
     def __init__(
-        self, directory: str, lock: RunLock, plan: Plan, fixed: Sequence[str], study: Study, parallel: int, limit: int
+        self,
+        directory: str,
+        lock: RunLock,
+        plan: SweepPlan,
+        fixed: Sequence[str],
+        study: Study,
+        parallel: int,
+        limit: int,
     ) -> None:
         self._directory, self._lock, self._plan, self._fixed, self._study = directory, lock, plan, fixed, study
         self._parallel, self._limit = parallel, limit

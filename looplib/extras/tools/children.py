@@ -90,7 +90,7 @@ def ended_by_signals() -> Iterator[None]:
 
     The signals are SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2.
 
-    The exit code is that of a shell, 128 plus the number of the signal.
+    The exit code is as in a shell: 128 plus the number of the signal.
     """
 
     def end(number: int, _: object) -> NoReturn:
@@ -145,7 +145,7 @@ class Signals:
             signal.signal(number, handler)
 
     def wait(self, seconds: float) -> bool:
-        """Waits so many seconds, or until a signal comes; returns whether one has."""
+        """Waits some seconds, or until a signal comes; returns whether one has."""
         end = time.monotonic() + seconds
         while not self.came and time.monotonic() < end:
             time.sleep(min(_TICK, max(0.0, end - time.monotonic())))

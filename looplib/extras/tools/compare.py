@@ -25,7 +25,7 @@ _NOT_COMPARED = (
     _tf.OBJECT_GRAPH_KEY,
     _tf.variable_key("save_counter"),
     _tf.python_state_key("run_state"),  # JSON, which is compared value by value
-    _tf.python_state_key("replica_state"),  # a zip file holds the time; its values decide those of the others
+    _tf.python_state_key("replica_state"),  # a zip file holds the time; its values decide the other files
     _tf.python_state_key("input_state"),  # depends on how full a pipeline's buffers were
 )
 _TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step is off by thousands of times
@@ -75,7 +75,7 @@ class Comparison:
             self.largest[split] = relative, where, *texts
 
     def tensors_apart(self) -> dict[str, float]:
-        """Returns those of `relative_gaps` that are of floating-point tensors."""
+        """Returns the `relative_gaps` of floating-point tensors."""
         return {where: gap for where, gap in self.relative_gaps.items() if where.startswith(_TENSOR)}
 
 
@@ -131,7 +131,7 @@ def compare_tensors(
 
     Args:
       first: the path of a checkpoint.
-      second: that of the other.
+      second: the other's.
       rtol: relative tolerance.
       atol: absolute tolerance.
       slack: further absolute tolerances by location.
@@ -168,7 +168,7 @@ def _read(reader: Any, key: str) -> Any:
 def decided_by_rounding(rounding: Sequence[Comparison]) -> float:
     """Returns by how much rounding alone moves half of the tensors, relative to their size, or 0 if by less than 1%.
 
-    From there on differences no longer grow in proportion, so those of a few runs do not bound that of another.
+    From there on differences no longer grow in proportion, so a few runs give no bound for another run.
     """
     moved = max((float(np.median(list(run.tensors_apart().values()) or 0.0)) for run in rounding), default=0.0)
     return moved if moved > _DECIDED else 0.0
@@ -217,7 +217,7 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
 
 
 def _report(folder: str | os.PathLike[str]) -> run_json.Report:
-    return run_json.read(run_json.path_of(os.fspath(folder), trains=True))
+    return run_json.read_report(run_json.path_of(os.fspath(folder), trains=True))
 
 
 def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tuple[str, str], Any]:

@@ -1,4 +1,4 @@
-"""`python -m looplib diff A B`: the first step at which two runs part, and in what."""
+"""`python -m looplib diff A B`: the first step where two runs differ, and what differs."""
 
 import os
 import tempfile
@@ -95,7 +95,7 @@ def _curve(run: Replayable) -> dict[tuple[int, str], Record]:
 def _first_different_record(
     one: dict[tuple[int, str], Record], other: dict[tuple[int, str], Record]
 ) -> tuple[list[int], int | None]:
-    """Returns the steps of which both have a record, and the first of them with another number."""
+    """Returns the steps that both have a record of, and the first one with another number."""
     common = sorted(one.keys() & other.keys())
     for place in common:
         names = {name for name in one[place].keys() & other[place].keys() if not is_speed(name)}
@@ -105,10 +105,10 @@ def _first_different_record(
 
 
 def _bisected(one: Replayable, other: Replayable) -> tuple[list[int], list[int], int | None]:
-    """Compares checkpoints of the same steps, of which those after the first different one differ too.
+    """Compares checkpoints of equal steps; all after the first different one differ too.
 
     Returns:
-      (the steps of which both have one, those of them that were found equal, the first that differs or None).
+      (the steps that both have one of, the steps that are equal, the first that differs or None).
     """
     ours, theirs = ({done.step: done for done in run.intact()} for run in (one, other))
     common = sorted(ours.keys() & theirs.keys())
@@ -145,7 +145,7 @@ def _traces(run: Replayable, start: int, end: int) -> list[Trace]:
 
 
 def _parting(ones: list[Trace], others: list[Trace]) -> list[str]:
-    """Returns lines about the first step in which two traces differ; [] if none does."""
+    """Returns lines about the first step where two traces differ; [] if none does."""
     for one, other in zip(ones, others):
         found = {
             "examples": ["other ones, by their checksums"] * (_checksum(one) != _checksum(other)),

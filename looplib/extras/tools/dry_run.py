@@ -1,4 +1,4 @@
-"""A dry run: two steps of everything that a binary does, in a temporary directory, of which nothing is kept."""
+"""A dry run: two steps of everything that a binary does, in a temporary directory that is removed."""
 
 import tempfile
 from collections.abc import Iterable

@@ -23,7 +23,7 @@ def enabled() -> bool:
 
 
 def add_to(step_fn: Callable[[Any], Any], step: Callable[[], tf.Tensor]) -> Callable[[Any], Any]:
-    """Wraps a step on one replica, of which `step` returns the number, to have the checksum of its examples too."""
+    """Wraps a step on one replica, to have the checksum of its examples too; `step` returns its number."""
 
     def checked(inputs: Any) -> Any:
         checksum = examples_checksum(inputs, step())

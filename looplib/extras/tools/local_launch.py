@@ -71,7 +71,7 @@ def launch(
         spec: dict[str, list[str]] = {}
         for (kind, _), port in zip(kinds, ports):
             spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
-        run = _Run(command, spec, signals, grace)
+        run = _LaunchedRun(command, spec, signals, grace)
         for attempt in range(restarts + 1):
             if attempt:
                 pause = min(_LONGEST_PAUSE, backoff * 2 ** (attempt - 1))
@@ -103,7 +103,7 @@ def hold_ports(count: int) -> Iterator[list[int]]:
 
 
 @dataclasses.dataclass(eq=False)
-class _Task:
+class _LaunchedTask:
     kind: str
     index: int
     process: subprocess.Popen | None = None
@@ -118,19 +118,19 @@ class _Task:
         return self.kind if self.kind == "chief" else f"{self.kind} {self.index}"
 
 
-class _Run:
+class _LaunchedRun:
     """The processes of one command on given addresses, started any number of times."""
 
     def __init__(self, command: Sequence[str], spec: dict[str, list[str]], signals: Signals, grace: float) -> None:
         self._command, self._spec, self._signals, self._grace = command, spec, signals, grace
 
-    def attempt(self, single_restarts: int, backoff: float) -> list[_Task]:
+    def attempt(self, single_restarts: int, backoff: float) -> list[_LaunchedTask]:
         """Starts all tasks and returns them once they have ended."""
         self._selector, self._unfinished = selectors.DefaultSelector(), {}
         self._errors = collections.defaultdict(set)  # the error lines that were shown, by task name
         self._job = f"{os.getpid()}.{time.time():.6f}"
         self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
-        tasks = [_Task(kind, i) for kind, addresses in self._spec.items() for i in range(len(addresses))]
+        tasks = [_LaunchedTask(kind, i) for kind, addresses in self._spec.items() for i in range(len(addresses))]
         try:
             for task in tasks:
                 self._start(task)
@@ -148,7 +148,7 @@ class _Run:
         self._selector.close()
         return tasks
 
-    def outcome(self, tasks: list[_Task]) -> str:
+    def outcome(self, tasks: list[_LaunchedTask]) -> str:
         """Says how tasks ended; they end almost together, so their own lines have to say which one failed first."""
         ways = collections.defaultdict(list)
         for task in sorted(tasks, key=lambda task: (task.killed, task.code > 0)):
@@ -162,7 +162,7 @@ class _Run:
                 ways[f"exited with code {task.code}"].append(task.name)
         return "; ".join(f"{', '.join(names)} {way}" for way, names in ways.items())
 
-    def _start(self, task: _Task) -> None:
+    def _start(self, task: _LaunchedTask) -> None:
         config = {"cluster": self._spec, "task": {"type": task.kind, "index": task.index}}
         environment = {
             **os.environ, "TF_CONFIG": json.dumps(config), "LOOPLIB_JOB_ID": self._job, "PYTHONUNBUFFERED": "1",
@@ -182,7 +182,7 @@ class _Run:
             self._selector.register(pipe, selectors.EVENT_READ, (task, stream))
             self._unfinished[pipe] = b""
 
-    def _look_after(self, tasks: list[_Task], single_restarts: int, backoff: float) -> None:
+    def _look_after(self, tasks: list[_LaunchedTask], single_restarts: int, backoff: float) -> None:
         now = time.monotonic()
         for task in tasks:
             if task.code is None:
@@ -212,7 +212,7 @@ class _Run:
             for task in tasks:
                 self._restart_alone(task, now, single_restarts, backoff)
 
-    def _restart_alone(self, task: _Task, now: float, single_restarts: int, backoff: float) -> None:
+    def _restart_alone(self, task: _LaunchedTask, now: float, single_restarts: int, backoff: float) -> None:
         if task.due and now >= task.due:
             self._start(task)
         elif task.code and not task.due and task.restarts < single_restarts and not self._signals.came:
@@ -222,18 +222,18 @@ class _Run:
             _say(f"{task.name} exited with code {task.code}; restarting in {pause:g} s (restart {task.restarts} of "
                  f"{single_restarts})")  # fmt: skip
 
-    def _end(self, tasks: list[_Task]) -> None:
+    def _end(self, tasks: list[_LaunchedTask]) -> None:
         for task in tasks:
             if task.code is None:
                 task.killed = True
                 self._kill(task)
 
-    def _send(self, tasks: list[_Task], number: int) -> None:
+    def _send(self, tasks: list[_LaunchedTask], number: int) -> None:
         for task in tasks:
             if task.code is None:
                 task.process.send_signal(number)
 
-    def _kill(self, task: _Task) -> None:
+    def _kill(self, task: _LaunchedTask) -> None:
         """Kills a task and its child processes, also if it is frozen."""
         if task.process is not None and task.process.poll() is None:
             os.killpg(task.process.pid, signal.SIGKILL)
@@ -259,7 +259,7 @@ class _Run:
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
 
-    def _print(self, task: _Task, stream: TextIO, content: bytes) -> None:
+    def _print(self, task: _LaunchedTask, stream: TextIO, content: bytes) -> None:
         line = content.decode(errors="replace")
         if line.startswith("looplib: error: "):
             # All workers print the line of the first cause, and the failed one says more: each line is shown once.
@@ -270,7 +270,7 @@ class _Run:
         print(f"[{task.name}] {line}", file=stream, flush=True)
 
 
-def _exit_code(tasks: list[_Task], signals: list[int]) -> int:
+def _exit_code(tasks: list[_LaunchedTask], signals: list[int]) -> int:
     deciding = tasks[:1] if tasks[0].kind == "chief" else tasks
     codes = {task.code for task in deciding}
     if codes == {EXIT_DONE}:

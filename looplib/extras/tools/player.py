@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from looplib.controller import Controller
 
 VARIABLE = "LOOPLIB_REPLAY"
-CHECKSUM = "sha256 "  # before that of an array, in a trace
+CHECKSUM = "sha256 "  # before the checksum of an array, in a trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Order:
 
     @property
     def news(self) -> str:
-        """The file in which the process writes what it is doing."""
+        """The file where the process writes what it is doing."""
         return f"{self.to}.news"
 
     def as_environment(self) -> dict[str, str]:
@@ -68,7 +68,7 @@ class Trace:
 
     Attributes:
       step: the global step; the first of a trace is the state before any step, without metrics.
-      metrics: those of this step alone, by name; lists for arrays.
+      metrics: the metrics of this step alone, by name; lists for arrays.
       variables: the value of each variable after it as text, a checksum for an array, by name.
     """
 
@@ -92,14 +92,14 @@ class Answer:
     traces: list[Trace] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def read(cls, path: str) -> "Answer":
+    def from_file(cls, path: str) -> "Answer":
         """Reads the answer that a process has written."""
         content = json.loads(files.read_text(path))
         return cls(content["lines"], content["equal"], [Trace(**trace) for trace in content["traces"]])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moment:
+class _PlayerState:
     """The state between two steps: of the variables and tables, the metrics so far, the places in run and data."""
 
     values: list[Any]
@@ -148,7 +148,7 @@ class Player:
         return self._controller.global_step
 
     def progress(self) -> tuple[int, float]:
-        """Returns numbers of which one changes while it makes progress, the global step first."""
+        """Returns numbers, at least one of which changes with progress; the global step first."""
         return self.step, self.loop.progress()
 
     def play(self, end: int) -> None:
@@ -170,13 +170,13 @@ class Player:
                     f"step {bad} has values that are not finite already ({join_names(names)}); replay --step={bad}"
                 )
             if boundary.report:
-                self.reported[boundary.step] = self.loop.read()
+                self.reported[boundary.step] = self.loop.read_metrics()
                 self._metrics_since = boundary.step
 
     def play_one(self) -> dict[str, int | float]:
         """Does the next step; returns the metrics since the last report."""
         self._run(Request(1, read=True))
-        return self.loop.read()
+        return self.loop.read_metrics()
 
     def _run(self, request: Request) -> bool:
         """Runs steps; returns whether all values were finite."""
@@ -201,7 +201,7 @@ class Player:
         return traces
 
     def _checksums(self) -> dict[str, str]:
-        """Returns the variables of the model, then those of optimizers and the like, as a `Trace` has them."""
+        """Returns the variables of the model, then of optimizers and the like, as a `Trace` has them."""
         model = [(name, variable) for name, variable, _ in model_table.variables(self.loop.task)]
         own = {id(variable) for _, variable in model}
         others = [pair for pair in variables_of(state_of(self.loop.task)) if id(pair[1]) not in own]
@@ -225,14 +225,14 @@ class Player:
     def _tables(self) -> list[Any]:
         return tables_of(state_of(self.loop.task))
 
-    def note(self) -> _Moment:
+    def note(self) -> _PlayerState:
         """Returns the state before the next step, for `go_back`."""
         values = [variable.numpy() for variable in self.loop.step.variables]
         position = self.loop.position()
         tables = [table.export() for table in self._tables]
-        return _Moment(values, tables, self.loop.reducer.state(), self.step, self.step + self._offset, position)
+        return _PlayerState(values, tables, self.loop.reducer.state(), self.step, self.step + self._offset, position)
 
-    def go_back(self, moment: _Moment, fresh: bool = False) -> None:
+    def go_back(self, moment: _PlayerState, fresh: bool = False) -> None:
         """Restores a state.
 
         Args:
@@ -250,7 +250,7 @@ class Player:
             self.loop.reducer.read()
         self.loop.rewind(moment.data_step, moment.position)
 
-    def batch_at(self, moment: _Moment) -> tuple[Any, tf.Tensor | None]:
+    def batch_at(self, moment: _PlayerState) -> tuple[Any, tf.Tensor | None]:
         """Reads the batch of the step after a state.
 
         Returns:

@@ -50,14 +50,14 @@ def report_of(directory: str) -> run_json.Report:
       UsageError: if it cannot be read.
     """
     path = run_json.path_of(directory, trains=True)
-    if report := run_json.read(path):
+    if report := run_json.read_report(path):
         return report
     sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
     raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
 
 
 def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
-    """Returns how a run was started: (the arguments of Python, those of the program, its working directory).
+    """Returns how a run was started: (the arguments of Python, the program's, its working directory).
 
     What is started is what somebody has written into `run.json`. So only a file or a module is, as looplib notes them,
     which does not come with the run directory, and only if the user owns that report.

@@ -129,7 +129,7 @@ class Replayable(Recorded):
         except (OSError, ValueError) as error:
             raise UsageError(f"{command[0]} cannot be started in {place} ({gist(error)})") from error
         if code == 0 and os.path.exists(order.to):
-            return Answer.read(order.to)
+            return Answer.from_file(order.to)
         if log:
             with files.open_regular(log) as lines:
                 last = [line.decode(errors="replace") for line in collections.deque(lines, _LAST_LINES)]
@@ -172,7 +172,7 @@ class Replayable(Recorded):
         return found[start]
 
     @property
-    def _starts(self) -> list[run_json.Start]:
+    def _starts(self) -> list[run_json.StartRecord]:
         return self.report.get("starts", [])
 
     @property

@@ -102,7 +102,7 @@ def _refuse_what_cannot_be_repeated(report: run_json.Report, directory: str) -> 
 
 
 def _differences_now(report: run_json.Report, directory: str) -> list[str]:
-    """Returns lines about versions and code that are not those of the run."""
+    """Returns lines about versions and code that differ from the run's."""
     lines = []
     for name, version in report["versions"].items():
         if (now := _version(name)) != version:
@@ -155,7 +155,7 @@ def environment(directory: str) -> dict[str, str]:
 
 def _verdict(report: run_json.Report, directory: str, to: str) -> int:
     """Compares both runs, prints the result, and returns the exit code."""
-    again = run_json.read(run_json.path_of(to, trains=True))
+    again = run_json.read_report(run_json.path_of(to, trains=True))
     for name, (before, now) in sorted(run_json.changed_settings(report, again).items()):
         say(f"setting {name} was {shown(before)} and is now {shown(now)}, though the command does not say so")
     found = compare(directory, to)

@@ -23,7 +23,7 @@ from looplib.extras.tools.compare import final_checkpoint
 
 _MOST_SHOWN = 10_000  # characters
 _LAST_BYTES = 8192  # of a log
-_LAST_SECONDS = 10.0  # in which the processes of a run that was killed end
+_LAST_SECONDS = 10.0  # for the processes of a killed run to end
 # What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is hit.
 _KILLS = ("after a save", "while it started", "while it ran")
 
@@ -39,7 +39,7 @@ def say(line: str) -> None:
 
 
 @dataclasses.dataclass
-class Life:
+class ProcessRun:
     """One start of the command; the moments of kills in later ones are drawn from it.
 
     Attributes:
@@ -63,9 +63,9 @@ def run(
     command: Sequence[str],
     folder: str,
     timeout: float,
-    moment_of: Callable[[Life], float | None] = lambda life: None,
+    moment_of: Callable[[ProcessRun], float | None] = lambda life: None,
     environment: Mapping[str, str] | None = None,
-) -> Life:
+) -> ProcessRun:
     """Starts the command and waits for its end, or kills it.
 
     Args:
@@ -78,7 +78,7 @@ def run(
     Raises:
       UsageError: if the command cannot be started, fails, or takes longer.
     """
-    life, stamp, moment = Life(saved_step(folder)), _stamp(folder), None
+    life, stamp, moment = ProcessRun(saved_step(folder)), _stamp(folder), None
     added = environment or {example_checksum.VARIABLE: "1"}
     with files.open_to_append(f"{folder}.log") as log:
         _hold(log, folder)
@@ -145,7 +145,7 @@ def last_lines(folder: str) -> list[str]:
 
 def run_to_the_end(
     command: Sequence[str], folder: str, timeout: float, environment: Mapping[str, str] | None = None
-) -> Life:
+) -> ProcessRun:
     """Runs the command to its end, and says how long it took; see `run`."""
     life = run(command, folder, timeout, environment=environment)
     final_checkpoint(folder)
@@ -155,7 +155,7 @@ def run_to_the_end(
 
 
 def run_killed(
-    command: Sequence[str], folder: str, whole: Life, kills: int, moments: random.Random, timeout: float
+    command: Sequence[str], folder: str, whole: ProcessRun, kills: int, moments: random.Random, timeout: float
 ) -> list[int]:
     """Runs the command with kills, and then to its end.
 
@@ -200,7 +200,7 @@ def run_killed(
     return steps
 
 
-def _moment_of(whole: Life, start: float, kind: str, part: float, life: Life) -> float | None:
+def _moment_of(whole: ProcessRun, start: float, kind: str, part: float, life: ProcessRun) -> float | None:
     """Returns the moment to kill a life at, in seconds since its start; None while that is not known.
 
     Args:

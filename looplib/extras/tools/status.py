@@ -42,7 +42,7 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
     """Prints a table of all runs below some folders.
 
     Args:
-      directories: the folders; each may itself be a run directory, or that of a sweep.
+      directories: the folders; each may be the directory of a run or of a sweep.
       watch: whether to print it again and again, until Ctrl-C; a terminal is redrawn.
       interval: seconds between two tables.
 

@@ -96,7 +96,7 @@ def _verdict(
     different: Sequence[int],
     records: Mapping[int, Record],
 ) -> str:
-    """Says whether the metrics that the run reported on the way are those of the replay."""
+    """Says whether the metrics that the run reported on the way equal the replay's."""
     step, exact = order.step, order.exact
     if not compared:
         begin = f"the checkpoint of step {start}" if start else "step 0, without a checkpoint"
@@ -130,7 +130,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _BatchTensor:
     """One tensor of a batch, of all replicas together."""
 
     name: str
@@ -160,15 +160,15 @@ class _View:
 
     # The batch.
 
-    def _joined(self) -> list[_Leaf]:
+    def _joined(self) -> list[_BatchTensor]:
         """Returns the tensors of the global batch; the rows in place of the numbers of rows of `context.resident`."""
         replicas = self._step.strategy.experimental_local_results
         batch, arrays = self._batch, self._player.loop.stream.arrays
         batch = batch.inputs if isinstance(batch, Share) else batch
-        found = [_Leaf(name, _concatenated(replicas(value))) for name, value in _named(batch)]
+        found = [_BatchTensor(name, _concatenated(replicas(value))) for name, value in _named(batch)]
         if arrays is None:
             return found
-        return [_Leaf(name, tf.gather(array, found[0].value)) for name, array in _named(arrays)]
+        return [_BatchTensor(name, tf.gather(array, found[0].value)) for name, array in _named(arrays)]
 
     def batch_lines(self) -> list[str]:
         """Returns a line for each tensor of the batch, and one for the ids of its examples."""
@@ -181,7 +181,7 @@ class _View:
         return lines
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the batch as numpy arrays by name; those of a ragged or sparse tensor are several."""
+        """Returns the batch as numpy arrays by name; a ragged or sparse tensor has several."""
         found = {} if self._ids is None else {"example_ids": self._ids.numpy()}
         for leaf in self._leaves:
             parts = tf.nest.flatten(leaf.value, expand_composites=True)
@@ -202,7 +202,7 @@ class _View:
         return metrics
 
     def run_eagerly(self, debug: bool = False) -> dict[str, int | float]:
-        """Runs the step op by op, in which all gradients that it gives to an optimizer are seen.
+        """Runs the step op by op, to see all gradients that it gives to an optimizer.
 
         Args:
           debug: whether to stop in the user's function, in Python's debugger.
@@ -365,7 +365,7 @@ def _first_bad_output(error: BaseException) -> tuple[str, str] | None:
 
 
 def _layer_of(error: BaseException) -> str:
-    """Returns the name of the innermost layer of either family in which an error was raised; "" for none."""
+    """Returns the name of the innermost layer of either family that raised an error; "" for none."""
     name, trace = "", error.__traceback__
     while trace is not None:
         holder = trace.tb_frame.f_locals.get("self")

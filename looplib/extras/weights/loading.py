@@ -10,7 +10,7 @@ from absl import logging
 
 from looplib import files
 from looplib.checkpoint import choice, commits
-from looplib.checkpoint.names import Leaf, Saved
+from looplib.checkpoint.names import NamedVariable, SavedVariables
 from looplib.checkpoint.restoring import check_contents, describe_differences, objects_of
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
@@ -49,7 +49,7 @@ def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = F
 
 
 @dataclasses.dataclass(frozen=True)
-class _Taken:
+class _LoadedValues:
     """What was taken from a checkpoint.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Taken:
     """
 
     count: int
-    missing: list[Leaf]
+    missing: list[NamedVariable]
     reshaped: list[str]
     unused: list[str]
 
@@ -71,7 +71,7 @@ class _Taken:
         return {"only here": missing, "only there": self.unused, "of another shape": self.reshaped}
 
 
-def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> _Taken:
+def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> _LoadedValues:
     """Gives objects the values of a checkpoint where names and shapes agree."""
     reader = tf.train.load_checkpoint(path)
     graph = _tf.object_graph(reader)
@@ -79,7 +79,7 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
         raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
     record = RunRecord.in_checkpoint(reader, path)
     check_contents(objects, record, path)
-    saved = Saved(reader, graph, record.names, objects)
+    saved = SavedVariables(reader, graph, record.names, objects)
     live = saved.live
     if weights_only:
         live.leaves = [leaf for leaf in live.leaves if not (leaf.owned or leaf.name.endswith("seed_generator_state"))]
@@ -111,7 +111,7 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
     missing = [leaf for leaf in live.leaves if id(leaf) not in found]
     known = {"save_counter", *(there.name for there, _ in match.pairs)}  # a variable may be in two places
     others = [name for _, name in sorted(unused) if name not in known]
-    return _Taken(len(found) - len(reshaped), missing, reshaped, others)
+    return _LoadedValues(len(found) - len(reshaped), missing, reshaped, others)
 
 
 def warm_start(objects: Mapping[str, Any], path: str) -> None:

@@ -1,19 +1,19 @@
-"""Which saved variable belongs to which one here, by their names."""
+"""Pairs saved variables with the ones of this program, by their names."""
 
 import collections
 import re
 from collections.abc import Iterable, Mapping
 
-from looplib.checkpoint.names import Leaf, Live, Normal, groups, in_order
+from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalizer, groups, in_order
 
-_Layer = dict[str, list[Leaf]]
+_Layer = dict[str, list[NamedVariable]]
 
 
 class Match:
-    """Which saved variable belongs to which one here.
+    """Pairs saved variables with the ones of this program.
 
     Args:
-      saved: those of a checkpoint.
+      saved: the variables of a checkpoint.
       live: those here.
       optimizers: the optimizers that the checkpoint was made with, dict from name to class, as others start
         from the beginning; None where they are not known.
@@ -23,10 +23,12 @@ class Match:
       ambiguous: the saved variables that could belong to several here.
     """
 
-    def __init__(self, saved: Iterable[Leaf], live: Live, optimizers: Mapping[str, str] | None) -> None:
-        self.pairs: list[tuple[Leaf, Leaf]] = []
+    def __init__(
+        self, saved: Iterable[NamedVariable], live: LiveVariables, optimizers: Mapping[str, str] | None
+    ) -> None:
+        self.pairs: list[tuple[NamedVariable, NamedVariable]] = []
         self._done: set[int] = set()
-        self._normal = Normal(live)
+        self._normal = NameNormalizer(live)
         held = {name: live.objects[name] for name in live.optimizers}
         classes = {name: type(value).__name__ for name, value in held.items() if not isinstance(value, (list, dict))}
         other = {name for name in classes if optimizers is not None and optimizers.get(name) != classes[name]}
@@ -34,7 +36,7 @@ class Match:
         slots = [[leaf for leaf in side if leaf.origin] for side in sides]
         sides = [[leaf for leaf in side if not leaf.origin] for side in sides]
         sizes = collections.Counter(root for leaf in sides[1] for root in leaf.paths)
-        unsure: list[Leaf] = []
+        unsure: list[NamedVariable] = []
         for find in (self._by_name, self._by_path, self._by_layer):
             for root in sorted(sizes, key=lambda root: (sizes[root], root)):  # the narrowest attribute decides first
                 left = ([leaf for leaf in side if root in leaf.paths and id(leaf) not in self._done] for side in sides)
@@ -42,11 +44,11 @@ class Match:
         self.ambiguous = [leaf for leaf in unsure if id(leaf) not in self._done and leaf.floating]
         self._by_origin(*slots)
 
-    def _pair(self, one: Leaf, other: Leaf) -> None:
+    def _pair(self, one: NamedVariable, other: NamedVariable) -> None:
         self.pairs.append((one, other))
         self._done |= {id(one), id(other)}
 
-    def _by_name(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
+    def _by_name(self, root: str, saved: list[NamedVariable], live: list[NamedVariable]) -> list[NamedVariable]:
         """Pairs names that somebody has given and that both sides have once."""
         there, here = (groups(side, lambda leaf: self._normal.given(leaf.name)) for side in (saved, live))
         for name in there.keys() & here.keys() - {None}:
@@ -54,7 +56,7 @@ class Match:
                 self._pair(there[name][0], here[name][0])
         return []
 
-    def _by_path(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
+    def _by_path(self, root: str, saved: list[NamedVariable], live: list[NamedVariable]) -> list[NamedVariable]:
         """Pairs what both sides hold under the same attributes, without a place in a list."""
         there, here = ({leaf.paths[root]: leaf for leaf in side} for side in (saved, live))
         for numbers, path in there.keys() & here.keys():
@@ -62,8 +64,8 @@ class Match:
                 self._pair(there[0, path], here[0, path])
         return []
 
-    def _by_layer(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
-        """Pairs layers of one name in their order, by shape where there are not equally many; returns what is left."""
+    def _by_layer(self, root: str, saved: list[NamedVariable], live: list[NamedVariable]) -> list[NamedVariable]:
+        """Pairs layers of one name in their order, by shape where their numbers differ; returns the rest."""
         sides = [self._layers(root, side) for side in (saved, live)]
         unsure = []
         for name in sides[0].keys() & sides[1].keys():
@@ -80,8 +82,8 @@ class Match:
                 unsure += [leaf for layer in there if _shapes(layer) in shapes[1] for leaf in _leaves_of(layer)]
         return unsure
 
-    def _pair_layers(self, saved: list[_Layer], live: list[_Layer]) -> list[Leaf]:
-        """Pairs the variables of layers that belong together; returns those of names that one side has more often."""
+    def _pair_layers(self, saved: list[_Layer], live: list[_Layer]) -> list[NamedVariable]:
+        """Pairs the variables of layers that belong together; returns the rest, whose names one side has more often."""
         unsure = []
         for one, other in zip(saved, live):
             for part in one.keys() & other.keys():
@@ -92,7 +94,7 @@ class Match:
                     self._pair(there, here)
         return unsure
 
-    def _layers(self, root: str, leaves: list[Leaf]) -> dict[str, list[_Layer]]:
+    def _layers(self, root: str, leaves: list[NamedVariable]) -> dict[str, list[_Layer]]:
         """Returns the layers by normal name, each a dict from the name of a variable in it, in the order of paths."""
         layers: dict[str, dict[tuple[str, int], _Layer]] = {}
         seen: collections.Counter[str] = collections.Counter()
@@ -105,7 +107,7 @@ class Match:
             layers.setdefault(name, {}).setdefault((layer, seen[leaf.name]), {}).setdefault(own, []).append(leaf)
         return {name: list(alike.values()) for name, alike in layers.items()}
 
-    def _by_origin(self, saved: list[Leaf], live: list[Leaf]) -> None:
+    def _by_origin(self, saved: list[NamedVariable], live: list[NamedVariable]) -> None:
         """Pairs slots of one kind whose variables are pairs."""
         here = {id(one): other for one, other in self.pairs}
         slots = {(root, leaf.kind, id(leaf.origin)): leaf for leaf in live for root in leaf.paths}
@@ -116,7 +118,7 @@ class Match:
                     self._pair(leaf, slot)
 
 
-def _leaves_of(layer: _Layer) -> list[Leaf]:
+def _leaves_of(layer: _Layer) -> list[NamedVariable]:
     return [leaf for alike in layer.values() for leaf in alike]
 
 

@@ -85,7 +85,7 @@ class MlflowWriter(Writer):
         if self._client is not None:
             return self._client
         if not self._uri:
-            # Files, of which MLflow wants to be asked for: a run needs no database, and many may write at a time.
+            # Files, which MLflow wants to be asked for: a run needs no database, and many may write at a time.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self._uri = pathlib.Path(self._directory).absolute().with_name("mlruns").as_uri()
         import mlflow

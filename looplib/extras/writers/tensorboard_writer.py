@@ -101,7 +101,7 @@ class TensorBoardWriter(Writer):
         if event.step < step or (event.step == step and not tags.isdisjoint(_tags(event))):
             found = [other for other in self._events(split) if other.step >= event.step]
             same = [other for other in found if _same_record(other, event)]
-            # As bytes, in which a number that is not one equals itself.
+            # As bytes, so that NaN equals NaN.
             if [other.summary.SerializeToString() for other in same] == [event.summary.SerializeToString()]:
                 return
             kept = [other for other in found if not _same_record(other, event)]

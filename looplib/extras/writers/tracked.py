@@ -30,11 +30,11 @@ def keep_id(directory: str, tracker: str, value: str) -> None:
 
 def how_it_ended(directory: str) -> str:
     """Returns the `status` that `run.json` has: "done", "failed" or "preempted"; "running" if it was killed."""
-    return str(run_json.read(run_json.path_of(directory, trains=True)).get("status"))
+    return str(run_json.read_report(run_json.path_of(directory, trains=True)).get("status"))
 
 
 def name_of(directory: str) -> str:
-    """Returns the name of a run: that of its directory."""
+    """Returns the name of a run, which its directory has."""
     return os.path.basename(os.path.normpath(directory))
 
 

@@ -20,7 +20,7 @@ class BadRecords:
     """
 
     most: int = 0  # how many there may be
-    # the folder in which the processes of the run note them; None counts those of this process alone
+    # the folder where the processes of the run note them; None counts only in this process
     folder: str | None = None
     names: set[str] = dataclasses.field(default_factory=set, init=False)  # of those that are known to this process
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)  # held while they are counted
@@ -70,7 +70,7 @@ class Reader(Protocol):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Call:
+class DatasetCall:
     """A call of `indices`, `records` or `resident`: what it makes.
 
     Attributes:
@@ -92,7 +92,7 @@ class Call:
 
 
 @dataclasses.dataclass
-class Asked:
+class DatasetRequests:
     """What a `dataset` function has asked of its context.
 
     Attributes:
@@ -117,9 +117,9 @@ class Asked:
     examples: int | None = None
     epoch: Epoch | None = None
     reader: Reader | None = None
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    calls: list[DatasetCall] = dataclasses.field(default_factory=list)
 
     @property
-    def last(self) -> Call | None:
+    def last(self) -> DatasetCall | None:
         """The last call."""
         return self.calls[-1] if self.calls else None
