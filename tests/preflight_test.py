@@ -321,18 +321,6 @@ def test_memory_is_what_the_layers_come_to():
     assert outputs <= memory["activations and gradients"] <= 3 * outputs + 2 * weights
 
 
-def test_an_op_that_only_a_tpu_has_is_advice_there_and_a_fault_on_a_gpu():
-    def step(self, x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            larger = tf.image.resize(tf.reshape(x, [-1, 2, 2, 1]), [4, 4], "nearest")
-        return {"loss": tf.reduce_sum(tape.gradient(larger, x), 1)}
-
-    assert kinds(look(step)) == set()
-    assert "unsupported op" in {kind for kind, _ in kinds(look(step), fault=False)}
-    assert {kind for kind, _ in kinds(look(step, platform="GPU"))} == {"unsupported op"}
-
-
 def test_a_tensorflow_that_does_not_compile_for_a_cpu_is_a_sentence(monkeypatch):
     monkeypatch.setattr(tf, "ones", lambda shape: 1 / 0)
     with pytest.raises(UsageError, match="check in an environment whose TensorFlow compiles for a CPU"):

@@ -2,8 +2,8 @@
 
 `python -m looplib check tpu -- COMMAND` starts a binary with `LOOPLIB_PREFLIGHT` in its environment. The binary builds
 its trainer, evaluators and controller as always, on this machine's CPU, and passes their steps to `answer`, which has
-XLA lower them for the CPU. In TensorFlow 2.20 it has kernels of the same 489 ops for a CPU and a GPU, and of these and
-`_ONLY` for a TPU, with equal types except for complex128 on a TPU and convolutions of int32 on a GPU.
+XLA lower them for the CPU. In TensorFlow 2.20 it has kernels of the same 489 ops for a CPU and a GPU, which a
+TPU has too, with equal types except for complex128 on a TPU and convolutions of int32 on a GPU.
 """
 
 import dataclasses
@@ -34,7 +34,6 @@ _SLOW = {
     ("GPU", "float64"): "most GPUs compute it at a 32nd of the speed of float32; use float32",
     ("GPU", "complex128"): "most GPUs compute it at a 32nd of the speed of complex64; use complex64",
 }
-_ONLY = (("TPU", "ResizeNearestNeighborGrad"),)  # there, and not on a CPU
 _PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum")
 _ON_VARIABLES = ("Assign", "Read", "Resource", "Rng", "Stack", "Stateful", "TensorArray", "Var")  # begin so
 _ON_THE_HOST = (tf.string, tf.resource, tf.variant)
@@ -131,7 +130,8 @@ class _Look:
             text += f", which a TPU pads to {-(-batch // 8) * 8}; use a multiple of 8, best of 128"
             self._find("batch size", f"{text}, such as a global batch of {use}")
         elif batch % fill:
-            self._find("batch size", f"{text}; multiples of {fill} fill matrix units, if training allows", fault=False)
+            text += f"; a multiple of {fill} fills its matrix unit, if the training allows it"
+            self._find("batch size", text, fault=False)
 
     def _static_specs(self) -> list[tf.TensorSpec] | None:
         """Returns the specs of a core's batch, all static; None if it holds a type that no device takes."""
@@ -190,16 +190,14 @@ class _Look:
         return False
 
     def _tell_missing(self, op: tf.Operation) -> None:
-        text, here = f"XLA has no {op.type} for a {self._platform}", (self._platform, op.type) in _ONLY
-        if here:
-            text = f"a TPU has {op.type}, this machine has not, so the rest of the step is checked op by op"
-        elif any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
+        text = f"XLA has no {op.type} for a {self._platform}"
+        if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
             text += ": strings stay on the host; do it in dataset(), and give the step numbers"
         elif self._platform == "GPU":
             text += "; --loop=graph runs it without XLA, --loop=xla does not"
         else:
             text += "; do it in dataset(), on the host, or write it with ops of fixed shapes"
-        self._find("unsupported op", text, op, fault=not here)
+        self._find("unsupported op", text, op)
 
     def _look_at_sizes(self, hlo: str, alone: tf.Operation | None = None) -> None:
         """Finds the ops whose output has a size that depends on values, in the program of the step or of one op."""
