@@ -55,7 +55,7 @@ def place_of(error: BaseException, functions: Iterable[tf.types.experimental.Con
             return _as_text(*frames[0])
         if isinstance(error, tf.errors.OpError):
             for function in functions:
-                op = traced_ops.Ops(function).named_in(error.message, {})
+                op = traced_ops.Ops(function).named_in(error.message)
                 if op is not None and line_of(op):
                     return line_of(op)
         error = error.__cause__ or error.__context__

@@ -5,7 +5,7 @@ As in `looplib/compat`, each function returns None or nothing where another vers
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -20,7 +20,6 @@ class Ops:
     def __init__(self, concrete: tf.types.experimental.ConcreteFunction) -> None:
         self._main: str = concrete.function_def.signature.name
         self._graphs: dict[str, dict[str, tf.Operation]] = {}
-        self._places: dict[int, tuple[str, str]] = {}
         todo = [(self._main, concrete.graph)]
         while todo:
             name, graph = todo.pop()
@@ -28,34 +27,20 @@ class Ops:
                 continue
             self._graphs[name] = {op.name: op for op in graph.get_operations()}
             for op in self._graphs[name].values():
-                self._places[id(op)] = (name, op.name)
                 below = ((function, _graph_of(graph, function)) for function in called(op))
                 todo += [(function, found) for function, found in below if found is not None]
 
     def __iter__(self) -> Iterator[tf.Operation]:
         return (op for ops in self._graphs.values() for op in ops.values())
 
-    def place(self, op: tf.Operation) -> tuple[str, str]:
-        """Returns the (function name, op name) of an op."""
-        return self._places[id(op)]
-
-    def in_function(self, function: str, name: str) -> tf.Operation | None:
-        """Returns the op of a name in a function, or None."""
-        return self._graphs.get(function, {}).get(name)
-
-    def named_in(self, message: str, names: Mapping[str, str]) -> tf.Operation | None:
-        """Returns the op that the message of a failed op, or of XLA, is about; None if it names none.
-
-        Args:
-          message: the text of the error.
-          names: from the names of rewritten functions to their original ones.
-        """
+    def named_in(self, message: str) -> tf.Operation | None:
+        """Returns the op that the message of a failed op, or of XLA, is about; None if it names none."""
         graph = re.search(r"compile graph ([^\s\[]+)", message)
         functions = [graph[1]] if graph else []
         functions += re.findall(r"\{\{function_node (\S+?)\}\}", message)
         for path in re.findall(r"\{\{node ([^}]+)\}\}", message):
             for function in functions + [self._main]:
-                op = self._follow(names.get(function, function), path)
+                op = self._follow(function, path)
                 if op is not None:
                     return op
         return None
@@ -67,7 +52,6 @@ class Ops:
 
     def _follow(self, function: str, path: str) -> tf.Operation | None:
         """Follows the calls that a path begins with, as inlining makes them."""
-        path = path.removeprefix("step/")
         ops = self._graphs.get(function, {})
         if path in ops:
             return ops[path]

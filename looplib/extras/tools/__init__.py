@@ -18,7 +18,6 @@ Names that other rooms may use, by file:
     perturbation: nudge
     player: none
     preflight: none
-    pure_function: none
     recorded_run: none
     replay: none
     replayer: none
@@ -26,6 +25,5 @@ Names that other rooms may use, by file:
     runs: none
     status: none
     step_view: none
-    variable_ops: none
     xla: none
 """

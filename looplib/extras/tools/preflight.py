@@ -1,70 +1,53 @@
 """A preflight: would the steps of a trainer and its evaluators run on a TPU or GPU that this machine does not have?
 
 `python -m looplib check tpu -- COMMAND` starts a binary with `LOOPLIB_PREFLIGHT` in its environment. The binary builds
-its trainer, evaluators and controller as always, on this machine's CPU, and passes their steps to `answer` instead of
-running them. An environment variable and not a flag asks for it, because the command is checked unchanged, and
-only the process that has built a step has access to it.
-
-XLA lowers for a TPU where the package `tensorflow-tpu` is installed. TensorFlow's ordinary package knows no TPU and
-lowers for a GPU instead: XLA has one kernel of an op for all devices. In TensorFlow 2.20 all 489 of a GPU exist for a
-TPU too, with equal types except for complex128, and a TPU has some more.
+its trainer, evaluators and controller as always, on this machine's CPU, and passes their steps to `answer`, which has
+XLA lower them for the CPU. In TensorFlow 2.20 it has kernels of the same 489 ops for a CPU and a GPU, which a
+TPU has too, with equal types except for complex128 on a TPU and convolutions of int32 on a GPU.
 """
 
-import collections
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from looplib import files
 from looplib.compat import keras as _keras
-from looplib.errors import gist
+from looplib.compat import tensorflow as _tf
+from looplib.errors import UsageError, gist
 from looplib.extras.diagnosis import places, traced_ops
-from looplib.extras.tools import pure_function, xla
-from looplib.extras.tools.variable_ops import NotAVariableError
+from looplib.extras.tools import xla
 from looplib.task.state import state_of, variables_of
 
 if TYPE_CHECKING:
     from looplib.controller import Controller
+    from looplib.loop.task_loop import TaskLoop
 
 VARIABLE = "LOOPLIB_PREFLIGHT"
-_MOST = 20  # unsupported kinds of ops, after which the check stops
 _SLOW = {
-    "TPU": {
-        "float64": "a TPU emulates it, at a tenth of the speed or less; use float32",
-        "complex128": "a TPU has no kernels for it; use complex64",
-        "float16": "a TPU has no units for it; use bfloat16 (--mixed_precision=mixed_bfloat16)",
-    },
-    "GPU": {
-        "float64": "most GPUs compute it at a 32nd of the speed of float32; use float32",
-        "complex128": "most GPUs compute it at a 32nd of the speed of complex64; use complex64",
-    },
+    ("TPU", "float64"): "a TPU emulates it, at a tenth of the speed or less; use float32",
+    ("TPU", "complex128"): "a TPU has no kernels for it; use complex64",
+    ("TPU", "float16"): "a TPU has no units for it; use bfloat16 (--mixed_precision=mixed_bfloat16)",
+    ("GPU", "float64"): "most GPUs compute it at a 32nd of the speed of float32; use float32",
+    ("GPU", "complex128"): "most GPUs compute it at a 32nd of the speed of complex64; use complex64",
 }
-_ONLY_ON_TPUS = ("ResizeNearestNeighborGrad",)
 _PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum")
+_ON_VARIABLES = ("Assign", "Read", "Resource", "Rng", "Stack", "Stateful", "TensorArray", "Var")  # begin so
+_ON_THE_HOST = (tf.string, tf.resource, tf.variant)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One fault, or one piece of advice.
+    """One fault, or one piece of advice."""
 
-    Attributes:
-      split: "train" or the evaluator's name.
-      kind: "unsupported op", "dynamic shape", "batch size" or "slow dtype".
-      text: the fault and what to do, without a full stop.
-      line: the user's source line as "file:line: text", or "".
-      fault: whether it must be fixed; if not, it is advice.
-    """
-
-    split: str
-    kind: str
-    text: str
-    line: str = ""
-    fault: bool = True
+    split: str  # "train" or the evaluator's name
+    kind: str  # "unsupported op", "dynamic shape", "batch size" or "slow dtype"
+    text: str  # the fault and what to do, without a full stop
+    line: str = ""  # the user's source line as "file:line: text"
+    fault: bool = True  # it must be fixed; if not, it is advice
 
 
 def requested() -> bool:
@@ -80,12 +63,12 @@ def settings() -> dict[str, Any]:
 def answer(controller: "Controller") -> None:
     """Checks a controller's steps for the device that the environment names, and writes the result to its file."""
     request = json.loads(os.environ[VARIABLE])
-    result = look(controller, request["platform"], request["cores"])
-    files.write_whole(request["to"], json.dumps(result), durable=False)
+    found = look(controller, request["platform"], request["cores"])
+    files.write_whole(request["to"], json.dumps(found), durable=False)
 
 
 def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dict[str, Any]:
-    """Lowers a controller's steps for a device, and finds what cannot run there, or not well.
+    """Lowers a controller's steps, and finds what cannot run on a device, or not well.
 
     Args:
       controller: a controller on one replica, on a CPU.
@@ -95,257 +78,163 @@ def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dic
     Returns:
       A dict for JSON: `findings`, a list of `Finding`s as dicts, and `steps`, a dict from split to `batch`,
       `global_batch`, `lowered` (whether all of the step was) and bytes of `memory`, a dict.
+
+    Raises:
+      UsageError: if this TensorFlow does not compile for a CPU, as that of the package `tensorflow-tpu` does not.
     """
+    try:
+        tf.function(lambda: tf.ones([]), jit_compile=True).experimental_get_compiler_ir()(stage="hlo")
+    except Exception as error:  # XLA's errors have many types
+        raise UsageError(f"check in an environment whose TensorFlow compiles for a CPU: {gist(error)}") from error
     findings, steps = [], {}
     for split, loop in controller.loops.items():
-        look = _Look(split, loop.task, loop.step.stream, loop.step.replica_step, platform, cores)
+        look = _Look(split, loop, platform, cores)
         steps[split] = look.report()
-        findings += look.findings
-    return {"findings": [dataclasses.asdict(finding) for finding in findings], "steps": steps}
-
-
-class _Stream(Protocol):
-    """The batches of a step."""
-
-    batch_size: int
-    element_spec: Any
-    dataset: tf.data.Dataset
+        findings += [dataclasses.asdict(finding) for finding in look.findings]
+    return {"findings": findings, "steps": steps}
 
 
 class _Look:
     """The check of one task's step."""
 
-    def __init__(
-        self, split: str, task: object, stream: _Stream, step: Callable[[Any], Any], platform: str, cores: int
-    ) -> None:
-        self._split = split
-        self._task = task
-        self._stream = stream
-        self._platform = platform
-        self._cores = cores
-        self.findings: list[Finding] = []
-        self.batch = -(-self._stream.properties.batch_size // cores)
+    def __init__(self, split: str, loop: "TaskLoop", platform: str, cores: int) -> None:
+        self._split, self._task, self._stream, self._platform = split, loop.task, loop.step.stream, platform
+        self._size, self._cores = self._stream.properties.batch_size, cores
+        self._batch = -(-self._size // cores)
+        self.findings: dict[Finding, None] = {}  # in order
         # A function with jit_compile that another one calls is traced for XLA: loops then have known lengths.
-        compiled = tf.function(step, jit_compile=True)
-        self._function = tf.function(lambda inputs: compiled(inputs), autograph=False)
+        compiled = tf.function(loop.step.replica_step, jit_compile=True)
+        pack, spec = tf.nest.pack_sequence_as, self._stream.element_spec
+        self._function = tf.function(lambda *parts: compiled(pack(spec, parts)), jit_compile=True, autograph=False)
 
     def report(self) -> dict[str, Any]:
         self._look_at_the_batch()
-        spec = self._static_spec()
-        lowered, traced = False, None
-        if spec is not None:
-            traced = self._function.get_concrete_function(spec)
+        self._specs, lowered, traced = self._static_specs(), False, None
+        if self._specs is not None:
+            traced = self._function.get_concrete_function(*self._specs)
             self._ops = traced_ops.Ops(traced)
-            lowered = self._lower(traced)
+            lowered = self._lower()
             self._look_at_dtypes()
-        return {
-            "batch": self.batch,
-            "global_batch": self._stream.properties.batch_size,
-            "lowered": lowered,
-            "memory": self._memory(traced, spec),
-        }
+        return dict(batch=self._batch, global_batch=self._size, lowered=lowered, memory=self._memory(traced))
 
-    def _find(self, kind: str, text: str, line: str = "", fault: bool = True) -> None:
-        finding = Finding(self._split, kind, text, line, fault)
-        if finding not in self.findings:
-            self.findings.append(finding)
-
-    # The batch.
+    def _find(self, kind: str, text: str, op: tf.Operation | None = None, fault: bool = True) -> None:
+        self.findings[Finding(self._split, kind, text, places.line_of(op) if op else "", fault)] = None
 
     def _look_at_the_batch(self) -> None:
-        size, cores = self._stream.properties.batch_size, self._cores
-        unit = 8 * cores
-        near = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
+        size, batch, cores, tpu = self._size, self._batch, self._cores, self._platform == "TPU"
+        text, unit, fill = f"{batch} examples a {'core' if tpu else 'GPU'}", 8 * cores, 128 if tpu else 8
+        use = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
         if size % cores:
-            self._find("batch size", f"a global batch of {size} does not divide over {cores} cores; use {near}")
-        elif self.batch % 8 and self._platform == "TPU":
-            self._find(
-                "batch size",
-                f"{self.batch} examples a core, which a TPU pads to {-(-self.batch // 8) * 8}; use a multiple of 8, "
-                f"best of 128, such as a global batch of {near}",
-            )
-        elif self.batch % 128 and self._platform == "TPU":
-            self._find(
-                "batch size",
-                f"{self.batch} examples a core; a multiple of 128 fills a TPU's matrix unit, if the training allows it",
-                fault=False,
-            )
-        elif self.batch % 8:
-            self._find("batch size", f"{self.batch} examples a GPU; multiples of 8 fill its matrix units", fault=False)
+            self._find("batch size", f"a global batch of {size} does not divide over {cores} cores; use {use}")
+        elif batch % 8 and tpu:
+            text += f", which a TPU pads to {-(-batch // 8) * 8}; use a multiple of 8, best of 128"
+            self._find("batch size", f"{text}, such as a global batch of {use}")
+        elif batch % fill:
+            text += f"; a multiple of {fill} fills its matrix unit, if the training allows it"
+            self._find("batch size", text, fault=False)
 
-    def _static_spec(self) -> Any:
+    def _static_specs(self) -> list[tf.TensorSpec] | None:
         """Returns the specs of a core's batch, all static; None if it holds a type that no device takes."""
-        element = self._stream.element_spec
         who = f"{type(self._task).__name__}.dataset"
         known, example = [], None
-        for number, spec in enumerate(tf.nest.flatten(element)):
+        for number, spec in enumerate(tf.nest.flatten(self._stream.element_spec)):
             if not isinstance(spec, tf.TensorSpec):
-                kind = type(spec).__name__.removesuffix("Spec")
-                self._find(
-                    "dynamic shape", f"{who} has a {kind}, which XLA does not take; make it dense, of a fixed size"
-                )
-                return None
+                text = f"{who} has a {type(spec).__name__.removesuffix('Spec')}, which XLA does not take"
+                return self._find("dynamic shape", f"{text}; make it dense, of a fixed size")
             if spec.dtype == tf.string:
                 self._find("unsupported op", f"{who} has a string tensor; map it to numbers there, on the host")
-            shape = spec.shape.as_list() if spec.shape.rank is not None else None
-            unknown = shape is None or None in shape[1:]
+            shape = spec.shape.as_list() if spec.shape.rank is not None else [None, None]
+            unknown = None in shape[1:]
             if unknown or (shape and shape[0] is None and self._split == "train"):
-                self._find(
-                    "dynamic shape",
-                    f"{who} has batches of shape {spec.shape}; a {self._platform} compiles again for each, so fix it: "
-                    "batch(..., drop_remainder=True), padded_batch to one size, or tf.ensure_shape",
-                    fault=unknown or self._platform == "TPU",
-                )
+                text = f"{who} has batches of shape {spec.shape}; a {self._platform} compiles again for each, so fix it"
+                cure = "batch(..., drop_remainder=True), padded_batch to one size, or tf.ensure_shape"
+                self._find("dynamic shape", f"{text}: {cure}", fault=unknown or self._platform == "TPU")
             if unknown:
                 example = example or tf.nest.flatten(next(iter(self._stream.dataset)))
                 shape = example[number].shape.as_list()
-            if shape and shape[0] in (None, self._stream.properties.batch_size):
-                shape[0] = self.batch
+            if shape and shape[0] in (None, self._size):
+                shape[0] = self._batch
             known.append(tf.TensorSpec(shape, spec.dtype))
-        return tf.nest.pack_sequence_as(element, known)
+        return known
 
-    # The step.
-
-    def _lower(self, traced: tf.types.experimental.ConcreteFunction) -> bool:
-        """Lowers the step, repeatedly without the ops that cannot be lowered, until all of these are found.
-
-        Returns:
-          Whether all of it was lowered at once.
-        """
-        replaced = {self._ops.place(op): pure_function.outputs_of(op) for op in self._of_string()}
-        found = bool(replaced)
-        target = _target(self._platform)
-        specs: list[tf.TensorSpec] = []
-        names: Mapping[str, str] = {}
-        for _ in range(_MOST):
-            try:
-                pure = pure_function.make(traced, replaced)
-                specs, names = pure.specs, pure.names
-                text = pure.program.experimental_get_compiler_ir(*specs)(stage="hlo", platform_name=target)
-            except NotAVariableError as error:
-                op = self._ops.in_function(*error.place)
-                if op is None:
-                    self._tell_error(error, None)
-                    return False
-                ops = [op]
-            except Exception as error:  # XLA's errors have many types
-                op = self._ops.named_in(str(error), names)
-                if not xla.lacks_a_kernel(error) or op is None:
-                    if not found and not any(part.dtype == tf.string for part in specs):
-                        self._tell_error(error, op)
-                    return False
-                ops = [other for other in self._ops if other.type == op.type]
-            else:
-                self._look_at_sizes(text)
-                return not found
-            for op in ops:
-                if target == self._platform or op.type not in _ONLY_ON_TPUS:
-                    self._find("unsupported op", self._unsupported(op), places.line_of(op))
-                    found = True
-                replaced[self._ops.place(op)] = pure_function.outputs_of(op)
+    def _lower(self) -> bool:
+        """Lowers the step, or each op alone where XLA refuses it, and returns whether all of it was lowered."""
+        try:
+            self._look_at_sizes(self._function.experimental_get_compiler_ir(*self._specs)(stage="hlo"))
+            return True
+        except Exception as error:  # XLA's errors have many types
+            refused, lacking, op = error, _tf.lacking_in_xla(error), self._ops.named_in(str(error))
+        missing = [op for op in self._ops if self._is_missing(op, lacking)]
+        for each in missing:
+            self._tell_missing(each)
+        text = gist(refused).removeprefix("Failed getting HLO text: ").strip("'.")
+        if not lacking and xla.needs_a_constant(refused):
+            self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", op)
+        elif not missing and all(spec.dtype != tf.string for spec in self._specs):
+            self._find("unsupported op", text, op)
         return False
 
-    def _of_string(self) -> Iterator[tf.Operation]:
-        """Yields the ops on strings, which only a CPU has; XLA leaves out assertions and their messages."""
-        for op in self._ops:
-            strings = any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs))
-            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(traced_ops.called(op)):
-                self._find("unsupported op", self._unsupported(op), places.line_of(op))
-                yield op
+    def _is_missing(self, op: tf.Operation, lacking: list[str]) -> bool:
+        """Returns whether XLA has no kernel for an op; finds sizes that depend on values, if it has one."""
+        types = {tensor.dtype for tensor in (*op.inputs, *op.outputs)}
+        if op.type in ("Const", "Placeholder", "Assert") or any(traced_ops.called(op)):
+            return False  # XLA leaves out assertions and their messages
+        if op.type in lacking or tf.string in types:
+            return True
+        if not types.isdisjoint(_ON_THE_HOST):  # alone, it would end the process
+            return tf.resource in types and not op.type.startswith(_ON_VARIABLES)
+        try:
+            self._look_at_sizes(xla.lower_alone(op), op)
+        except Exception as error:  # XLA's errors have many types, and not every op can be lowered alone
+            return op.type in _tf.lacking_in_xla(error)
+        return False
 
-    def _unsupported(self, op: tf.Operation) -> str:
+    def _tell_missing(self, op: tf.Operation) -> None:
         text = f"XLA has no {op.type} for a {self._platform}"
-        strings = [t for t in (*op.inputs, *op.outputs) if t.dtype == tf.string]
-        if strings:
-            return f"{text}: strings stay on the host; do it in dataset(), and give the step numbers"
-        if self._platform == "GPU":
-            return f"{text}; --loop=graph runs it without XLA, --loop=xla does not"
-        return f"{text}; do it in dataset(), on the host, or write it with ops of fixed shapes"
-
-    def _tell_error(self, error: Exception, op: tf.Operation | None) -> None:
-        text = gist(error).removeprefix("Failed getting HLO text: ").strip("'")
-        line = places.line_of(op) if op is not None else ""
-        if xla.needs_a_constant(error):
-            self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", line)
+        if any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs)):
+            text += ": strings stay on the host; do it in dataset(), and give the step numbers"
+        elif self._platform == "GPU":
+            text += "; --loop=graph runs it without XLA, --loop=xla does not"
         else:
-            self._find("unsupported op", text, line)
+            text += "; do it in dataset(), on the host, or write it with ops of fixed shapes"
+        self._find("unsupported op", text, op)
 
-    def _look_at_sizes(self, hlo: str) -> None:
-        """Finds the ops whose output has a size that depends on values."""
+    def _look_at_sizes(self, hlo: str, alone: tf.Operation | None = None) -> None:
+        """Finds the ops whose output has a size that depends on values, in the program of the step or of one op."""
         for path, kind in xla.dynamic_sizes(hlo):
-            op = self._ops.named(path)
-            self._find(
-                "dynamic shape",
-                f"the size of what {kind or 'an op'} gives depends on values, so XLA computes with its largest; keep "
-                "the size and use a mask, as in looplib.mean(value, weight)",
-                places.line_of(op) if op is not None else "",
-                fault=self._platform == "TPU" and not (op is not None and places.is_of_keras(op)),
-            )
+            op = self._ops.named(path) if alone is None else alone
+            text = f"the size of what {kind or 'an op'} gives depends on values, so XLA computes with its largest"
+            cure = "keep the size and use a mask, as in looplib.mean(value, weight)"
+            fault = self._platform == "TPU" and not (op and places.is_of_keras(op))
+            self._find("dynamic shape", f"{text}; {cure}", op, fault)
 
     def _look_at_dtypes(self) -> None:
         for op in self._ops:
-            for tensor in op.outputs:
-                name = tensor.dtype.base_dtype.name
-                line = places.line_of(op)
-                if name in _SLOW[self._platform] and line and tensor.shape.rank != 0 and not places.is_ours(op):
-                    if name != "float16" or op.type in _PRODUCTS:
-                        self._find("slow dtype", f"{name}: {_SLOW[self._platform][name]}", line)
-        if self._platform == "TPU":
-            kinds = {op.outputs[0].dtype.name for op in self._ops if op.type in _PRODUCTS}
-            if kinds == {"float32"}:
-                text = "all products are of float32; --mixed_precision=mixed_bfloat16 halves what they read and keep"
-                self._find("slow dtype", text, fault=False)
+            for name in {tensor.dtype.base_dtype.name for tensor in op.outputs if tensor.shape.rank != 0}:
+                slow = _SLOW.get((self._platform, name)) if name != "float16" or op.type in _PRODUCTS else None
+                if slow and places.line_of(op) and not places.is_ours(op):
+                    self._find("slow dtype", f"{name}: {slow}", op)
+        if self._platform == "TPU" and {op.outputs[0].dtype for op in self._ops if op.type in _PRODUCTS} == {
+            tf.float32
+        }:
+            text = "all products are of float32; --mixed_precision=mixed_bfloat16 halves what they read and keep"
+            self._find("slow dtype", text, fault=False)
 
-    # Memory.
-
-    def _memory(self, traced: tf.types.experimental.ConcreteFunction | None, spec: Any) -> dict[str, int | None]:
-        """Returns the bytes of each core: parameters, optimizer, other state, resident data, batch, and temporaries.
-
-        Args:
-          traced: the step; None if its batch holds a type that no device takes, and less is known.
-          spec: of its batch, or None.
-        """
+    def _memory(self, traced: tf.types.experimental.ConcreteFunction | None) -> dict[str, int | None]:
+        """Returns the bytes of each core by what they hold; less is known if the step could not be traced."""
         own = [variable for optimizer in _keras.optimizers(self._task).values() for variable in optimizer.variables]
         of_optimizer = {id(variable.value if _keras.is_variable(variable) else variable) for variable in own}
-        used = traced.variables if traced else ()
-        held = [*(variable for _, variable in variables_of(state_of(self._task))), *used]
-        sizes: collections.Counter[str] = collections.Counter()
+        held = [v for _, v in variables_of(state_of(self._task))] + list(traced.variables if traced else ())
+        sizes = dict.fromkeys(("parameters", "optimizer", "other state"), 0)
         for variable in {id(variable): variable for variable in held}.values():
-            kind = (
-                "optimizer" if id(variable) in of_optimizer else "parameters" if variable.trainable else "other state"
-            )
-            sizes[kind] += _bytes(variable)
-        handles = {id(variable.handle) for variable in used}
-        sizes["resident data"] = sum(
-            _bytes(tensor) for tensor in (traced.captured_inputs if traced else ())
-            if id(tensor) not in handles and tensor.dtype not in (tf.resource, tf.variant, tf.string)
-        )  # fmt: skip
-        parts = tf.nest.flatten(spec) if traced else []
-        sizes["batch"] = sum(_bytes(part) for part in parts if part.dtype != tf.string)
-        temporary = _temporary_bytes(self._function, spec) if traced else None
+            kind = "parameters" if variable.trainable else "other state"
+            sizes["optimizer" if id(variable) in of_optimizer else kind] += _bytes(variable)
+        sizes["resident data"] = sum(map(_bytes, traced.captured_inputs if traced else ()))
+        sizes["batch"] = sum(map(_bytes, self._specs or ()))
         kind = "activations and gradients" if self._split == "train" else "activations"
-        return {**{kind: size for kind, size in sizes.items() if size}, kind: temporary}
-
-
-def _target(platform: str) -> str:
-    """Returns the platform to lower for: a GPU where this TensorFlow does not know the one that is asked for."""
-    try:
-        add = tf.function(lambda x: x + x, jit_compile=True, autograph=False)
-        add.experimental_get_compiler_ir(tf.TensorSpec([1]))(stage="hlo", platform_name=platform)
-        return platform
-    except ValueError:
-        return "GPU"
+        known = {kind: size for kind, size in sizes.items() if size}
+        return {**known, kind: xla.temporary_bytes(self._function, self._specs) if traced else None}
 
 
 def _bytes(tensor: tf.Tensor | tf.TensorSpec | tf.Variable) -> int:
-    return math.prod(tensor.shape.as_list()) * tensor.dtype.size
-
-
-def _temporary_bytes(function: tf.types.experimental.PolymorphicFunction, spec: Any) -> int | None:
-    """Returns the bytes that XLA, compiling for a CPU, reserves for values inside of the step; None if it cannot say.
-
-    It is the plan of a real compiler for this program and batch, on another device: a TPU fuses other ops
-    together, and pads the last two dimensions to multiples of 8 and 128.
-    """
-    compiled = tf.function(function.python_function, jit_compile=True)
-    return xla.temporary_bytes(compiled, spec)
+    return 0 if tensor.dtype in _ON_THE_HOST else math.prod(tensor.shape.as_list()) * tensor.dtype.size
