@@ -165,7 +165,7 @@ class Session:
 
     def end(self, how: Outcome) -> NoReturn:
         """Closes and reports what is open, tells the other workers, prints the last line, and ends the process."""
-        has_failed, controller = how.code == EXIT_FAILED, self.controller
+        has_failed, controller = how.code not in (EXIT_DONE, EXIT_PREEMPTED), self.controller
         how = dataclasses.replace(how, line=masked_text(how.line), sentence=masked_text(how.sentence))
         if how.code != EXIT_DONE:
             self.close(how.status, how.sentence if has_failed else "")

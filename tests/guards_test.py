@@ -173,8 +173,9 @@ def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape,
     def measured(known):
         @tf.function(jit_compile=compiled, input_signature=[tf.TensorSpec(shape if known else None, dtype)])
         def measure(gradient):
-            step = lambda _: replicas.note_gradients([gradient], None)
-            return non_finite.run_watched(step, None)[2]
+            with replicas.watching() as noted:
+                replicas.note_gradients([gradient], None)
+            return non_finite.measure_gradients(noted)[1]
 
         return measure
 
@@ -196,8 +197,9 @@ def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
 
     @tf.function
     def measure():
-        step = lambda _: replicas.note_gradients([tf.constant(each) for each in gradients], variables)
-        names[:], measures = non_finite.run_watched(step, None)[1:]
+        with replicas.watching() as noted:
+            replicas.note_gradients([tf.constant(each) for each in gradients], variables)
+        names[:], measures = non_finite.measure_gradients(noted)
         return tf.concat(measures, axis=0)
 
     names = []
@@ -415,14 +417,32 @@ def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
     assert spike_score(history, -5.0, guards) is None  # a loss that falls is welcome
 
 
+class Jumping(Poisoned):
+    def step_fn(self, inputs):
+        outputs = super().step_fn(inputs)
+        outputs["loss"] += tf.where(inputs[-1][0], 1000.0, 0.0)
+        return outputs
+
+
+@pytest.mark.any_engine
+def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_decides(tmp_path):
+    trainer = type("Late", (Jumping,), {"bad_steps": (10,)})()
+    policy, guards = (
+        looplib.CheckpointPolicy(every_steps=4),
+        looplib.Guards(loss_limit=100.0, loss_limit_from=0, on_spike="halt"),
+    )
+    with toy.controller(
+        make_strategy("default"), trainer, checkpoints=policy, guards=guards, model_dir=tmp_path, steps_per_loop=2
+    ) as controller:
+        with pytest.raises(looplib.DivergenceError) as caught:
+            controller.train(50)
+    newest = looplib.checkpoints(tmp_path)[0]
+    assert newest.step == 8 and newest.path in str(caught.value)
+    assert "the policy rollback to continue automatically (--on_spike)" in str(caught.value)
+
+
 @pytest.mark.any_engine
 def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
-    class Jumping(Poisoned):
-        def step_fn(self, inputs):
-            outputs = super().step_fn(inputs)
-            outputs["loss"] += tf.where(inputs[-1][0], 1000.0, 0.0)
-            return outputs
-
     guards = looplib.Guards(spike_score=8, spike_window=10, on_spike="rollback")
     trainer = type("Late", (Jumping,), {"bad_steps": (33,)})()
     policy = looplib.CheckpointPolicy(every_steps=4)

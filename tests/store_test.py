@@ -1,5 +1,6 @@
 """What is kept, what is left alone, what a run starts from, and what a snapshot holds."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -429,6 +430,13 @@ def test_a_marker_with_fields_of_a_later_program_counts_and_keeps_them(tmp_path)
     commits.add_scores(looplib.checkpoints(tmp_path)[0], {"eval/other": 3})
     assert json.loads(path.read_text())["color"] == "blue"
     assert looplib.checkpoints(tmp_path)[0].scores == {**marker["scores"], "eval/other": 3}
+
+
+def test_a_marker_of_an_earlier_program_counts_without_a_field_that_has_a_default(tmp_path, monkeypatch):
+    run_scored(tmp_path, 2, KeepLast(2))
+    later = dataclasses.make_dataclass("Later", [("host", str, "")], bases=(commits.Commit,), frozen=True)
+    monkeypatch.setattr(commits, "Commit", later)
+    assert [(done.step, done.host) for done in looplib.checkpoints(tmp_path)] == [(2, ""), (1, "")]
 
 
 def test_a_marker_of_a_newer_format_is_refused_by_name_and_nothing_is_moved(tmp_path, capsys):

@@ -449,6 +449,10 @@ class Checkpointer:
         Raises:
           DivergenceError: if the policy is to halt, or the run may not or cannot go back.
         """
+        try:
+            self.wait()  # a checkpoint under way may be the newest
+        except UsageError as failure:
+            logging.error("%s", failure)
         kept, done, program = self.directory.latest, self.record.rollbacks, self._reporter.report.program
         self._reporter.ended_at = fault.resume_after  # unless there is a rollback
         advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"
@@ -457,8 +461,8 @@ class Checkpointer:
             advice += f"; python -m looplib replay {folder} --step={fault.resume_after} shows that step"
         if fault.policy == "halt":
             raise DivergenceError(
-                f"{fault.what}; {advice}; check the data and the learning rate, or use the policy skip or rollback "
-                "to continue automatically (--non_finite)"
+                f"{fault.what}; {advice}; check the data and the learning rate, or use the policy "
+                f"{'skip or ' * (fault.flag == '--non_finite')}rollback to continue automatically ({fault.flag})"
             ) from None
         if done >= self._guards.rollbacks:
             raise DivergenceError(f"{fault.what}, and the run has used all {done} rollbacks; {advice}") from None

@@ -117,7 +117,7 @@ def read_marker(path: str) -> Commit:
     """
     fields = _load(path)
     names = [field.name for field in dataclasses.fields(Commit) if field.name != "path"]
-    done = Commit(path, **{name: fields[name] for name in names})
+    done = Commit(path, **{name: fields[name] for name in names if name in fields})
     _check(done)
     return done
 

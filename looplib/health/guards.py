@@ -75,13 +75,15 @@ class Diverged(Exception):
     Attributes:
       what: a sentence without its full stop, that names the step.
       policy: "halt" or "rollback".
+      flag: the flag that sets the policy.
       good_before: the last step whose state was good.
       resume_after: a rollback leaves out the data up to this step.
     """
 
-    def __init__(self, what: str, policy: str, good_before: int, resume_after: int) -> None:
+    def __init__(self, what: str, policy: str, good_before: int, resume_after: int, flag: str = "--non_finite") -> None:
         super().__init__(what)
-        self.what, self.policy, self.good_before, self.resume_after = what, policy, good_before, resume_after
+        self.what, self.policy, self.flag = what, policy, flag
+        self.good_before, self.resume_after = good_before, resume_after
 
 
 def spike_score(history: Sequence[float], loss: float, guards: Guards) -> float | None:
@@ -110,12 +112,14 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
         return
     where, good_before = f"the loss reported at step {step}, {loss:.4g}, is", step - steps_per_loop
     if loss > guards.loss_limit and step >= guards.loss_limit_from:
-        raise Diverged(f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step)
+        raise Diverged(
+            f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step, "--on_spike"
+        )
     if not guards.spike_score:
         return
     if (score := spike_score(losses, loss, guards)) is not None:
         what = f"{where} {score:.1f} robust standard deviations above the median of the last {len(losses)} reports"
-        raise Diverged(what, guards.on_spike, good_before, step)
+        raise Diverged(what, guards.on_spike, good_before, step, "--on_spike")
     losses.append(loss)
     del losses[: -guards.spike_window]
 

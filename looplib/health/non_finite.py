@@ -5,13 +5,11 @@ through a Keras optimizer. Between steps, before anything is committed, they che
 state.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-
-from looplib.cluster import replicas
 
 _BEFORE_A_TRACE = 40  # checks of the state, which together take as long: 40 and 1,600 microseconds for a variable
 GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
@@ -20,22 +18,17 @@ _MANY, _SMALL = 4, 512
 _LARGE = 8192  # elements; from here on a product of matrices is faster than one op
 
 
-def run_watched(step_fn: Callable[[Any], Any], inputs: Any) -> tuple[Any, list[str], list[tf.Tensor]]:
-    """Runs a step and measures the gradients that it computes; in replica context.
+@tf.autograph.experimental.do_not_convert
+def measure_gradients(gradients: list[tuple[str, Any]]) -> tuple[list[str], list[tf.Tensor]]:
+    """Measures the gradients that a step has computed, by `replicas.watching`; in replica context.
 
     Returns:
-      `(outputs, names, measures)`: what `step_fn` returned; the names of the gradients that are visible outside of the
-      step, those inside of a condition or a function are not; and float64 vectors, which have a number for each name.
-      A gradient's number is finite only if all its elements are. It is half the squared norm, which overflows from 2e19
-      on, or the sum: of large matrices, and of many small gradients of one shape, in a step that does not run eagerly.
+      `(names, measures)`: the names of the gradients that are visible outside of the step, those inside of a condition
+      or a function are not; and float64 vectors, which have a number for each name. A gradient's number is finite only
+      if all its elements are. It is half the squared norm, which overflows from 2e19 on, or the sum: of large matrices,
+      and of many small gradients of one shape, in a step that does not run eagerly.
     """
-    with replicas.watching() as noted:
-        outputs = step_fn(inputs)
-    return outputs, *_measures([(GRADIENT_OF + name, gradient) for name, gradient in noted])
-
-
-@tf.autograph.experimental.do_not_convert
-def _measures(noted: list[tuple[str, Any]]) -> tuple[list[str], list[tf.Tensor]]:
+    noted = [(GRADIENT_OF + name, gradient) for name, gradient in gradients]
     groups: dict[Any, list[tuple[str, tf.Tensor]]] = {}
     for name, gradient in noted:
         gradient = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.cluster import remote
+from looplib.cluster import remote, replicas
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.health import non_finite
@@ -96,7 +96,9 @@ class Reducer(Accumulator):
         """
         batch = batch_size(inputs)
         if self._guarded:
-            return self._watch(inputs, *non_finite.run_watched(step_fn, inputs))
+            with replicas.watching() as gradients:
+                outputs = step_fn(inputs)
+            return self._watch(inputs, outputs, *non_finite.measure_gradients(gradients))
         if not may_be_empty or batch is None:
             return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
         return tf.cond(

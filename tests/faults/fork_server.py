@@ -44,7 +44,6 @@ _CONVERTED = {
     "looplib.compat.optimizers": "is_summed _place",
     "looplib.loop.device_loop.EvaluationLoop": "_steps _add",
     "looplib.extras.outputs.prediction.Prediction": "step_fn",
-    "looplib.health.non_finite": "run_watched",
     "looplib.data.order": "mix as_plan Plan.located Ids.endless Ids.once",
     "looplib.data.stream": "counted_from_0",
     "looplib.data.host_stream.HostStream": "next _to_replicas _placed",
