@@ -119,7 +119,7 @@ def cases(*once):
     everything = itertools.product(["input", "loss", "gradient", "weight"], PLACES, ["keras", "tf_keras"])
     return pytest.mark.parametrize(
         "where, place, keras",
-        [pytest.param(*case, marks=() if case in once else pytest.mark.repetition) for case in everything],
+        [pytest.param(*case, marks=() if case in once else pytest.mark.slow) for case in everything],
         indirect=["keras"],
     )
 
@@ -206,14 +206,12 @@ def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
     assert [name for name, value in zip(names, found) if not np.isfinite(value)] == [f"the gradient of v{bad}"]
 
 
-@pytest.mark.any_engine
 def test_a_bad_update_in_the_last_step_before_a_save_is_not_saved(tmp_path):
     with pytest.raises(looplib.DivergenceError, match=r"after step 10, .*bias.* not finite"):
         run(make_strategy("default"), "weight", bad_steps=(10,), model_dir=tmp_path)
     assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [5]
 
 
-@pytest.mark.any_engine
 def test_a_bad_update_in_the_last_step_of_all_is_found_without_a_directory():
     with pytest.raises(looplib.DivergenceError, match=r"after step 20, .*bias.* not finite; no checkpoint was saved"):
         run(make_strategy("default"), "weight", bad_steps=(20,))
@@ -238,11 +236,11 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, place, ker
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "where, keras",
     [
-        pytest.param(where, keras, marks=() if keras == once else pytest.mark.repetition)
+        pytest.param(where, keras, marks=() if keras == once else pytest.mark.slow)
         for where, once in {"input": "", "loss": "tf_keras", "gradient": "keras"}.items()
         for keras in ("keras", "tf_keras")
     ],
@@ -292,11 +290,11 @@ def losses_of_a_whole_run(name, policy):
 CHANGES = [("halt", "skip"), ("skip", "rollback"), ("off", "skip")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "before, after, name",
     [
-        pytest.param(*change, name, marks=() if name == once else pytest.mark.repetition)
+        pytest.param(*change, name, marks=() if name == once else pytest.mark.slow)
         for change, once in zip(CHANGES, ("default", "mirrored_x2", "default"))
         for name in ("default", "mirrored_x2")
     ],
@@ -348,7 +346,6 @@ def test_the_budget_of_rollbacks_is_kept_in_the_state(tmp_path):
         run(make_strategy("default"), "loss", steps=40, **bad)
 
 
-@pytest.mark.any_engine
 def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
     guards = looplib.Guards(non_finite="rollback")
     whole, _ = run(make_strategy("default"), "loss", steps=20, guards=guards, model_dir=tmp_path / "a")
@@ -358,7 +355,6 @@ def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.any_engine
 def test_off_continues_training_and_leaves_bad_checkpoints_out(tmp_path, caplog):
     _, controller = run(make_strategy("default"), "loss", model_dir=tmp_path, guards=looplib.Guards(non_finite="off"))
     assert controller.global_step == 20
@@ -366,7 +362,6 @@ def test_off_continues_training_and_leaves_bad_checkpoints_out(tmp_path, caplog)
     assert "the checkpoint of step 20 is left out" in caplog.text
 
 
-@pytest.mark.any_engine
 def test_a_variable_that_is_meant_to_be_infinite_is_no_trouble(tmp_path):
     trainer = build(make_strategy("default"), "")
     trainer.best = tf.Variable(np.inf, trainable=False)
@@ -415,7 +410,6 @@ def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
     assert spike_score(history, -5.0, guards) is None  # a loss that falls is welcome
 
 
-@pytest.mark.any_engine
 def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
     class Jumping(Poisoned):
         def step_fn(self, inputs):
