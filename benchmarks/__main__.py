@@ -13,9 +13,11 @@ Workloads:
   choice: what a run of a minute gains or loses by `loop="auto"` against "graph", for W1 to W5.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -52,8 +54,9 @@ def main(argv):
     output.unlink(missing_ok=True)  # numbers of an older run beside these would mislead
     failed, names = [], _WORKLOADS.value
     if not importlib.util.find_spec("official"):
-        names = [name for name in names if name not in _OF_MODEL_GARDEN]
-        print(f"without {', '.join(_OF_MODEL_GARDEN)}, which need Model Garden: pip install 'looplib[models]'")
+        left_out = [name for name in names if name in _OF_MODEL_GARDEN]
+        names = [name for name in names if name not in left_out]
+        records.add(str(output), [records.not_measured(name, "needs looplib[models]") for name in left_out])
     for name in names:
         command = [sys.executable, "-m", *_COMMANDS[name], f"--output={output}"]
         if _ROUNDS.value and name not in ("W9", "choice"):
@@ -63,14 +66,25 @@ def main(argv):
             command += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
         if subprocess.run(command, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}).returncode:
             failed.append(name)
+            records.add(str(output), [records.not_measured(name)])
     found = records.read(output)
-    if found:
-        records.show(found)
-        picture.draw(found, output.with_suffix(".png"))
+    print(f"\n{_machine()}")
+    records.show(found)
+    if measured := [entry for entry in found if entry["ratio"] is not None]:
+        picture.draw(measured, output.with_suffix(".png"))
         print(f"\nwrote {output} and {output.with_suffix('.png')}")
     goals = [entry for entry in found if entry["target"]]
     print(f"{sum(entry['met'] for entry in goals)} of {len(goals)} targets met")
     return f"could not be measured: {', '.join(failed)}" if failed else None
+
+
+def _machine():
+    """Returns the name of the machine, its processor, and the versions that the numbers hold for."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor = models[0] if models else platform.processor() or platform.machine()
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("looplib", "tensorflow", "keras"))
+    return f"{platform.node()}: {os.cpu_count()} x {processor}; Python {platform.python_version()}, {versions}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """A picture of the ratios: a bar each, its quartiles, and its target."""
 
+import re
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -24,7 +26,7 @@ def draw(records, path):
             panels.setdefault("W10", []).append((f"{row}, guards off", entry))
         elif not row or entry["target"]:
             panels.setdefault(name, []).append((f"{row + ' / ' if row else ''}{entry['against']}", entry))
-    panels = dict(sorted(panels.items(), key=lambda item: int(item[0][1:].split("-")[0])))
+    panels = dict(sorted(panels.items(), key=lambda item: [int(n) for n in re.findall(r"\d+", item[0])]))
     heights = [len(bars) + 1 for bars in panels.values()]
     figure, axes = pyplot.subplots(
         len(panels), figsize=(9, 0.26 * sum(heights) + 1), sharex=True, squeeze=False, height_ratios=heights

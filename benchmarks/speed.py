@@ -25,6 +25,7 @@ _COPIES = flags.DEFINE_integer(
     "copies", 1, "Copies of each contestant, whose speeds are averaged: two in one process differ by up to a tenth.",
     lower_bound=1,
 )  # fmt: skip
+_NEAR_TIES = 0.01  # of the predictions of W3's first steps, 0.0014 differ on some processors
 _OUTPUT = flags.DEFINE_string("output", "build/bench.json", "The file to add the ratios to.")
 
 
@@ -65,8 +66,9 @@ def check_same(workload, checked):
         other = contestants.TOLERANCES.get(name, 0) if workload.loop else 0
         tolerance = max(other, workload.tolerance)
         for what, expected in outcomes["bare"].items():
-            scale = 1 if "accuracy" in what else abs(expected)  # one prediction near a tie is much of a low accuracy
-            if not abs(outcome[what] - expected) <= tolerance * scale:
+            # The loss decides. Rounding moves whole predictions that are near a tie, a few in a thousand.
+            most = max(tolerance, _NEAR_TIES) if "accuracy" in what else tolerance * abs(expected)
+            if not abs(outcome[what] - expected) <= most:
                 raise RuntimeError(
                     f"{name} does not compute what the bare loop does: {what} {outcome[what]}, expected {expected}; "
                     "their speeds cannot be compared until it does"

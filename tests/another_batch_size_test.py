@@ -18,7 +18,6 @@ from looplib.checkpoint.restoring import peek
 from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.data.order import OrderKey
 
-pytestmark = pytest.mark.any_engine
 N = toy.NUM_EXAMPLES  # 37
 
 

@@ -9,8 +9,6 @@ from conftest import make_strategy, more
 
 import looplib
 
-pytestmark = pytest.mark.any_engine
-
 GLOBAL_BATCH = 8
 X = np.random.RandomState(0).randn(96, 4).astype("float32")
 ids = tf.data.Dataset.range
@@ -55,7 +53,7 @@ LARGE = lambda n: ids(960).repeat().batch(2 * n)
 SMALL = lambda n: ids(960).repeat().batch(n - 1)
 
 
-@pytest.mark.pairs
+@pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("found", ["larger", "smaller"])
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device"])])
 @pytest.mark.parametrize("distribute", ["auto", "tf"])
@@ -107,7 +105,7 @@ def test_it_is_noticed_before_a_save(tmp_path):
 # What is right.
 
 
-@pytest.mark.pairs
+@pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("make", [
     lambda n: ids(20 * n + 3).batch(n),  # ends with a smaller one
     lambda n: ids(n + n // 2).batch(n).repeat(),  # each second one is the last of its epoch

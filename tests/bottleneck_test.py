@@ -11,8 +11,6 @@ import tensorflow as tf
 import looplib
 from looplib.extras.diagnosis import bottleneck
 
-pytestmark = pytest.mark.tuned
-
 Data = tf.data.Dataset
 
 

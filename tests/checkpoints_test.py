@@ -12,8 +12,6 @@ import looplib
 from looplib.checkpoint.restoring import peek
 from looplib.task.state import state_of
 
-pytestmark = pytest.mark.any_engine
-
 
 def test_models_optimizers_and_metrics_are_state_and_plain_attributes_are_not(keras):
     trainer = toy.Regression(keras)
@@ -181,7 +179,6 @@ def contained(steps, **settings):
     return trainer
 
 
-@pytest.mark.any_engine(False)
 def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, caplog):
     whole = contained(12)
     contained(6, model_dir=tmp_path)
@@ -214,7 +211,6 @@ def test_an_optimizer_that_makes_its_variables_late_resumes_in_the_eager_loop(ki
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.any_engine(False)
 def test_variables_that_no_attribute_holds_are_named(caplog, keras):
     hidden = tf.Variable(1.0, name="hidden_scale")
 
@@ -231,7 +227,6 @@ def test_variables_that_no_attribute_holds_are_named(caplog, keras):
     assert "hidden_scale" in caplog.text
 
 
-@pytest.mark.any_engine(False)
 def test_queues_tables_and_python_in_a_step_are_named_where_no_checkpoint_holds_them(caplog):
     queue = tf.queue.FIFOQueue(100, [tf.float32])
     table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)

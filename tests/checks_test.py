@@ -70,7 +70,7 @@ def test_a_run_that_resumes_exactly_is_equal(results):
     assert "it had saved step" in result.stdout and "covers little" not in result.stdout
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_pipeline_that_tensorflow_would_restore_wrongly_is_equal(results):
     result = results["csv"]
     assert result.returncode == 0, result.stdout + result.stderr

@@ -39,7 +39,7 @@ def test_parts_of_a_batch_sum_to_the_whole(kind):
     assert int(tf.function(examples_checksum)(BATCHES[kind], tf.constant(5))) == int(whole)
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     "kind", [tf.uint8, tf.float32, tf.int64, tf.bool, tf.float16, tf.float64, tf.complex64, tf.int16]
 )
@@ -65,7 +65,7 @@ def test_what_belongs_together_counts():
     assert examples_checksum(tf.constant(1), 0) is None
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kind", [tf.int64, tf.float32, tf.string])
 def test_padding_to_the_longest_of_a_batch_does_not_count(kind):
     rows = [[3, 1, 4], [1], [5, 0, 2, 6], [5, 3]]

@@ -16,8 +16,6 @@ from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 from looplib.extras.tools import recorded_run
 
-pytestmark = pytest.mark.any_engine
-
 # Of a run that was killed after step 25, resumed from step 20, and stopped at step 60, because 20 was the best.
 BEST, KEPT, LAST = 20, 50, 60
 CHOICES = {None: BEST, "final": BEST, "best": BEST, "latest": LAST, KEPT: KEPT, str(KEPT): KEPT}

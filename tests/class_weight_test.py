@@ -7,8 +7,6 @@ from conftest import more
 
 import looplib
 
-pytestmark = pytest.mark.any_engine
-
 WEIGHTS = {0: 2.0, 1: 5.0, 2: 7.0}
 _random = np.random.RandomState(0)
 X, IMAGES = _random.randn(8, 3).astype(np.float32), _random.randn(8, 4, 4, 1).astype(np.float32)

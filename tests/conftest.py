@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import gc
 import importlib.util
 import itertools
@@ -38,14 +37,11 @@ needs_models = pytest.mark.skipif(
     importlib.util.find_spec("official") is None, reason="needs Model Garden: pip install 'looplib[models]'"
 )
 _made = {}
-_controllers = []
 _all = False
-_engine = None
-_tuned = False
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="the repetitions too: more of what other tests have one of")
+    parser.addoption("--all", action="store_true", help="the slow tests too")
     parser.addoption("--room", choices=sorted(rooms.TESTS), help="only the tests of a room of looplib")
 
 
@@ -58,14 +54,11 @@ def pytest_configure(config):
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         _share_fork_server(config)
         return  # the process that hands out the tests runs none
-    import looplib  # noqa: I001  (it imports TensorFlow at less cost)
+    import looplib  # noqa: F401, I001  (it imports TensorFlow at less cost)
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
-    _note_controllers(looplib.Controller)
-    _choose_engines(looplib.RunConfig)
-    tf.data.Dataset.__iter__ = _untuned(tf.data.Dataset.__iter__)
 
 
 def _share_fork_server(config):
@@ -83,50 +76,6 @@ def _share_fork_server(config):
     config.add_cleanup(end)
 
 
-def _note_controllers(kind):
-    """Has each controller that is built put into `_controllers`."""
-    build = kind.__init__
-
-    @functools.wraps(build)
-    def note_and_build(self, *args, **kwargs):
-        _controllers.append(self)
-        build(self, *args, **kwargs)
-
-    kind.__init__ = note_and_build
-
-
-def _choose_engines(kind):
-    """Has settings that name no engine take the one that the test chose."""
-    build = kind.__init__
-
-    @functools.wraps(build)
-    def choose_and_build(self, *args, **kwargs):
-        if _engine:
-            kwargs.setdefault("loop", _engine)
-        build(self, *args, **kwargs)
-
-    kind.__init__ = choose_and_build
-
-
-def _untuned(iterate):
-    """Leaves tf.data's tuner out of iterators that are not looplib's: TensorFlow may wait a minute for its thread.
-
-    Tests marked `tuned` have it.
-    """
-    import tensorflow as tf
-
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    own = os.path.join("looplib", "data", "")
-
-    @functools.wraps(iterate)
-    def iterate_untuned(self):
-        tuned = _tuned or own in sys._getframe(1).f_code.co_filename
-        return iterate(self if tuned else self.with_options(options))
-
-    return iterate_untuned
-
-
 def pytest_ignore_collect(collection_path, config):
     room = config.getoption("room")
     if room and collection_path.name.endswith("_test.py") and rooms.stem(collection_path) not in rooms.TESTS[room]:
@@ -136,30 +85,31 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all"):
-        groups = collections.defaultdict(list)
-        for item in items:
-            if item.get_closest_marker("pairs") and not item.get_closest_marker("repetition"):
-                groups[item.path, item.originalname].append(item)
-        left_out = {item for item in items if item.get_closest_marker("repetition")}
-        left_out.update(item for group in groups.values() for item in set(group) - _pairs(group))
-        cases = collections.defaultdict(list)
-        for item in items:
-            if item.get_closest_marker("few") and item not in left_out:
-                cases[item.path, item.originalname].append(item)
-        for group in cases.values():  # lists of cases go from the simple to the hard
-            left_out.update(group[: -group[0].get_closest_marker("few").args[0]])
+        left_out = {item for item in items if any(not mark.kwargs for mark in item.iter_markers("slow"))}
+        for kind, choose in (("pairs", _pairs), ("keep", _last)):
+            groups = collections.defaultdict(list)
+            for item in items:
+                if item not in left_out and any(kind in mark.kwargs for mark in item.iter_markers("slow")):
+                    groups[item.path, item.originalname].append(item)
+            for group in groups.values():
+                (value,) = (mark.kwargs[kind] for mark in group[0].iter_markers("slow") if kind in mark.kwargs)
+                left_out.update(set(group) - choose(group, value))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     longest = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: longest.get(rooms.stem(item.path), len(longest)))
 
 
-def _pairs(group):
-    """Chooses of the product of a test's conditions what has each pair of them, and each for itself, at least once."""
-    possible = group[0].get_closest_marker("pairs").kwargs.get("possible", lambda params: True)
+def _last(group, count):
+    """Chooses the last cases: lists of cases go from the simple to the hard."""
+    return set(group[-count:])
+
+
+def _pairs(group, possible):
+    """Chooses cases of a product of conditions so that each pair that is possible occurs at least once."""
     of = {
         item: set(itertools.combinations([(key, repr(value)) for key, value in sorted(item.callspec.params.items())], 2))
-        for item in group if possible(item.callspec.params)
+        for item in group if possible is True or possible(item.callspec.params)
     }  # fmt: skip
     chosen, uncovered = set(), set().union(*of.values())
     while uncovered:
@@ -181,26 +131,14 @@ def base_folder(tmp_path_factory):
     return tmp_path_factory.getbasetemp()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """Runs steps eagerly in tests marked `any_engine`: tracing is most of what a small controller costs.
-
-    A hook, because fixtures of a whole file are made before those of one test.
-    """
-    global _engine, _tuned
-    _tuned = item.get_closest_marker("tuned") is not None
-    marker = item.get_closest_marker("any_engine")
-    _engine = "eager" if marker and marker.args != (False,) and not _all else None
-
-
 @pytest.fixture(autouse=True)
 def close_controllers():
-    """Closes the controllers that a test leaves open: TensorFlow may wait a minute for an iterator that is dropped."""
-    before = len(_controllers)
+    """Closes the controllers that a test leaves open, which have threads, locks and iterators."""
     yield
-    while len(_controllers) > before:
-        with contextlib.suppress(Exception):  # what its test has made of it, or has it raise
-            _controllers.pop().close()
+    if looplib := sys.modules.get("looplib"):
+        for controller in [each for each in gc.get_objects() if type(each) is looplib.Controller]:
+            with contextlib.suppress(Exception):  # what its test has made of it, or has it raise
+                controller.close()
 
 
 @pytest.fixture(autouse=True)
@@ -212,9 +150,9 @@ def random_numbers_of_tf_keras():
 
 
 def more(values):
-    """Marks values of a parameter, or tuples of the values of several, as repetitions."""
+    """Marks values of a parameter, or tuples of the values of several, as slow."""
     values = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [pytest.param(*value, marks=pytest.mark.repetition) for value in values]
+    return [pytest.param(*value, marks=pytest.mark.slow) for value in values]
 
 
 def repetitions(few, many):

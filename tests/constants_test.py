@@ -220,7 +220,6 @@ def embedding(keras, kind, words):
     return keras.Model(inputs, keras.layers.Flatten()(embedded))
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("kind", ["given", "adapted", "text"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_vocabulary_than_that_of_the_training_is_refused(name, kind, tmp_path):
@@ -261,7 +260,6 @@ class Tables(Line):
         ]
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_tables_and_boundaries_are_refused_by_name(name, tmp_path):
     keras = FAMILIES[name]

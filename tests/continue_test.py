@@ -8,8 +8,6 @@ from conftest import make_strategy
 
 import looplib
 
-pytestmark = pytest.mark.any_engine
-
 DEFAULT = make_strategy("default")
 
 
@@ -31,7 +29,7 @@ def start(path):
     return looplib.Start(continue_from=str(path))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_step_weights_and_slots_are_taken_and_the_data_starts_anew(keras, tmp_path):
     theirs = foreign(tmp_path / "theirs", keras)
     trainer, _ = toy.build(DEFAULT, keras, "adam")

@@ -130,7 +130,7 @@ def test_bad_settings_are_sentences(changes, message):
         contrastive.build(dataclasses.replace(Config(), **changes))
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_killed_run_resumes_exactly(python, tmp_path):
     command = [
         *(python, "-m", "looplib", "check", "resume", "--kills=1", f"--dir={tmp_path / 'check'}", "--", python, "-m"),

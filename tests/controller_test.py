@@ -15,8 +15,6 @@ import looplib
 from looplib.checkpoint import directory as run_directory
 from looplib.report.records import read_jsonl
 
-pytestmark = pytest.mark.any_engine
-
 DEFAULT = make_strategy("default")
 
 
@@ -107,7 +105,6 @@ def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name,
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("loop", ["eager", *more(["graph", "auto"])])
 @pytest.mark.parametrize("steps_per_loop", [3, *more([2])])
 def test_a_run_that_fails_after_its_last_step_reports_it_when_it_is_started_again(loop, steps_per_loop, tmp_path):
@@ -154,7 +151,6 @@ def fail_at_last_report(event):
         raise RuntimeError("the last report")
 
 
-@pytest.mark.any_engine(False)
 def test_a_finished_run_started_again_changes_nothing(tmp_path):
     run(tmp_path, 13)
     before, files = curve(tmp_path), saved_steps(tmp_path)
@@ -284,7 +280,6 @@ def test_a_step_that_raises_does_so_before_the_first_step_and_harms_nothing(tmp_
     assert run(tmp_path, 28)[1].global_step == 28
 
 
-@pytest.mark.any_engine(False)
 def test_an_evaluator_that_raises_does_so_before_training():
     trainer, _ = build()
     broken = type("Broken", (toy.RegressionEvaluator,), {"step_fn": broken_step})(trainer.model)
@@ -348,7 +343,6 @@ def test_a_model_outside_the_strategys_scope_is_refused(keras):
         toy.controller(DEFAULT, trainer, evaluator)
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_a_model_without_variables_trains_where_tensorflow_can_and_else_is_a_sentence(keras, tmp_path):
     class Unbuilt(Quiet):
@@ -530,7 +524,6 @@ class TwoModels(Quiet):
         return {"loss": losses}
 
 
-@pytest.mark.any_engine(False)
 def test_several_models_train_on_several_replicas_once_their_optimizer_is_built(tmp_path):
     strategy = make_strategy("mirrored_x2")
     loop = repetitions("eager", "graph")

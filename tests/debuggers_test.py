@@ -84,7 +84,7 @@ class Terminal:
     "what, prompt, leave",
     [
         pytest.param("breakpoint()", "(Pdb)", "continue", id="pdb"),
-        pytest.param("import code; code.interact()", ">>>", "\x04", id="code.interact", marks=pytest.mark.repetition),
+        pytest.param("import code; code.interact()", ">>>", "\x04", id="code.interact", marks=pytest.mark.slow),
     ],  # \x04: the end of the input
 )
 def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, python, tmp_path):
@@ -141,7 +141,7 @@ def test_a_second_interrupt_of_a_binary_leaves_at_once(python, tmp_path):
     assert text.splitlines()[-1] == "looplib: received a second signal (SIGINT): exiting without a save"
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_process_that_was_suspended_continues(tmp_path):
     slow = f"print('here', flush=True); time.sleep({LIMIT / 3})"
     with start(slow, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -10,8 +10,6 @@ from conftest import make_strategy
 import looplib
 from looplib.compat import keras as _keras
 
-pytestmark = pytest.mark.any_engine
-
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 PRETRAINED = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
 DECAY, STEPS, BATCH = 0.9, 3, 8

@@ -179,13 +179,13 @@ def check_the_guide(out):
     ]
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_tpu_guides_program_runs_without_a_tpu(results):
     assert min(check_the_guide(printed(results["tpu_guide"]))) > 0.6
     assert "lowered: {'train': True, 'eval': True} []" in results["tpu_guide"].stdout
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_tpu_guides_program_with_its_own_network_is_as_accurate_as_the_page_says(python, tmp_path):
     """Takes five minutes on two cores."""
     result = run(python, whole("tpu_guide").replace(*reversed(NETWORK)), tmp_path, timeout=3600)
@@ -199,7 +199,7 @@ def check_the_reference(out):
     assert "a number, not a symbol: 40.0" in out and re.search(r"losses: \[\d", out)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_tpu_strategys_program_runs_without_a_tpu(results):
     check_the_reference(printed(results["tpu_strategy"]))
     assert "lowered: {'train': True} []" in results["tpu_strategy"].stdout
@@ -216,7 +216,7 @@ def check_the_course(out):
     assert "the copies of each variable are equal" in out and "the mean loss of the first step" in out
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_courses_program_runs_without_a_tpu(results):
     check_the_course(printed(results["tpu_course"]))
     assert "lowered: {'train': True, 'eval': True} []" in results["tpu_course"].stdout
@@ -225,7 +225,7 @@ def test_the_courses_program_runs_without_a_tpu(results):
 CHECKS = {"tpu_guide": check_the_guide, "tpu_strategy": check_the_reference, "tpu_course": check_the_course}
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_tpu_pages_run_with_the_connection_by_hand(name, python, tmp_path):
     CHECKS[name](printed(run(python, whole(name), tmp_path, "--by_hand")))
@@ -250,7 +250,7 @@ def test_the_tpu_pages_connect_once_and_run_where_there_is_a_tpu(command, python
     assert log.read_text().splitlines() == ["resolve mine", "initialize", *assigned]
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_recipes_run_as_printed(results):
     out = printed(results["recipes"])
     assert "stopped early; the weights are the best" in out
@@ -260,7 +260,7 @@ def test_the_recipes_run_as_printed(results):
     assert len(accuracies) >= 6 and min(accuracies) > 0.8 and max(accuracies) > 0.95
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_programs_of_after_training_run_as_printed(results, folders):
     out = printed(results["after_training"])
     assert min(shown(r"accuracy of the second hundred: (\S+)", out)) > 0.9
@@ -271,7 +271,7 @@ def test_the_programs_of_after_training_run_as_printed(results, folders):
     assert kept and kept <= {"step-100", "step-200"}
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @needs_models
 def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
     out = printed(results["from_orbit"])
@@ -290,19 +290,19 @@ def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
     assert "stopped by Keras after 2 epochs" in out and first.count("\n") < 30
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_hand_written_loop_and_its_trainer_come_to_the_same_loss(results):
     found = dict(re.findall(r"^(by hand|looplib): (\S+)$", printed(results["from_tf_distribute"]), re.MULTILINE))
     assert float(found["by hand"]) < 0.3
     np.testing.assert_allclose(float(found["looplib"]), float(found["by hand"]), rtol=1e-5)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_program_ported_from_lightning_learns(results):
     assert shown(r"^looplib: (\S+)$", printed(results["from_lightning"]))[0] > 0.95
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_lightning_program_learns_as_its_port_does(tmp_path):
     pytest.importorskip("lightning")
     (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/from_lightning.md").read_text(), re.DOTALL)

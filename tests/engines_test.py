@@ -116,8 +116,8 @@ def possible(params):
     return params["loop"] != "eager" or params["kind"] == "mlp"  # conformance_test has the eager loop
 
 
-@pytest.mark.few(1)
-@pytest.mark.pairs(possible=possible)
+@pytest.mark.slow(keep=1)
+@pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("kind", ["mlp", "normalized", *more(["cnn"])])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):
@@ -199,7 +199,7 @@ def by_boundaries(tmp_path_factory):
     return run
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("loop", ["xla", "auto"])
 def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_boundaries, fast_trials):
     records, order = by_boundaries(loop)
@@ -209,7 +209,7 @@ def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_b
     np.testing.assert_array_equal(order, expected_order)
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("loop", ["graph", "xla", "auto"])
 @pytest.mark.parametrize("examples", [1, 333, *more([7, 8, 9, 80])])
 def test_an_evaluation_is_exact_whatever_is_left_at_the_end(loop, examples, fast_trials):
@@ -253,7 +253,7 @@ class Noisy(Images):
         return super().step_fn((x + tf.random.stateless_normal(tf.shape(x), self.step_seed()), y))
 
 
-@pytest.mark.repetition  # below is one that also reads many batches at once
+@pytest.mark.slow  # below is one that also reads many batches at once
 def test_an_interrupted_run_of_chunks_resumes_bit_by_bit(tmp_path):
     whole = Noisy()
     settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
@@ -331,7 +331,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
     assert resumed.engines["train"] == chosen and resumed.global_step == steps
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "milliseconds, expected",
     [
@@ -526,7 +526,7 @@ def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
         assert results == {"sum": 19900, "mean": pytest.approx((np.arange(200) ** 2).mean()), "examples": 200}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "steps_per_loop, interval, tried", [(1, 1000, {"graph", "xla x1"}), (50, 3, {"graph", "xla x1"})]
 )

@@ -27,7 +27,6 @@ def test_all_else_is_refused_in_a_sentence(value):
         whole_number("x", value)
 
 
-@pytest.mark.any_engine
 def test_numpy_integers_are_taken_everywhere(tmp_path):
     n = np.int64
     trainer, evaluator = toy.build(make_strategy("default"))
@@ -66,7 +65,6 @@ def test_the_controller_refuses_what_is_no_whole_number(settings, name):
         toy.controller(make_strategy("default"), trainer, **settings)
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("steps", [0, True, 2.5, np.float64(2)])
 def test_numbers_of_steps_are_checked_alike(steps):
     trainer, evaluator = toy.build(make_strategy("default"))

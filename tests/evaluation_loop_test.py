@@ -52,7 +52,7 @@ def possible(params):
     return params["loop"] != "xla" or not params["strategy"].startswith("mirrored")  # whose replicas are several
 
 
-@pytest.mark.pairs(possible=possible)
+@pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager", *more(["auto"])])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("examples", [BATCH, 5 * BATCH + 3, *more([5, 5 * BATCH])])

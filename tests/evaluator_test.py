@@ -11,8 +11,6 @@ from conftest import make_strategy
 
 import looplib
 
-pytestmark = pytest.mark.any_engine
-
 VALUES = np.random.RandomState(1).randn(50)
 
 
@@ -58,7 +56,7 @@ class Collected(looplib.Evaluator):
         return metrics
 
 
-@pytest.mark.pairs
+@pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("loop", ["graph", "auto", "eager"])
 @pytest.mark.parametrize("n", [1, 16, 23])
 def test_what_steps_return_as_each_reaches_the_host_in_order(strategy, n, loop):
@@ -165,7 +163,6 @@ def test_an_evaluator_brings_actions_along():
     assert seen[len(expected) :] == [("own", "eval", 0)]
 
 
-@pytest.mark.any_engine(False)  # which finds it in the first step
 def test_only_an_evaluator_collects():
     class Collecting(toy.Regression):
         def step_fn(self, inputs):

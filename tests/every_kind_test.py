@@ -23,7 +23,6 @@ OTHER = {  # another value of each variable
 }  # fmt: skip
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("rtol", [0.0, 1e-3])
 def test_checkpoints_are_equal_except_in_what_was_changed(rtol, tmp_path):
     def written(name, change=lambda trainer: None):
@@ -97,7 +96,6 @@ def test_it_resumes_exactly(python, capfd, tmp_path):
     assert "EQUAL, uninterrupted and after 1 kill" in capfd.readouterr().out
 
 
-@pytest.mark.any_engine
 def test_replicas_keep_their_own_strings_and_small_numbers_over_a_restart(tmp_path):
     strategy, seen = make_strategy("mirrored_x2"), []
     for steps in (2, 3):

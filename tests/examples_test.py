@@ -52,7 +52,7 @@ def test_an_example_has_fewer_than_forty_lines():
         assert f"python -m examples.{name}" in (ROOT / "examples" / "README.md").read_text()
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_regression_is_better_than_the_mean(results):
     target = np.loadtxt(ROOT / "examples" / "diabetes.csv", delimiter=",", skiprows=1)[:, -1]
     of_the_mean = np.abs(target[350:] - target[:350].mean()).mean()
@@ -60,7 +60,7 @@ def test_the_regression_is_better_than_the_mean(results):
     assert results["regression"]["examples"] == len(target) - 350
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_towers_find_ten_times_as_many_halves_as_chance(results):
     assert results["retrieval"]["recall_at_10"] > 10 * 10 / 360 and results["retrieval"]["examples"] == 360
 
@@ -73,7 +73,7 @@ def test_the_tagger_knows_more_than_the_most_frequent_tag(results):
     assert results["tagging"]["examples"] == 500
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_mixture_knows_more_than_how_often_letters_are(results):
     texts = [
         " ".join(lines) for name in ("python", "numpy", "sklearn") for lines in small_data.read_documents(name, 600)
@@ -84,7 +84,7 @@ def test_the_mixture_knows_more_than_how_often_letters_are(results):
     assert results["mixture"]["nats"] < 0.8 * of_counts
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @pytest.mark.parametrize("check, name", [("resume", "tagging"), ("replicas", "retrieval"), *more(
     [("resume", "regression"), ("resume", "retrieval"), ("replicas", "regression"), ("replicas", "tagging"), ("resume", "mixture"), ("replicas", "mixture")])])  # fmt: skip
 def test_an_example_resumes_exactly_and_trains_alike_on_any_number_of_replicas(check, name, python, tmp_path):

@@ -23,8 +23,6 @@ import looplib
 from looplib.__main__ import main as cli
 from trainers import contrastive, diffusion, gan, image_classification, image_data, language_model, transformer
 
-pytestmark = pytest.mark.any_engine
-
 ROOT = pathlib.Path(__file__).parents[1]
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 # Loads exports, in a process in which looplib cannot be imported, and writes what they compute for some inputs.
@@ -186,7 +184,7 @@ def exported(cases, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *more(REPEATED), pytest.param(RESNET, marks=[needs_models, pytest.mark.repetition])]
+    "name", [*CASES, *more(REPEATED), pytest.param(RESNET, marks=[needs_models, pytest.mark.slow])]
 )
 def test_what_is_loaded_without_looplib_computes_what_the_trainer_does(name, exported):
     expected, found = exported[name]
@@ -221,7 +219,7 @@ def research():
     yield evaluator, {"tokens": tokens}, model(tokens)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_research_trainers_export_what_they_compute(tmp_path):
     exports, expected = [], []
     for evaluator, inputs, outputs in research():
@@ -246,7 +244,7 @@ class Averaged(toy.RegressionEvaluator):
         self.averages = trainer.averages
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_averages_are_exported_unless_the_last_weights_are_asked_for(evaluates, tmp_path):
     trainer = Gradient(keras3, average_decay=0.9)
@@ -306,7 +304,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stops", [[12], [5, 8, 12]])
 def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
     for steps in stops:
@@ -386,7 +384,7 @@ def test_exports_that_a_checkpoint_from_elsewhere_names_are_removed_inside_the_r
     assert contents(outside) == before != {}
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     "names", [[".."], ["step-4/.."], ["../step-4"], ["/step-4"], [""], ["step-x"], [4], "step-4", None]
 )
@@ -457,7 +455,6 @@ def test_a_keras_file_is_left_out_that_keras_does_not_load_as_the_model(keras, t
             np.testing.assert_allclose(np.array(again(x)), 3 * (x @ kernel + bias), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.any_engine(False)
 def test_what_cannot_be_exported_is_a_sentence(tmp_path):
     class Modelless(toy.RegressionEvaluator):
         def __init__(self):

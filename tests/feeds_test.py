@@ -112,7 +112,7 @@ def read(stream, iterator, steps):
     return taken
 
 
-@pytest.mark.pairs
+@pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("make", [parallel, interleaved, nested, finite])
 @pytest.mark.parametrize("stop", [*more([1]), 3, 11])
 def test_a_pipeline_resumes_from_its_saved_state(strategy, make, stop, files, caplog):
@@ -131,7 +131,7 @@ def test_a_pipeline_resumes_from_its_saved_state(strategy, make, stop, files, ca
     assert f"resumes after step {stop} from its saved state ({len(position)} bytes" in caplog.text
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("make", [parallel, nested])
 def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
     caplog.set_level(logging.INFO, logger="absl")
@@ -297,7 +297,7 @@ def shuffled(context):
     return data.batch(context.per_replica_batch_size, drop_remainder=True).prefetch(2)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_a_training_rewinds_to_a_position(strategy):
     loop = loop_of(strategy, shuffled)
     assert loop.position() is None
@@ -318,7 +318,7 @@ def test_a_training_rewinds_to_a_position(strategy):
 # What TPUs get, on CPUs: the iterators of tf.distribute.
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     loop = loop_of(strategy, shuffled, distribute="tf")
@@ -351,7 +351,6 @@ def ending(context):
     return tf.data.Dataset.range(32).batch(context.per_replica_batch_size)
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("name, make", [
     ("mirrored_x2", shuffled),
     *more([("mirrored_x2", ending), ("default", shuffled), ("one_device", ending), ("mirrored_x4", shuffled)]),
@@ -388,7 +387,6 @@ class Unseeded(toy.Regression):
         return data.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("stops", [(7, 12, 20), *more([((3, 20),)])])  # an epoch has 4.6 steps
 def test_shuffles_without_a_seed_resume_in_later_epochs_where_the_run_is_seeded(stops, tmp_path):
     def order(folder, *stops):

@@ -170,7 +170,7 @@ def test_adapters_of_another_base_are_refused(tuned, tmp_path):
         fine_tune.load_adapted(str(tmp_path), str(tmp_path / "adapters.npz"))
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_killed_run_resumes_exactly(python, base, tmp_path):
     command = [
         *(python, "-m", "looplib", "check", "resume", "--kills=1", f"--dir={tmp_path / 'check'}", "--", python, "-m"),

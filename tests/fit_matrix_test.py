@@ -16,7 +16,7 @@ FEW = (
     ("contrastive", "keras", ("replicas",)),
 )
 ALL = [
-    pytest.param(row.name, family, tuple(fit_matrix.COLUMNS), marks=pytest.mark.repetition)
+    pytest.param(row.name, family, tuple(fit_matrix.COLUMNS), marks=pytest.mark.slow)
     for row, family in fit_matrix.every()
 ]
 

@@ -158,7 +158,7 @@ class OfTwo(Classifier):
             super().train_step(iterator["b"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("make", [Classifier, WithoutState, OfTwo])
 @pytest.mark.parametrize("stops", [[13, 30], *more([[4, 10, 21, 30]])])
 def test_a_run_stopped_and_started_again_is_one_that_was_not(make, stops, tmp_path):

@@ -183,7 +183,7 @@ def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, clas
         np.testing.assert_allclose(average, other, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment, steps", [(gan, 1200), *more([(diffusion, 1500)])])
 def test_the_samples_are_digits_and_an_evaluation_job_repeats_them(experiment, steps, classifier, tmp_path):
     config = dataclasses.replace(experiment.Config(), classifier=classifier)
@@ -265,7 +265,7 @@ def test_a_directory_without_a_fitting_classifier_is_a_sentence(tmp_path):
         sample_quality.prepare_classifier(classifier, str(tmp_path))
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", [gan, diffusion])
 def test_a_killed_run_resumes_exactly(experiment, python, classifier, tmp_path):
     small = {gan: ["--config.width=16"], diffusion: ["--config.width=8", "--config.sampling_steps=2"]}

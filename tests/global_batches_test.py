@@ -9,8 +9,6 @@ from conftest import make_strategy, more
 
 import looplib
 
-pytestmark = pytest.mark.any_engine
-
 
 def rows(ids):
     return ids, tf.gather(toy.X, ids), tf.gather(toy.Y, ids)
@@ -182,7 +180,6 @@ def refused(trainer, strategy="default", size=8):
     return str(error.value)
 
 
-@pytest.mark.any_engine(False)
 def test_what_cannot_be_divided_is_refused_in_a_sentence():
     trainer = Global()
     trainer.batches = "local"

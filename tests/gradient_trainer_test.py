@@ -19,8 +19,6 @@ from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
 from looplib.extras.diagnosis import model_table
 
-pytestmark = pytest.mark.any_engine
-
 # A global batch is an epoch, so that each step sees all examples, in any order.
 BATCH, TOKENS, FEATURES, CLASSES, RATE = 32, 6, 5, 3, 0.5
 _random = np.random.RandomState(1)
@@ -100,8 +98,8 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.few(5)
-@pytest.mark.pairs(possible=possible)
+@pytest.mark.slow(keep=5)
+@pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
 def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras, count, loop):
@@ -113,7 +111,7 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize(
     "name, count", [("default", 4), ("one_device", 1), ("mirrored_x2", 4), ("mirrored_x2", 1), ("default", 1)]
@@ -199,7 +197,7 @@ def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
         train(trainer, 8, model_dir=tmp_path, loop="graph")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
 def test_losses_of_the_models_layers_count_once(weighted, count):
     """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
@@ -220,7 +218,7 @@ class InOrder(Tagger):
         return data.batch(context.per_replica_batch_size).map(rows).repeat()
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, keras):
@@ -296,7 +294,7 @@ def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family
     assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):
     class Norm(looplib.Evaluator):
@@ -342,13 +340,13 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "name, family",
     [
         ("default", "tf_keras"),
         ("mirrored_x2", "keras"),
-        pytest.param("mirrored_x4", "tf_keras", marks=pytest.mark.repetition),
+        pytest.param("mirrored_x4", "tf_keras", marks=pytest.mark.slow),
     ],
 )
 def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
@@ -380,7 +378,7 @@ def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
     assert trainer.loss_scale.scale.numpy() == 2.0**17
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_learns_as_float32_does(precision, keras):
     def accuracy(policy):
@@ -398,7 +396,7 @@ def test_half_precision_learns_as_float32_does(precision, keras):
     assert accuracy(precision) == pytest.approx(accuracy("float32"), abs=0.01)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_frozen_layers_keep_weights_and_statistics(keras):
     class Deep(Tagger):
         def __init__(self):
@@ -441,7 +439,7 @@ def test_the_table_of_the_model_says_of_one_frozen_variable_of_a_layer_that_it_i
     assert table.count(trainable_only=True) == FEATURES * CLASSES
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", [*more(["default"]), "mirrored_x2"])
 def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     strategy = make_strategy(name)
@@ -453,7 +451,7 @@ def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     assert metrics["learning_rate/bias"] == pytest.approx(0.1) and metrics["learning_rate/rest"] == pytest.approx(RATE)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_no_decay_leaves_out_the_variables_that_match(keras):
     optimizer = keras.optimizers.AdamW(0.0, weight_decay=0.1)  # without a rate only the decay of Keras's AdamW is left
     optimizer.learning_rate = 1.0
@@ -576,7 +574,7 @@ class Contrastive(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
     found = []
     for name in repetitions(("default", "mirrored_x2"), ("default", "mirrored_x2", "mirrored_x4")):
@@ -636,7 +634,7 @@ def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
     assert_weights(trainer, numpy_weights(4))
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("settings", [{}, {"report": ("gradient_norm",)}, {"micro_batches": 2}], ids=str)
 def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared(keras, settings):
     """Keras 3 squares them one by one, and an option would change the training."""
@@ -658,7 +656,7 @@ def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared
     assert trainer.model.get_weights()[0].item() == pytest.approx(0.9, abs=1e-5)  # a gradient of 4 over its own size
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
     """The static shape of a gradient is then not known, as TensorFlow derives it."""
@@ -683,7 +681,7 @@ def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
     assert_weights(trainer, numpy_weights(3))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name, count", [("mirrored_x2", 2), *more([("default", 1), ("mirrored_x2", 1)])])
 def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     class Words(looplib.GradientTrainer):
@@ -711,7 +709,7 @@ def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
     """Their activations are not kept: the step multiplies matrices more often, and the weights are the same."""

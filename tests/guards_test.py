@@ -119,7 +119,7 @@ def cases(*once):
     everything = itertools.product(["input", "loss", "gradient", "weight"], PLACES, ["keras", "tf_keras"])
     return pytest.mark.parametrize(
         "where, place, keras",
-        [pytest.param(*case, marks=() if case in once else pytest.mark.repetition) for case in everything],
+        [pytest.param(*case, marks=() if case in once else pytest.mark.slow) for case in everything],
         indirect=["keras"],
     )
 
@@ -208,14 +208,12 @@ def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
     assert [name for name, value in zip(names, found) if not np.isfinite(value)] == [f"the gradient of v{bad}"]
 
 
-@pytest.mark.any_engine
 def test_a_bad_update_in_the_last_step_before_a_save_is_not_saved(tmp_path):
     with pytest.raises(looplib.DivergenceError, match=r"after step 10, .*bias.* not finite"):
         run(make_strategy("default"), "weight", bad_steps=(10,), model_dir=tmp_path)
     assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [5]
 
 
-@pytest.mark.any_engine
 def test_a_bad_update_in_the_last_step_of_all_is_found_without_a_directory():
     with pytest.raises(looplib.DivergenceError, match=r"after step 20, .*bias.* not finite; no checkpoint was saved"):
         run(make_strategy("default"), "weight", bad_steps=(20,))
@@ -240,11 +238,11 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, place, ker
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "where, keras",
     [
-        pytest.param(where, keras, marks=() if keras == once else pytest.mark.repetition)
+        pytest.param(where, keras, marks=() if keras == once else pytest.mark.slow)
         for where, once in {"input": "", "loss": "tf_keras", "gradient": "keras"}.items()
         for keras in ("keras", "tf_keras")
     ],
@@ -294,11 +292,11 @@ def losses_of_a_whole_run(name, policy):
 CHANGES = [("halt", "skip"), ("skip", "rollback"), ("off", "skip")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "before, after, name",
     [
-        pytest.param(*change, name, marks=() if name == once else pytest.mark.repetition)
+        pytest.param(*change, name, marks=() if name == once else pytest.mark.slow)
         for change, once in zip(CHANGES, ("default", "mirrored_x2", "default"))
         for name in ("default", "mirrored_x2")
     ],
@@ -350,7 +348,6 @@ def test_the_budget_of_rollbacks_is_kept_in_the_state(tmp_path):
         run(make_strategy("default"), "loss", steps=40, **bad)
 
 
-@pytest.mark.any_engine
 def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
     guards = looplib.Guards(non_finite="rollback")
     whole, _ = run(make_strategy("default"), "loss", steps=20, guards=guards, model_dir=tmp_path / "a")
@@ -360,7 +357,6 @@ def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.any_engine
 def test_off_continues_training_and_leaves_bad_checkpoints_out(tmp_path, caplog):
     _, controller = run(make_strategy("default"), "loss", model_dir=tmp_path, guards=looplib.Guards(non_finite="off"))
     assert controller.global_step == 20
@@ -368,7 +364,6 @@ def test_off_continues_training_and_leaves_bad_checkpoints_out(tmp_path, caplog)
     assert "the checkpoint of step 20 is left out" in caplog.text
 
 
-@pytest.mark.any_engine
 def test_a_variable_that_is_meant_to_be_infinite_is_no_trouble(tmp_path):
     trainer = build(make_strategy("default"), "")
     trainer.best = tf.Variable(np.inf, trainable=False)
@@ -424,7 +419,6 @@ class Jumping(Poisoned):
         return outputs
 
 
-@pytest.mark.any_engine
 def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_decides(tmp_path):
     trainer = type("Late", (Jumping,), {"bad_steps": (10,)})()
     policy, guards = (
@@ -441,7 +435,6 @@ def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_d
     assert "the policy rollback to continue automatically (--on_spike)" in str(caught.value)
 
 
-@pytest.mark.any_engine
 def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
     guards = looplib.Guards(spike_score=8, spike_window=10, on_spike="rollback")
     trainer = type("Late", (Jumping,), {"bad_steps": (33,)})()

@@ -27,10 +27,9 @@ def run(config, strategy, steps, **settings):
         ("tpu_guide", "default"),
         pytest.param("resnet18", "default", marks=needs_models),
         *more([("mlp", "mirrored_x2"), ("cnn", "default"), ("mlp", "default"), ("tpu_guide", "mirrored_x2")]),
-        pytest.param("resnet18", "mirrored_x2", marks=[needs_models, pytest.mark.repetition]),
+        pytest.param("resnet18", "mirrored_x2", marks=[needs_models, pytest.mark.slow]),
     ],
 )
-@pytest.mark.any_engine
 def test_every_model_trains_and_evaluates(model, name):
     controller, metrics = run(dataclasses.replace(Config(), model=model), make_strategy(name), 3)
     assert metrics["examples"] == 360 and np.isfinite(metrics["loss"]) and controller.global_step == 3
@@ -49,7 +48,6 @@ def test_the_default_learns_the_digits():
     assert metrics["accuracy"] >= 0.97
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_optimizers_follow_their_schedule(optimizer):
     config = dataclasses.replace(Config(), model="mlp", optimizer=optimizer, learning_rate=0.02, decay_steps=10)
@@ -79,7 +77,6 @@ def test_an_image_too_small_for_a_model_is_a_sentence():
         image_models.build("tpu_guide", (4, 8, 1), 10)
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_float16_gets_loss_scaling(family):
     keras = pytest.importorskip(family)

@@ -14,8 +14,6 @@ from conftest import make_strategy, more, repetitions
 import looplib
 from looplib.data import input_context
 
-pytestmark = pytest.mark.any_engine
-
 
 def context(**changes):
     settings = dict(
@@ -292,7 +290,7 @@ STRATEGIES = ["default", "one_device", "mirrored_x2", "mirrored_x4"]
 def chosen(names, values, once):
     """Parametrizes a test by a product of strategies and other values, of which all but some are repetitions."""
     product = itertools.product(*values)
-    marked = [pytest.param(*case, marks=() if case in once else pytest.mark.repetition) for case in product]
+    marked = [pytest.param(*case, marks=() if case in once else pytest.mark.slow) for case in product]
     return pytest.mark.parametrize(names, marked, indirect=["strategy"])
 
 
@@ -379,7 +377,6 @@ def nothing(i, x, y):
     return i[0] < 0
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -450,7 +447,6 @@ def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(
     np.testing.assert_array_equal(np.reshape(seen, [20, 4]), batches)
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("kind", DOUBTFUL)
 def test_a_map_that_may_not_repeat_its_results_is_warned_of(kind, tmp_path, caplog, monkeypatch):
     stage, words = DOUBTFUL[kind]

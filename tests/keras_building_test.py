@@ -14,8 +14,6 @@ import looplib
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 
-pytestmark = pytest.mark.any_engine
-
 BATCH, STEPS = 8, 3
 X = np.random.RandomState(0).randn(STEPS * BATCH, 2).astype("float32")
 X[::2] *= 3  # so that to clip each replica's own gradients makes a difference
@@ -139,7 +137,6 @@ def test_an_optimizer_that_a_model_holds_anywhere_sums_before_it_clips_and_resum
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("legacy", [False, True])
 def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, keras, caplog):
     if legacy and keras is keras3:
@@ -153,7 +150,6 @@ def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, k
     assert "variables that are not attributes of the trainer" in caplog.text
 
 
-@pytest.mark.any_engine(False)
 def test_an_update_in_a_condition_is_refused_on_several_replicas_with_its_line(keras):
     with pytest.raises(UsageError, match="inside of a condition.*keras_building_test.py:.*apply_gradients.*n-th step"):
         trained(lambda: gan(keras, conditional=True), "mirrored_x2")
@@ -212,7 +208,6 @@ def test_a_model_for_batches_of_one_size_trains_as_in_fit(case, keras):
     assert metrics["examples"] == len(SUMS) and history
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("place", ["layer", "step"])
 def test_random_numbers_without_a_seed_are_refused_on_several_replicas(place):
     class Noise(keras3.layers.Layer):

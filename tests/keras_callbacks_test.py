@@ -11,8 +11,6 @@ from conftest import make_strategy
 import looplib
 from looplib.errors import UsageError
 
-pytestmark = pytest.mark.any_engine
-
 FAMILIES = ("keras", "tf_keras")
 BATCH, EPOCHS = 16, 9  # 40 examples: 3 steps an epoch
 X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
@@ -94,7 +92,7 @@ def assert_as_fit(ours, theirs):
     assert called[1].best == pytest.approx(fits[1].best, rel=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "keras, strategy",
     [("tf_keras", "default"), ("keras", "mirrored_x2"), ("tf_keras", "mirrored_x2"), ("keras", "default")],
@@ -109,7 +107,7 @@ def test_files_stops_and_final_weights_are_those_of_fit(keras, strategy, tmp_pat
     assert_equal_files(tmp_path / "ours", tmp_path / "fit", keras)
 
 
-@pytest.mark.pairs
+@pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("others", [dict(start_from_epoch=4, patience=3), dict(baseline=1e-9, patience=2)], ids=str)
 def test_other_settings_of_early_stopping_are_those_of_fit(keras, others, tmp_path):
     theirs = fitted(keras, tmp_path / "fit", **others)
@@ -117,7 +115,7 @@ def test_other_settings_of_early_stopping_are_those_of_fit(keras, others, tmp_pa
     assert_as_fit((trained(keras, called), called), theirs)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "fails, monitor, keras",
     [*itertools.product([1, 4, 6], ["val_loss", "loss"], FAMILIES), (6, "loss", "tf_keras"), (4, "val_loss", "keras")],

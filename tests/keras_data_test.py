@@ -13,8 +13,6 @@ import looplib
 from looplib.errors import UsageError
 from looplib.extras.keras import rows
 
-pytestmark = pytest.mark.any_engine
-
 FAMILIES = ("keras", "tf_keras")
 BATCH, EPOCHS = 8, 3
 X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
@@ -69,7 +67,7 @@ def lines(folder):
     return rows.map(lambda row: (row[:, :3], row[:, 3:]))
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     "make, keras, strategy",
     [
@@ -228,7 +226,7 @@ KINDS = {  # of a model, and the arguments of fit
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
 def test_each_kind_of_data_that_fit_takes_trains_as_in_fit(kind, keras, strategy):

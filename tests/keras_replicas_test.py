@@ -13,7 +13,6 @@ from looplib.errors import UsageError
 from looplib.extras.keras.alone import alone
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
-pytestmark = pytest.mark.any_engine
 
 ROWS, BATCH, STEPS = 39, 16, 3  # the last batch of an epoch has 7 rows, and replicas have 4 and 3
 X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
@@ -358,7 +357,6 @@ def _value(variable):
     return _keras.tf_variable(variable).numpy()
 
 
-@pytest.mark.any_engine(False)
 def test_a_replica_is_alone_only_where_it_is_asked_to_be():
     strategy = make_strategy("mirrored_x2")
 
@@ -375,7 +373,6 @@ def test_a_replica_is_alone_only_where_it_is_asked_to_be():
     assert [int(strategy.experimental_local_results(each)[-1]) for each in found] == [2, 1, 1, 6, 2, 2]
 
 
-@pytest.mark.any_engine(False)
 def test_a_strategy_that_counts_its_replicas_in_another_way_is_refused():
     class Other(tf.distribute.MirroredStrategy):
         num_replicas_in_sync = 2
@@ -388,7 +385,6 @@ def test_a_strategy_that_counts_its_replicas_in_another_way_is_refused():
         Other(["CPU:0", "CPU:1"]).run(step)
 
 
-@pytest.mark.any_engine(False)
 def test_a_compiled_metric_of_ones_own_that_keeps_a_maximum_is_refused(keras):
     class Largest(keras.metrics.Metric):
         def __init__(self):

@@ -7,8 +7,6 @@ from conftest import make_strategy, more
 
 import looplib
 
-pytestmark = pytest.mark.any_engine
-
 X = np.random.RandomState(0).randn(20, 3).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 BATCH, RATE = 8, 0.05  # the last batch of an epoch has 4 examples

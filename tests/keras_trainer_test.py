@@ -16,8 +16,6 @@ import looplib
 from looplib.errors import UsageError
 from looplib.extras.keras.callbacks import KerasCallbacks
 
-pytestmark = pytest.mark.any_engine
-
 BATCH, EPOCHS = 16, 3  # 49 examples: the last batch of an epoch has one
 FAMILIES = ("keras", "tf_keras")
 
@@ -25,7 +23,7 @@ FAMILIES = ("keras", "tf_keras")
 def cases(*few):
     """Returns all scripts in both families, of which these few are no repetitions."""
     product = list(itertools.product(keras_scripts.SCRIPTS, FAMILIES))
-    return [*few, *(pytest.param(*case, marks=pytest.mark.repetition) for case in product if case not in few)]
+    return [*few, *(pytest.param(*case, marks=pytest.mark.slow) for case in product if case not in few)]
 
 
 def fitted(name, keras, **others):
@@ -68,7 +66,6 @@ def assert_as_in_fit(model, reports, expected):
 FEW = (("multi_output", "keras"), ("custom_train_step", "tf_keras"), ("regression", "keras"))
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("name, keras", cases(*FEW), indirect=["keras"])
 def test_a_script_trains_as_in_fit(name, keras):
     model, reports, step = trained(name, keras)
@@ -136,7 +133,7 @@ def callbacks_of(keras):
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_callbacks_observe_and_schedule_as_in_fit(keras):
     expected, theirs = callbacks_of(keras)
     weights, history = fitted("cnn", keras, callbacks=theirs)
@@ -174,7 +171,7 @@ def remembering(keras):
     return Remembering
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_what_callbacks_remember_continues_after_restarts_and_a_crash(keras, tmp_path, caplog):
     kind = remembering(keras)
 
@@ -316,7 +313,7 @@ def test_callbacks_refuse_reports_that_are_not_of_epochs():
             controller.train(epochs=1)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("strategy, keras", [("default", "keras"), ("mirrored_x2", "tf_keras")], indirect=["keras"])
 def test_a_data_set_of_global_batches_trains_as_in_fit(strategy, keras):
     _, arguments = keras_scripts.build("class_weights", keras)
@@ -360,7 +357,7 @@ def test_epochs_are_steps_of_any_trainer_whose_data_has_a_known_length():
         assert "epoch" not in controller.train(2)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @pytest.mark.parametrize("name", keras_scripts.SCRIPTS)
 @pytest.mark.parametrize("check", ["resume", "replicas"])
 def test_a_script_passes_the_checks(check, name, python, tmp_path):

@@ -153,8 +153,7 @@ def test_vocabularies_encode_and_decode(vocabularies):
     assert [pieces[token] for token in tokens] == ["import", "o", "##s"] and words.decode(tokens) == b"import os"
 
 
-@pytest.mark.any_engine
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind", ["", "sentence", "word"])
 def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies, kind):
     settings = config(files, vocabulary=vocabularies[kind], sequence_length=1024, text_bytes=20_000)
@@ -243,7 +242,6 @@ def test_it_learns_on_any_number_of_replicas(files, trained):
     assert first["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=0.01)
 
 
-@pytest.mark.any_engine
 def test_an_evaluation_job_finds_all_weights(files, trained):
     folder, metrics = trained["one"]
     _, evaluator = language_model.build(config(files))
@@ -266,7 +264,6 @@ def test_reports_have_the_speed_which_comparisons_leave_out(trained, tmp_path):
     assert not compare(one, other).differences
 
 
-@pytest.mark.any_engine
 def test_bfloat16_computes_its_products_in_bfloat16(files):
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
@@ -341,7 +338,7 @@ def test_a_mixture_of_files_has_its_shares_and_each_token_once(mixture):
     assert collections.Counter(predicted[predicted != START].tolist()) == expected
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @pytest.mark.parametrize("is_mixture", [False, True])
 @pytest.mark.parametrize("check", [["resume", "--kills=1"], ["replicas", "--counts=1,2"]])
 def test_a_killed_run_and_one_on_two_replicas_are_equal(files, mixture, python, tmp_path, check, is_mixture):

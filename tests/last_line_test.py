@@ -81,7 +81,7 @@ ELSEWHERE += ["chained, keras --loop=eager"]
 ONCE = [f"{fault}, {family}" for fault, family in zip(KERAS, itertools.cycle(["keras", "tf_keras"]))]
 ONCE += [f"{fault}, keras" for fault in (*OTHERS, "quit")]
 ONCE = [case for case in ONCE if case.partition(",")[0] not in (*ALIKE, "dense", "map_run", "chained")] + ELSEWHERE
-PARAMETERS = [pytest.param(case, marks=() if case in ONCE else pytest.mark.repetition) for case in CASES]
+PARAMETERS = [pytest.param(case, marks=() if case in ONCE else pytest.mark.slow) for case in CASES]
 PLACES = {
     "model": "model",
     "map_run": "def dataset",

@@ -104,7 +104,7 @@ def test_virtual_devices_do_not_change_the_weights(replicas):
             np.testing.assert_allclose(runs[n][key], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("strategy, name", [("mirrored", "MirroredStrategy"), ("one_device", "OneDeviceStrategy")])
 def test_strategies_of_one_device(strategy, name, replicas, python, tmp_path):
     result = start(python, f"--model_dir={tmp_path}", f"--strategy={strategy}", *SMALL)
@@ -114,7 +114,7 @@ def test_strategies_of_one_device(strategy, name, replicas, python, tmp_path):
         np.testing.assert_allclose(weights(tmp_path)[key], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, python, tmp_path):
     command = [

@@ -15,8 +15,6 @@ import looplib
 from looplib.errors import UsageError
 from looplib.report.records import read_jsonl
 
-pytestmark = pytest.mark.any_engine
-
 
 def disk(folder):
     """Every file below a folder but the lock and the reports on the run, with its content."""
@@ -160,7 +158,6 @@ def test_a_second_controller_of_a_directory_that_is_trained_in_is_refused(tmp_pa
     assert len(errors) == 2 and [saved.step for saved in looplib.checkpoints(tmp_path)] == [2]
 
 
-@pytest.mark.any_engine(False)
 def test_a_directory_is_free_after_a_controller_whose_building_failed(tmp_path):
     class Broken(toy.Regression):
         def step_fn(self, inputs):
@@ -394,7 +391,6 @@ def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_
     )
 
 
-@pytest.mark.any_engine(False)
 def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
     @dataclasses.dataclass
     class Config:

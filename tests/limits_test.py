@@ -19,8 +19,6 @@ from looplib.errors import duration
 from looplib.extras.diagnosis import model_table
 from looplib.health.preemption import notice
 
-pytestmark = pytest.mark.any_engine
-
 ROOT = pathlib.Path(__file__).parents[1]
 DEFAULT = make_strategy("default")
 UsageError = looplib.UsageError

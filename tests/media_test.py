@@ -14,8 +14,6 @@ from tensorboard import program
 import looplib
 from looplib.report.records import read_jsonl
 
-pytestmark = pytest.mark.any_engine
-
 _MOST = 3
 
 
@@ -162,7 +160,6 @@ def test_media_that_cannot_be_written_are_one_warning(tmp_path, caplog):
     assert {step for step, *_ in lines(tmp_path)} == {2, 4, 6}  # histograms and texts need no folder
 
 
-@pytest.mark.any_engine(False)  # which shows all steps, or undoes none
 @pytest.mark.parametrize("strategy, non_finite", [("default", "halt"), ("mirrored_x2", "skip")])
 def test_a_step_that_is_not_reported_computes_nothing_to_show(strategy, non_finite):
     with make(

@@ -13,8 +13,6 @@ from faults.tampering import rewrite_run_state
 import looplib
 from looplib.errors import UsageError
 
-pytestmark = pytest.mark.any_engine
-
 FIRST, LAST, PATIENCE = 7, 24, 6
 ACCURACY, LOSS = ("eval/accuracy", "max"), ("eval/loss", "min")
 LOWEST = ("eval/accuracy", "min")
@@ -129,7 +127,7 @@ BAD = [(STOPS, memory) for memory in (None, 3, [1, 2], ["much", 1, 1, 1], [0.5, 
 BAD += [(REDUCES, [0.5, 1, 1, 0, "long"])]  # the last is how many reports are left of a cooldown
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name, memory", BAD, ids=str)
 def test_a_memory_of_other_types_is_a_sentence(name, memory, tmp_path):
     trainer = toy.Regression()

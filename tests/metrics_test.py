@@ -14,8 +14,6 @@ from looplib.extras.parameter_server.results import RemoteReducer
 from looplib.loop.reducer import Reducer
 from looplib.task.record import RunningTotals
 
-pytestmark = pytest.mark.any_engine
-
 VALUES = np.random.RandomState(1).randn(2000)
 
 
@@ -41,7 +39,7 @@ def evaluate(strategy, evaluator, global_batch_size=16, steps=-1, **settings):
     return controller.evaluate(steps)["eval"]
 
 
-@pytest.mark.pairs(possible=lambda params: params["strategy"] != "one_device" or params["n"] == 1)
+@pytest.mark.slow(pairs=lambda params: params["strategy"] != "one_device" or params["n"] == 1)
 @pytest.mark.parametrize("n", [1, 1003, *more([7, 63, 64, 65])])
 @pytest.mark.parametrize("strategy", [*EVERY[:3], *more(EVERY[3:])], indirect=True)
 def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
@@ -76,7 +74,7 @@ def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
     assert found["positive"] == pytest.approx((values > 0).mean(), rel=1e-12)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("batch, n", [(1, 3), (4, 13), *more([(4, 12), (5, 41)])])
 def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
     size = batch * strategy.num_replicas_in_sync
@@ -150,7 +148,6 @@ def own_metric(family, kind):
     return Own()
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("kind", ["sum", "maximum", "minimum", "moving average"])
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_a_metric_that_replicas_cannot_sum_is_refused_when_the_controller_is_built(family, kind):
@@ -190,7 +187,6 @@ class Summing(looplib.Trainer):
         return {"value": values, **({"own": self.own} if self.own else {})}
 
 
-@pytest.mark.any_engine(False)
 def test_a_training_is_the_one_without_the_check_of_its_metric():
     strategy, weights = make_strategy("mirrored_x2"), []
     for own in (False, True):

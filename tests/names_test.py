@@ -15,7 +15,6 @@ from looplib.extras.weights.loading import warm_start
 from looplib.task.record import RunState
 from looplib.task.state import state_of
 
-pytestmark = pytest.mark.any_engine
 WIDTH = 4
 
 

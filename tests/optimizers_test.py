@@ -17,7 +17,6 @@ import looplib
 from looplib import UsageError
 from looplib.cluster.updates import TrainingOptimizers
 
-pytestmark = pytest.mark.any_engine  # where a test does not name one
 STEPS, BATCH, FEATURES, CLASSES, WORDS = 7, 8, 5, 3, 7
 _random = np.random.RandomState(0)
 # Errors of very different size, so that replicas' own gradients are clipped otherwise than their sum.
@@ -198,7 +197,7 @@ def test_every_option_equals_keras_on_one_device(keras):
     check(keras, options(keras), "mirrored_x2", loop="eager", x=X[: steps * BATCH])
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_every_option_equals_keras_on_one_device_in_a_graph_too(keras):
     check(keras, options(keras), "mirrored_x2")
 
@@ -213,7 +212,7 @@ def test_four_replicas_equal_keras_on_one_device_too(keras):
 
 @pytest.mark.parametrize(
     "keras, loop",
-    [("keras", "graph"), ("tf_keras", "eager"), pytest.param("tf_keras", "graph", marks=pytest.mark.repetition)],
+    [("keras", "graph"), ("tf_keras", "eager"), pytest.param("tf_keras", "graph", marks=pytest.mark.slow)],
     indirect=["keras"],
 )
 def test_a_gradient_that_overflows_on_one_replica_leaves_the_step_out_on_all(keras, loop):
@@ -353,7 +352,6 @@ def test_on_one_replica_a_step_is_what_keras_makes_of_it(option):
     assert ops_of_a_step(make, strategy, changed=True) == ops_of_a_step(make, strategy, changed=False)
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("option", ["clipnorm", "average overwrites", "dynamic"])
 def test_apply_gradients_of_a_trainer_needs_no_method_replaced(option, keras):
     case = {option: options(keras)[option]}
@@ -412,7 +410,6 @@ def test_an_optimizer_inside_of_another_one_sums_once_and_alone_too():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.any_engine(False)
 def test_a_trainer_of_orbits_kind_sums_first_too():
     strategy, zoo = make_strategy("mirrored_x2"), small_zoo("mirrored_x2")
 
@@ -440,7 +437,6 @@ def test_a_trainer_of_orbits_kind_sums_first_too():
     np.testing.assert_allclose(zoo.values()["one"][0], plainly(keras3, zoo.cases)["one"][0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.any_engine(False)
 def test_what_cannot_be_right_on_replicas_is_refused_when_the_controller_is_built(monkeypatch):
     with make_strategy("mirrored_x2").scope():
         nadam = Zoo(tf_keras, {"one": Case(lambda: tf_keras.optimizers.Nadam(0.01))})

@@ -23,8 +23,6 @@ from looplib.report.records import read_jsonl
 from looplib.task.actions import Action, ActionStates
 from looplib.task.record import RunRecord
 
-pytestmark = pytest.mark.any_engine
-
 _FLOATS = (np.float16, np.float32, np.float64, np.longdouble)
 _INTS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)
 _TENSORS = ("bool", "int8", "uint8", "int32", "int64", "uint64", "bfloat16", "float16", "float32", "float64")

@@ -16,8 +16,6 @@ from conftest import make_strategy, more, repetitions
 import looplib
 from looplib.extras.tools.compare import compare
 
-pytestmark = pytest.mark.any_engine
-
 ROOT = pathlib.Path(__file__).parents[1]
 UsageError = looplib.UsageError
 
@@ -65,7 +63,7 @@ def sequences(count):
 CASES = [dict(patience=1), dict(patience=3, mode="max"), dict(patience=2, min_change=0.3)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_early_stopping_stops_where_that_of_keras_does(case):
     stopped = set()
@@ -86,7 +84,7 @@ def test_early_stopping_stops_where_that_of_keras_does(case):
     assert min(stopped) < 23
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("case", [*CASES, dict(patience=1, cooldown=2), dict(patience=2, min_rate=0.002)], ids=str)
 def test_the_rate_on_a_plateau_is_that_of_keras(case):
     lowest = set()
@@ -114,7 +112,7 @@ def test_the_rate_on_a_plateau_is_that_of_keras(case):
     assert min(lowest) < 0.05
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
     """As a training whose program sets the rate at the same steps."""
@@ -134,7 +132,7 @@ def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_path, keras):
     def start(rate, steps):
         trainer = toy.Regression(keras, "adam")
@@ -152,7 +150,7 @@ def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_
     assert start(0.01, 6) == pytest.approx(0.005)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name, tmp_path):
     """The best value is that of step 3; the weights are those of a training of three steps."""
@@ -275,7 +273,6 @@ def test_bad_settings_are_sentences(case):
         make()
 
 
-@pytest.mark.any_engine(False)
 def test_what_cannot_work_is_a_sentence_before_the_first_step(tmp_path):
     def refused(sentence, action, **settings):
         controller = build([1] * 9, [action], **settings)

@@ -84,7 +84,7 @@ def finish(tmp_path, steps=40, **settings):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.few(2)  # each other signal has a test below
+@pytest.mark.slow(keep=2)  # each other signal has a test below
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("signum", preemption.SIGNALS)
 def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path):
@@ -119,7 +119,7 @@ def test_the_current_step_of_many_ops_ends_not_the_loop(ends, monkeypatch):
     assert 5 <= controller.global_step <= 8
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("loop", ["graph", "xla"])
 def test_fast_steps_stop_within_a_fraction_of_a_second_too(loop):
     trainer = Quiet()
@@ -402,7 +402,7 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
 REPEATED = [signal.SIGXCPU, signal.SIGUSR2, signal.SIGHUP, signal.SIGUSR1]
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("signum", REPEATED)
 def test_a_hangup_or_notice_that_comes_again_changes_nothing(signum, python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)
@@ -417,7 +417,6 @@ def test_a_signal_that_was_ignored_when_the_process_started_stays_ignored(python
     assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
     """In Python, and in C, where only the operating system knows of it; in the training and after it."""
@@ -465,7 +464,7 @@ def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(pyth
     assert seconds["suspended"] >= 3 and sum(seconds.values()) == pytest.approx(2 * seconds["wall"], abs=0.01)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(python, tmp_path):
     """In the second call a step takes 5 s, in 3.5 s of which the process is suspended; looks come each 0.2 s."""
     code, _, errors = interrupted(python, tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0, first=5)
@@ -473,7 +472,6 @@ def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(pytho
     assert float(errors.rpartition("left out: ")[2].split()[0]) > 2.5, errors
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("first", preemption.SIGNALS)
 def test_a_second_interrupt_while_python_runs_raises_too(first):
     def act(event):

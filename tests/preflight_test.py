@@ -224,7 +224,7 @@ IN_TURN = list(zip(LAYERS, itertools.cycle(["keras", "tf_keras"])))
 OTHERS = list(zip(LAYERS, itertools.cycle(["tf_keras", "keras"])))
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("layers, family", [*IN_TURN, *more(OTHERS)])
 def test_the_layers_of_both_families_lower(layers, family):
     keras = pytest.importorskip(family)

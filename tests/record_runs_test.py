@@ -118,7 +118,7 @@ def flags(tmp_path_factory):
     return [f"--config.files={digits(tmp_path_factory.mktemp('digits'))}", "--mode=train", "--global_batch_size=32"]
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_run_that_reads_files_passes_the_checks(python, flags, tmp_path, check, kind):
@@ -132,7 +132,7 @@ def test_a_run_that_reads_files_passes_the_checks(python, flags, tmp_path, check
     assert result.returncode == 0 and "EQUAL" in result.stdout and "(with the examples" in result.stdout, result
 
 
-@pytest.mark.repetition  # workers_test has a run that does so, and records_test the order of records for any number of workers
+@pytest.mark.slow  # workers_test has a run that does so, and records_test the order of records for any number of workers
 @pytest.mark.parametrize("kind", ["blocks", "records", "mixture", "packed"])
 def test_a_run_goes_from_one_worker_to_two_and_back_with_the_same_examples(kind, nursery, flags, tmp_path):
     flags = [*flags, *KINDS[kind], "--steps_per_loop=5"]

@@ -153,13 +153,13 @@ def test_a_step_of_tf_keras_is_replayed_with_its_dropout_and_gradients(runs, cap
         assert float(update) == pytest.approx(0.05 * float(gradient), rel=1e-3)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_runs_of_tf_keras_part_at_the_step_of_one_changed_example(runs, capfd):
     assert main(["diff", str(runs("tf_keras")[0]), str(runs("tf_keras_changed")[0])]) == EXIT_DIFFERENT
     assert f"the runs part at step {BAD}, first in the examples\n" in capfd.readouterr().out
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_run_with_averages_a_profile_and_a_reduced_rate_is_replayed(runs, capfd):
     assert main(["replay", str(runs("actions")[0]), "--step=25"]) == EXIT_DONE
     assert main(["replay", str(runs("actions")[0]), "--step=30"]) == EXIT_DONE
@@ -167,7 +167,7 @@ def test_a_run_with_averages_a_profile_and_a_reduced_rate_is_replayed(runs, capf
     assert "averages: average/" in out and "equal, bit by bit, to what the run reported at step 30" in out
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_replay_of_a_run_in_xla_has_its_numbers_up_to_rounding(runs, capfd):
     assert main(["replay", str(runs("xla")[0]), "--step=30"]) == EXIT_DONE
     out = capfd.readouterr().out
@@ -208,7 +208,7 @@ def test_a_replay_without_progress_is_ended_by_the_watchdog(runs, capfd):
     assert "no progress for 3 s in the phase 'train' after " in lines[-2]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_replay_that_is_ended_leaves_no_folder(signum, runs, tmp_path, python):
     code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}; from looplib.__main__ import main; main()"
@@ -245,7 +245,7 @@ def test_runs_part_at_the_step_of_one_changed_example(runs, capfd):
     assert f"the runs part at step {BAD}, first in the examples\n" in out
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_runs_part_where_a_resumed_one_has_another_learning_rate(runs, capfd):
     assert main(["diff", str(runs("plain")[0]), str(runs("other_rate")[0])]) == EXIT_DIFFERENT
     out = capfd.readouterr().out

@@ -19,7 +19,7 @@ CASES = {
 }
 # A right step whose rounding grows to percents; checks_test has one that is wrong in the loss.
 ONCE = [("wild", 200)]
-PARAMETERS = [pytest.param(case, marks=() if case in ONCE else pytest.mark.repetition, id=str(case)) for case in CASES]
+PARAMETERS = [pytest.param(case, marks=() if case in ONCE else pytest.mark.slow, id=str(case)) for case in CASES]
 
 
 FEW = ("1", "last_bit_1", "2")  # two replicas and one nudge; the other runs are repetitions

@@ -406,7 +406,7 @@ SEEDS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", SEEDS)
 def test_an_epoch_keeps_its_order_wherever_the_one_before_was_left(name, monkeypatch):
     """By the state where it has all seeds, and else by skipping."""

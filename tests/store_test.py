@@ -25,8 +25,6 @@ from looplib.errors import UsageError
 from looplib.extras.weights.loading import warm_start
 from looplib.task.state import ReplicaState
 
-pytestmark = pytest.mark.any_engine
-
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 
 
@@ -52,7 +50,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "keep, expected",
     [
@@ -132,7 +130,7 @@ SAVED = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_path):
@@ -203,7 +201,7 @@ def test_a_warm_start_that_cannot_be_is_a_sentence(case, sentence, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_path):
     class Extended(toy.Regression):
         def __init__(self):
@@ -231,7 +229,7 @@ def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_p
         np.testing.assert_array_equal(third.weights()[0], second.weights()[0])
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 def test_a_partial_restore_and_a_warm_start_leave_a_new_head_as_it_is_and_name_it(keras, tmp_path, caplog):
     def build(classes):
         trainer = toy.Regression(keras)
@@ -302,8 +300,7 @@ def test_a_best_checkpoint_that_is_asked_for_wrongly_is_answered_with_the_form_o
     assert sentence.endswith("such as max:eval/score")
 
 
-@pytest.mark.few(1)
-@pytest.mark.any_engine(False)
+@pytest.mark.slow(keep=1)
 def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
     """Where `loop_end` is the default one, the trace of the evaluation tells the names; Keras metrics among them."""
 

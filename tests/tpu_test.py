@@ -254,7 +254,7 @@ def test_a_run_whose_tpu_is_lost_waits_for_it_and_continues_as_if_it_had_not_bee
     assert report["status"] == "done" and report["restarts"] == 1
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_tpu_that_is_lost_again_and_again_ends_the_run(tmp_path):
     result, calls = train(tmp_path, "--config.always")
     assert result.returncode == 1 and calls.count("lost") == 3

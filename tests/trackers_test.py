@@ -18,8 +18,6 @@ from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
 from looplib.report.writers import named_writers
 
-pytestmark = pytest.mark.any_engine
-
 
 class _KilledError(Exception):
     pass

@@ -33,8 +33,6 @@ from looplib.report.records import read_jsonl
 from looplib.report.reporter import ThreadedWriter
 from looplib.report.writers import Writer
 
-pytestmark = pytest.mark.any_engine
-
 
 def scalars(folder):
     return {(tag, step): value for step, values in events(folder) for tag, value in values.items()}
@@ -387,7 +385,7 @@ def test_a_rollback_within_a_process_leaves_each_step_once(tmp_path):
     assert scalars(tmp_path / "train") == {("a", s): a for s, a in expected}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_an_event_file_cut_anywhere_loses_only_the_record_that_was_cut(split, tmp_path):
     write_board(tmp_path / "whole", *((s, split, {"a": s}) for s in (1, 2, 3)))

@@ -358,7 +358,7 @@ time_t time(time_t *now) {
 """
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_clock_that_jumps_by_years_while_a_run_trains_changes_no_duration_and_no_limit(trained, tmp_path):
     if not shutil.which("gcc"):
         pytest.skip("there is no gcc")

@@ -126,9 +126,7 @@ DAMAGES = [
 each_damage = pytest.mark.parametrize(
     "damage, how",
     [
-        pytest.param(
-            damage, how, marks=pytest.mark.repetition if how in PARTS[1:] else (), id=f"{damage.__name__}-{how}"
-        )
+        pytest.param(damage, how, marks=pytest.mark.slow if how in PARTS[1:] else (), id=f"{damage.__name__}-{how}")
         for damage, how in DAMAGES
     ],
 )
@@ -194,7 +192,7 @@ KINDS_BY_TURNS = dict(zip([case for case in DAMAGES if case[1] not in PARTS[1:]]
     "kind, damage, how",
     [
         pytest.param(
-            kind, damage, how, marks=() if KINDS_BY_TURNS.get((damage, how)) == kind else pytest.mark.repetition,
+            kind, damage, how, marks=() if KINDS_BY_TURNS.get((damage, how)) == kind else pytest.mark.slow,
             id=f"{kind}-{damage.__name__}-{how}",
         )
         for kind, (damage, how) in itertools.product(FILES, DAMAGES)
@@ -205,7 +203,7 @@ def test_a_damaged_file_of_the_newest_checkpoint_costs_that_checkpoint_only(kind
     check_it_resumes(folder, whole, caplog, 6, [NEWEST])
 
 
-@pytest.mark.few(5)
+@pytest.mark.slow(keep=5)
 @each_damage
 def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder, whole, caplog):
     damage(folder / "checkpoints" / "checkpoint", how)

@@ -103,7 +103,7 @@ def test_no_mutation_of_the_saved_state_hangs_or_crashes_or_touches_anything_els
     assert min(outcomes.values()) > OF_THE_STATE / 20
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", ["running", "reported", "train", "engines", "optimizers", "rollbacks", "input_offset"])
 def test_a_value_of_another_type_in_the_saved_state_is_named(name, folder, victim):
     rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", lambda values: values.update({name: [[None]]}))

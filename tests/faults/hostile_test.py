@@ -26,8 +26,6 @@ from looplib.checkpoint import commits
 from looplib.errors import UsageError
 from looplib.report.records import JsonlWriter, read_jsonl
 
-pytestmark = pytest.mark.any_engine
-
 
 def start(folder, keep=2, **policy):
     trainer, evaluator = toy.build(make_strategy("default"))

@@ -181,7 +181,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(name, killed_runs
     assert run["status"] == "done" and 1 <= run["restarts"] <= len(struck) + 1
 
 
-@pytest.mark.repetition  # the run above loses none
+@pytest.mark.slow  # the run above loses none
 def test_no_kill_loses_a_committed_checkpoint_that_is_to_be_kept(nursery, table, tmp_path):
     """What a start finds is what the life before it had committed, and half a save is never taken for one."""
     folder, chance, steps = tmp_path / "run", random.Random(9), STEPS

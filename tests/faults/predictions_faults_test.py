@@ -194,7 +194,7 @@ def test_a_forged_index_is_refused_in_a_sentence_or_changes_nothing(how, copy, w
     assert not (refused and how in EQUAL), refused
 
 
-@pytest.mark.few(3)
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("make", [*MAKE, lambda path: path.symlink_to(path.parents[2] / "victim" / "_index.json")])
 def test_something_else_in_the_place_of_the_index_is_refused_in_a_sentence(make, copy, victim):
     folder = copy()

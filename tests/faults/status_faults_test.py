@@ -80,7 +80,7 @@ def test_what_is_left_out_of_a_large_tree_is_said(
     assert "not all" not in capsys.readouterr().out
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_a_hundred_thousand_files_take_seconds(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture) -> None:
     a_run(tmp_path / "a")
     (tmp_path / "z").mkdir()

@@ -23,7 +23,6 @@ import looplib
 from looplib.extras.writers import mlflow_writer
 from looplib.report.records import read_jsonl
 
-pytestmark = pytest.mark.any_engine
 SECRET = "s3cret"
 HANG = 60.0
 

@@ -150,7 +150,7 @@ def checks(files, nursery, cases):
         return dict(zip(cases("name"), pool.map(lambda name: check(name, *flags[name]), cases("name"))))
 
 
-@pytest.mark.repetition  # model_garden_test has a run that resumes exactly
+@pytest.mark.slow  # model_garden_test has a run that resumes exactly
 @pytest.mark.parametrize("name", ["bert/pretraining", "resnet_imagenet"])
 def test_a_killed_run_resumes_exactly(name, checks):
     result = checks[name]
@@ -158,7 +158,7 @@ def test_a_killed_run_resumes_exactly(name, checks):
     assert re.match(r"EQUAL, uninterrupted and after 2 kills: ", result.stdout.splitlines()[-1])
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_drivers_own_restart_does_not(tmp_path):
     overrides = {"task": {"train_data": {"aug_rand_hflip": False, "aug_crop": False}}}
     schedule = lambda until: {

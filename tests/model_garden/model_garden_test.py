@@ -52,7 +52,7 @@ _MORE = ("retinanet_resnetfpn_coco", "bert/pretraining")
 
 
 # ResNet has a graph on looplib's side too.
-_EAGER = pytest.param("seg_resnetfpn_pascal", marks=pytest.mark.any_engine)
+_EAGER = "seg_resnetfpn_pascal"
 
 
 @pytest.fixture(scope="module", params=["resnet_imagenet", _EAGER, *more(_MORE)])
@@ -141,7 +141,6 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     indirect=True,
     scope="module",
 )
-@pytest.mark.any_engine
 def test_an_evaluation_on_two_replicas_gives_the_same_numbers(both):
     """The last batch leaves one of them without an example."""
     name, params, directory, _, ours = both
@@ -169,7 +168,6 @@ def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
         assert controller.global_step == 3
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize("kind", ["sgd", "sgd_experimental"])
 def test_the_reported_learning_rate_is_that_of_the_reported_step(kind, tmp_path):
     rate = {"type": "stepwise", "stepwise": {"boundaries": [1, 3], "values": [0.5, 0.2, 0.1]}}
@@ -184,7 +182,6 @@ def test_the_reported_learning_rate_is_that_of_the_reported_step(kind, tmp_path)
     assert [metrics["learning_rate"] for metrics in seen] == pytest.approx([0.5, 0.5, 0.2, 0.2, 0.1])
 
 
-@pytest.mark.any_engine
 def test_looplib_trains_on_from_the_drivers_checkpoint_and_the_driver_reads_looplibs(both, tmp_path):
     name, params, directory, whole, _ = both
     if name != "resnet_imagenet":
@@ -237,7 +234,6 @@ def averaged(tmp_path_factory):
     return directory, params, trainer, metrics, [event for event in seen if event.split == "validation"]
 
 
-@pytest.mark.any_engine
 def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(averaged):
     directory, params, trainer, metrics, _ = averaged
     losses, counts = validation_losses(params, f"{directory}/run")  # of the weights that were trained
@@ -252,7 +248,6 @@ def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(avera
     assert {weight.tobytes() for weight in weights} <= found
 
 
-@pytest.mark.any_engine
 def test_averaged_weights_resume_exactly(averaged, tmp_path):
     directory, params, trainer, _, _ = averaged
     shutil.copytree(f"{directory}/run/checkpoints", tmp_path / "run" / "checkpoints")
@@ -270,7 +265,6 @@ def test_averaged_weights_resume_exactly(averaged, tmp_path):
         )
 
 
-@pytest.mark.any_engine
 def test_the_best_checkpoint_and_the_averages_are_exported_as_model_garden_does(averaged):
     directory, _, trainer, metrics, evaluations = averaged
     with open(f"{directory}/run/best/info.json") as file:
@@ -301,7 +295,7 @@ def test_the_names_of_all_experiments_are_known():
     assert set(side_by_side.EXPERIMENTS) == set(names)
 
 
-@pytest.mark.repetition
+@pytest.mark.slow
 def test_the_image_summaries_of_a_task_are_shown(tmp_path):
     changes = {**steps(2), "task": {"allow_image_summary": True}}
     params = side_by_side.configuration("seg_resnetfpn_pascal", str(tmp_path), changes)
