@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from looplib import plugins
-from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError, cure_of, with_cure
+from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
+from looplib.messages import cure_of, with_cure
 
 _GROUP = "looplib.commands"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -65,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from looplib.console import printable, say
 
-        text = str(error) if isinstance(error, UsageError) else with_cure(error)
-        say(f"looplib: error: {printable(text[:_MOST_SHOWN])}")
+        is_ours = isinstance(error, UsageError)
+        text = printable((str(error) if is_ours else with_cure(error))[:_MOST_SHOWN])
+        say(f"looplib: error: {text}" + f" ({type(error).__name__})" * is_ours)
         return EXIT_UNKNOWN
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)

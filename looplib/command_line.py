@@ -10,8 +10,9 @@ from absl import flags
 from looplib import plugins, runtime
 from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast, Start
-from looplib.errors import UsageError, duration, is_utf8
+from looplib.errors import FlagError, NoCheckpointError
 from looplib.health.guards import Guards
+from looplib.messages import duration, is_utf8
 from looplib.run_config import RunConfig
 from looplib.settings import Flag, flags_of, from_flags
 from looplib.task.actions import Action
@@ -98,7 +99,7 @@ def parse(argv: Sequence[str]) -> list[str]:
     """
     for argument in argv:
         if not is_utf8(argument):
-            raise UsageError(f"the argument {argument!a:.300} is not UTF-8, or the locale is not; set PYTHONUTF8=1")
+            raise FlagError(f"the argument {argument!a:.300} is not UTF-8, or the locale is not; set PYTHONUTF8=1")
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
@@ -106,43 +107,43 @@ def parse(argv: Sequence[str]) -> list[str]:
         names = {**{path.rpartition(".")[2]: path for path in reversed(paths)}, **{path: path for path in paths}}
         close = difflib.get_close_matches(error.flagname, names, n=1, cutoff=0.8)
         hint = f"did you mean the setting --config.{names[close[0]]}? " if close else ""
-        raise UsageError(f"{error}; {hint}--help lists the flags") from error
+        raise FlagError(f"{error}; {hint}--help lists the flags") from error
     except flags.Error as error:
-        raise UsageError(f"{error}; --help lists the flags") from error
+        raise FlagError(f"{error}; --help lists the flags") from error
 
 
 def check(values: dict[str, Any], argv: Sequence[str]) -> None:
     """Raises `UsageError` for a value that no run can have, or for more in `argv` than the program and flags."""
     if len(argv) > 1:
-        raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
+        raise FlagError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
-        raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
+        raise FlagError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
     if values["mode"] in ("eval", "predict", "export") and not tf.io.gfile.isdir(values["model_dir"]):
-        raise UsageError(
+        raise NoCheckpointError(
             f"there is no directory {values['model_dir']}, so there is no checkpoint in it; train first, or name the "
             "directory of a training with --model_dir"
         )
     if duration("--max_time", values["max_time"] or None) and values["mode"] not in TRAINING_MODES:
-        raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
+        raise FlagError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
     if choice.check(values["checkpoint"], "--checkpoint") != choice.FINAL and values["mode"] in _FROM_THE_NEWEST:
         takes = "takes each new one" if values["mode"] == "continuous_eval" else "continues from the newest one"
-        raise UsageError(
+        raise FlagError(
             f"--checkpoint={values['checkpoint']} is for jobs that evaluate, predict or export a checkpoint, and "
             f"--mode={values['mode']} {takes}; leave it out"
         )
     profiles: list[Any] = actions(values)
     if profiles and values["mode"] not in TRAINING_MODES:
-        raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
+        raise FlagError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
     for profile in profiles:
         profile.check_end(values["train_steps"])
     for flag in FLAGS:
         if flag.least is not None and values[flag.name] < flag.least:
-            raise UsageError(f"--{flag.name} is {values[flag.name]}; expected at least {flag.least}")
+            raise FlagError(f"--{flag.name} is {values[flag.name]}; expected at least {flag.least}")
     if values["num_virtual_devices"] > _MOST_DEVICES:
-        raise UsageError(f"--num_virtual_devices is {values['num_virtual_devices']}; expected at most {_MOST_DEVICES}")
+        raise FlagError(f"--num_virtual_devices is {values['num_virtual_devices']}; expected at most {_MOST_DEVICES}")
     for name in ("join_limit", "eval_timeout"):
         if values[name] is not None and not values[name] >= 0:
-            raise UsageError(f"--{name} is {values[name]}; expected seconds of at least 0")
+            raise FlagError(f"--{name} is {values[name]}; expected seconds of at least 0")
     for name in ("train_steps", "eval_steps"):
         if values[name] < 1 and values[name] != -1:
-            raise UsageError(f"--{name} is {values[name]}; expected at least 1, or -1 for all data")
+            raise FlagError(f"--{name} is {values[name]}; expected at least 1, or -1 for all data")

@@ -19,7 +19,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.data.dataset_requests import BadRecords
 from looplib.diagnosis import diagnosis
-from looplib.errors import UsageError, shown, whole_number
+from looplib.errors import MissingPartError, SettingError, UsageError
 from looplib.health.guards import Diverged, Guards
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
@@ -29,6 +29,7 @@ from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
 from looplib.loop.schedule import Schedule
 from looplib.loop.window import Window
+from looplib.messages import shown, whole_number
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
 from looplib.report.run_json import RunReport
@@ -95,7 +96,9 @@ class Controller:
     ) -> None:
         files.check_temporary()
         if not isinstance(run_config, RunConfig):
-            raise UsageError(f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument")
+            raise SettingError(
+                f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument"
+            )
         strategy = strategy or tf.distribute.get_strategy()
         policy, actions = checkpoints or CheckpointPolicy(), actions or ()
         self.guards, start = guards or Guards(), start or Start()
@@ -122,7 +125,7 @@ class Controller:
         if trainer:
             policy.check(dict.fromkeys(evaluators))
             if self.guards.may_roll_back and not model_dir:
-                raise UsageError(
+                raise MissingPartError(
                     "a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)"
                 )
         self._directory = directory = RunDirectory(

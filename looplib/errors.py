@@ -1,17 +1,8 @@
-"""Errors that a user can fix, exit codes, and one-sentence messages of errors of any library."""
+"""The errors that looplib raises, and the exit codes of its programs.
 
-import ast
-import dataclasses
-import datetime
-import errno
-import itertools
-import operator
-import os
-import re
-import reprlib
-import textwrap
-from collections.abc import Sequence
-from typing import Any
+Each kind of error that a user can mend is a class here, whose name starts the last line of a binary. The message says
+what was found, what was expected and what to do.
+"""
 
 # Exit codes of a binary: done; failed; saved and ended by a signal, run again; ended by the watchdog.
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
@@ -19,56 +10,237 @@ EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
 # out, or was used wrongly; ended by Ctrl-C, as shells have it.
 EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
 
-OURS = ("UsageError", "BadRecordError")  # kinds of errors with sentences of looplib's, which ops raise as others
-_LAYERS = 20
-_MOST_SHOWN = 200  # characters of a value in a sentence
-_MOST_WHOLE = 2**63 - 1  # of TensorFlow's integers
-_MOST_SECONDS = 1e9  # of a duration, 31 years; timers take no more than about ten times as much
-_REPR = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 100, 100
-_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 10
-_LONGEST = 300  # characters of a sentence
-_WRAPPED = re.compile(r"in user code:|Exception encountered when calling")
-_ROOT = re.compile(r"\d+ root error\(s\) found\.\s*\(0\) [^\n:]*:\s*(.*?)(?:\n\s*\(1\) |\Z)", re.DOTALL)
-# Bold type of Keras 3; the functions and nodes of TensorFlow's graphs; lines of these alone; the op of an eager call.
-_DECORATION = re.compile(
-    r"\x1b\[\d*m|\{\{function_node .*?\}\}\s*|\n\s*\[\[.*\]\].*|\s*\[Op:[^\]]*\](?: name: ?\S*)?\s*$"
-)
-# What to do about an error of a file system, by its number; TensorFlow's errors have only the text of the number.
-_CURES = {
-    number: cure
-    for cure, *numbers in (
-        ("free space on that disk", errno.ENOSPC),
-        ("free space, or have the quota raised", errno.EDQUOT),
-        ("raise the largest size of a file (ulimit -f)", errno.EFBIG),
-        ("make that file system writable, or use another directory", errno.EROFS),
-        ("fix the permissions, or use another directory", errno.EACCES, errno.EPERM),
-        ("check the disk, or the connection to it", errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV),
-        ("raise the number of open files (ulimit -n)", errno.EMFILE, errno.ENFILE),
-        ("use a shorter name", errno.ENAMETOOLONG),
-        ("remove the symbolic link there", errno.ELOOP),
-        ("a part of that path is a file; move it away", errno.ENOTDIR),
-        ("move away what has that name", errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST),
-        ("restore it, or check the path", errno.ENOENT),
-        ("end the program that uses it", errno.ETXTBSY, errno.EBUSY),
-    )
-    for number in numbers
-}
-
 
 class UsageError(ValueError):
-    """Bad input; the message says what was found, what was expected and what to do.
+    """Something that the user can mend; the base of the errors below.
 
     Binaries print it as one last line, without a stack trace, and exit with `EXIT_FAILED`.
     """
+
+
+# Settings and commands.
+
+
+class SettingError(UsageError):
+    """A setting or an argument has a value of the wrong kind, or out of its range. Use a value of the message."""
+
+
+class FlagError(UsageError):
+    """A flag is unknown, has a value that it does not take, or does not fit the other flags; `--help` lists them."""
+
+
+class ConfigurationError(UsageError):
+    """A file of settings, or a `--config` flag, has an unknown name or a value of the wrong type."""
+
+
+class CommandError(UsageError):
+    """A command of `python -m looplib` was used wrongly, or the program that it was given cannot be started."""
+
+
+class PluginError(UsageError):
+    """A part of looplib, or a package that it needs, is not installed. Install the package that the message names."""
+
+
+class MissingPartError(UsageError):
+    """A call needs a trainer, an evaluator or a run directory that this controller does not have."""
+
+
+class ClosedError(UsageError):
+    """A call to a controller that was closed, or one of whose steps has failed. Build a new one."""
+
+
+class BusyError(UsageError):
+    """A call that is not possible while the run trains. Wait for its end, or call it outside of the training."""
+
+
+# Trainers, models and steps.
+
+
+class TaskError(UsageError):
+    """The trainer, an evaluator, or what `build` returned is of the wrong kind."""
+
+
+class ModelError(UsageError):
+    """The model is of the wrong kind or has no variables, or a pattern for its variables matches nothing."""
+
+
+class OptimizerError(UsageError):
+    """The optimizer is of the wrong kind, is held where looplib cannot find it, or cannot work on several replicas."""
+
+
+class VariableError(UsageError):
+    """Variables are made too late, or outside of the strategy's scope. Build models in `build`, and call them once."""
+
+
+class KerasFamilyError(UsageError):
+    """Objects of Keras 3 and tf_keras are mixed, or Keras 3 runs on another backend than TensorFlow."""
+
+
+class StepError(UsageError):
+    """The step does something that cannot run on a device, or on several replicas."""
+
+
+class StaleTraceError(UsageError):
+    """Something has changed after the step was traced, which would not see the change."""
+
+
+class LossError(UsageError):
+    """The loss is not one value per example, or cannot be averaged over replicas."""
+
+
+class MetricError(UsageError):
+    """A metric has a name, type or shape that cannot be reported, or a setting names a metric that is not reported."""
+
+
+class ActionError(UsageError):
+    """An action or a hook is of the wrong kind, or cannot work with this run."""
+
+
+class CallbackError(UsageError):
+    """A Keras callback needs what looplib does not do. The message names the setting or action in its place."""
+
+
+class OrbitError(UsageError):
+    """An Orbit trainer does not do what its interface promises, or cannot run with this setting."""
+
+
+class EngineError(UsageError):
+    """The engine (`--loop`) cannot run this step. `--loop=graph` runs every step."""
+
+
+# Data.
+
+
+class DatasetError(UsageError):
+    """`dataset` returned something else than batches that this run can read."""
+
+
+class EmptyDataError(UsageError):
+    """A data set has no batch, or not one for each replica. Check where the data is read from."""
+
+
+class EndlessDataError(UsageError):
+    """A training or an evaluation to the end of its data would never end. Give a number of steps."""
+
+
+class BatchSizeError(UsageError):
+    """A batch size does not divide over the replicas, or batches have another size than the run expects."""
+
+
+class ShardingError(UsageError):
+    """All workers would read the same data. Use `context.indices`, or shard by `context.pipeline_index`."""
+
+
+class OrderError(UsageError):
+    """A selection or an order of examples, such as a mixture or packed rows, cannot be made."""
+
+
+class RecordsError(UsageError):
+    """Files of records cannot be found, opened or read, or are damaged."""
 
 
 class DataError(UsageError):
     """Data could not be read while a run was under way, as a file is damaged or gone; the run can be resumed."""
 
 
+# Checkpoints and run directories.
+
+
+class NoCheckpointError(UsageError):
+    """There is no checkpoint where one is needed. Train first, or name another run directory."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is damaged, or written in a form that this version does not read."""
+
+
+class MismatchError(UsageError):
+    """A checkpoint is of another model, optimizer or program than the one that is to continue from it."""
+
+
+class WarmStartError(UsageError):
+    """Weights cannot be taken from another checkpoint, or a run cannot continue from it."""
+
+
+class StateError(UsageError):
+    """The trainer or an action has state that a checkpoint cannot hold."""
+
+
+class SaveError(UsageError):
+    """A checkpoint could not be written. Earlier ones are intact: free space, and run the same command again."""
+
+
+class RunDirectoryError(UsageError):
+    """A run directory, or a file or link in it, is not what looplib writes, or cannot be used."""
+
+
+class LockedError(UsageError):
+    """Another process writes to the run directory, or its lock was removed."""
+
+
+class FileError(UsageError):
+    """A file or directory cannot be read or written."""
+
+
+# Machines.
+
+
+class StrategyError(UsageError):
+    """A strategy cannot run this program, or not with these settings."""
+
+
+class DeviceError(UsageError):
+    """TensorFlow's devices cannot be set up as the settings ask."""
+
+
+class ClusterError(UsageError):
+    """The environment (`TF_CONFIG`, Slurm, Kubernetes) does not describe a cluster with this process in it."""
+
+
+class WorkerError(UsageError):
+    """A worker or a parameter server did not join, or was lost."""
+
+
+class ParameterServerError(UsageError):
+    """The program cannot train with parameter servers, or these cannot be reached."""
+
+
+class TpuError(UsageError):
+    """A TPU cannot be reached, was lost, or cannot be divided as the settings ask."""
+
+
+# What a run makes.
+
+
 class DivergenceError(UsageError):
     """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt, or was exhausted."""
+
+
+class WriterError(UsageError):
+    """A writer is of the wrong kind, or unknown."""
+
+
+class ExportError(UsageError):
+    """The model cannot be exported, or not to that place."""
+
+
+class PredictionError(UsageError):
+    """Predictions cannot be made or written, or the finished ones are of another run."""
+
+
+class ReplayError(UsageError):
+    """A recorded run cannot be repeated, replayed or compared."""
+
+
+class CheckError(UsageError):
+    """A check of a program could not be done."""
+
+
+class SweepError(UsageError):
+    """A sweep was started wrongly, or its files do not fit."""
+
+
+# Ends of a process that are no failure.
 
 
 class _Ended(SystemExit):
@@ -100,161 +272,3 @@ class CoordinatorGone(_Ended):
 
     def __init__(self, message: str) -> None:
         super().__init__(EXIT_DONE, message)
-
-
-def is_utf8(text: str) -> bool:
-    """Returns whether a text has no lone surrogates, which neither files nor TensorFlow take."""
-    return text.encode(errors="replace").decode() == text
-
-
-def shown(value: object) -> str:
-    """Returns a value that may come from anywhere as Python writes it, shortened for a sentence."""
-    try:
-        text = _REPR.repr(value)
-    except Exception:  # of a number of more than 4300 digits, or a __repr__ of any class
-        return f"a value of the type {type(value).__name__}"
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
-
-
-def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, or_all: bool = False) -> int:
-    """Checks a whole number and returns it as a Python int, which JSON can hold; a bool is refused by `UsageError`.
-
-    Args:
-      name: what it is, for the message.
-      value: anything that `operator.index` takes.
-      least: the smallest value that is allowed.
-      most: the largest allowed value; None for the largest 64-bit integer.
-      or_all: whether -1, which stands for all, is allowed too.
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    top = _MOST_WHOLE if most is None else most
-    allowed = number is not None and least <= number <= top
-    if not allowed and not (or_all and number == -1):
-        is_bounded = most is not None or (number is not None and number > top)
-        bounds = f"from {least} to {top}" if is_bounded else f"of at least {least}"
-        raise UsageError(f"{name} is {shown(value)}; expected a whole number {bounds}{', or -1 for all' * or_all}")
-    return number
-
-
-def duration(name: str, value: Any) -> float | None:
-    """Checks a duration and returns its seconds; anything else, and less than nothing, is a `UsageError`.
-
-    Args:
-      name: what it is, for the message.
-      value: seconds, a `datetime.timedelta`, or text such as "90", "45m", "1h30m" or "2d12h"; None for no limit.
-    """
-    if value is None:
-        return None
-    seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
-    if isinstance(value, str):
-        parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", value.strip())
-        if parts and any(parts.groups()):
-            seconds = sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (86400, 3600, 60, 1)))
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _MOST_SECONDS:
-        raise UsageError(
-            f"{name} is {shown(value)}; expected seconds above 0 and up to {_MOST_SECONDS:.0g}, or a duration such as "
-            '"45m", "1h30m" or "2d12h"'
-        )
-    return float(seconds)
-
-
-def join_names(names: Sequence[str], most: int = 3) -> str:
-    """Returns names as a part of a sentence: the first ones, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class ErrorGist:
-    """The kind and the sentence of an error, without the lines that AutoGraph, Keras and TensorFlow put around it.
-
-    Attributes:
-      kind: the name of its type, also of an error in AutoGraph or `tf.numpy_function`, which raise one of another type.
-      sentence: its message on one line; "" if it has none. Of at most 300 characters, cut between words, unless looplib
-        wrote it, whose advice comes last.
-    """
-
-    kind: str
-    sentence: str
-
-    def __str__(self) -> str:
-        if not self.sentence:
-            return self.kind
-        return f"{self.kind} {self.sentence}" if self.kind == "KeyError" else f"{self.kind}: {self.sentence}"
-
-
-def parse_error(error: BaseException) -> ErrorGist:
-    """Returns the `ErrorGist` of an error."""
-    kind, text = type(error).__name__, str(getattr(error, "message", error))
-    if isinstance(error, KeyError) and len(error.args) == 1 and not _WRAPPED.search(str(error.args[0])):
-        return ErrorGist(kind, repr(error.args[0]))
-    for _ in range(_LAYERS):  # each may hold another
-        kind, inner = _unwrapped(kind, text)
-        if inner == text:
-            break
-        text = inner
-    sentence = _first_sentence(text, most=None if kind in OURS else _LONGEST)
-    return ErrorGist(kind, repr(sentence) if kind == "KeyError" and sentence and sentence[0] not in "'\"" else sentence)
-
-
-def gist(error: BaseException) -> str:
-    """Returns an error's message on one line, see `parse_error`; the name of its type if it has none."""
-    found = parse_error(error)
-    return found.sentence or found.kind
-
-
-def cure_of(error: BaseException) -> str:
-    """Returns what to do about an error of the file system, Python's or TensorFlow's; "" for any other error."""
-    if not isinstance(error, OSError) and not type(error).__module__.startswith("tensorflow."):
-        return ""
-    number = getattr(error, "errno", None) or next((one for one in _CURES if os.strerror(one) in str(error)), None)
-    return _CURES.get(number, "")
-
-
-def with_cure(error: BaseException, otherwise: str = "") -> str:
-    """Returns an error of reading or writing as the end of a sentence: its message, and what to do.
-
-    What to do about an error that is not of the file system is `otherwise`.
-    """
-    return "; ".join(filter(None, (gist(error), cure_of(error) or otherwise)))
-
-
-def _unwrapped(kind: str, text: str) -> tuple[str, str]:
-    """Takes one layer off a message that AutoGraph, a layer of either Keras or TensorFlow has put around it.
-
-    The text stays as it is where another version of these writes it differently.
-    """
-    text = _DECORATION.sub("", text).strip()
-    if text.startswith("in user code:"):
-        lines = textwrap.dedent(text.partition("\n")[2].lstrip("\n")).splitlines()
-        rest = itertools.dropwhile(lambda line: not line.strip() or line.startswith((" ", 'File "')), lines)
-        text = "\n".join(rest)
-    if text.startswith("Graph execution error:"):
-        lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
-        kept = [line for line in lines if not line.startswith(("Detected at", "File ", "<stack"))]
-        text = text if _ROOT.search(text) else "".join(kept[-1:])
-    if match := _ROOT.search(text):  # each replica has one
-        text = match[1]
-    if match := re.match(r"Error in user-defined function passed to \S+ transformation with iterator: \S+:\s", text):
-        text = text[match.end() :]
-    if match := re.match(r"([A-Za-z_][\w.]*(?:Error|Exception|Quit|Interrupt|Iteration|Warning)):(?:\s|$)", text):
-        kind, text = match[1].rpartition(".")[2], text[match.end() :]
-        if kind == "KeyError" and len(text) > 1 and text[0] == text[-1] in "'\"" and "\\n" in text:
-            text = ast.literal_eval(text)  # a KeyError shows its message as Python writes a string
-    if match := re.match(r"Exception encountered when calling .*\n\n", text):  # Keras 3 and tf_keras
-        text = re.split(r"\n\s*(?:Arguments|Call arguments) received by ", text[match.end() :])[0]
-    return kind, text
-
-
-def _first_sentence(text: str, most: int | None) -> str:
-    """Returns the first line of a message, and the next one after each line that ends in a colon."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    size = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
-    found = " ".join(lines if size > 1 else lines[:1])
-    found = re.sub(r"'\{\{node (\S+?)\}\} = \w+\[.*?\]\(.*?\)'", r"\1", found)
-    found = re.sub(r"\{\{node (\S+?)\}\}", r"\1", found)
-    if most is None or len(found) <= most:
-        return found
-    return f"{found[: most - 1].rpartition(' ')[0] or found[: most - 2]} …"

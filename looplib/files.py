@@ -25,7 +25,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from looplib.errors import UsageError, gist, with_cure
+from looplib.errors import FileError
+from looplib.messages import gist, with_cure
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
 _BLOCK = 1 << 22
@@ -43,7 +44,7 @@ class NotRegularError(ValueError):
     """A name that should be a file is a symbolic link, a directory or a device."""
 
 
-class CannotReadError(UsageError):
+class CannotReadError(FileError):
     """A file cannot be read, which does not prove that it is damaged."""
 
 
@@ -65,7 +66,7 @@ def resolve(path: str | os.PathLike[str], what: str) -> str:
     try:
         return _resolved(os.fspath(path))
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{what} is {path!r:.200}, which cannot be used: {with_cure(error)}") from error
+        raise FileError(f"{what} is {path!r:.200}, which cannot be used: {with_cure(error)}") from error
 
 
 def _resolved(path: str) -> str:
@@ -100,7 +101,7 @@ def _resolved(path: str) -> str:
 def refuse_patterns(what: str, path: str) -> None:
     """Raises `UsageError` for a path of a checkpoint that TensorFlow does not take, or takes for a pattern."""
     if found := sorted(_PATTERN & set(path)):
-        raise UsageError(
+        raise FileError(
             f"{what} {path!r} has {' and '.join(map(ascii, found))} in its name, which TensorFlow interprets as a file "
             "pattern; use a directory name without it"
         )
@@ -322,11 +323,11 @@ def open_to_append(path: str) -> BinaryIO:
         descriptor = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            raise UsageError(f"{path} is a symbolic link, a directory or a socket; move it away") from None
+            raise FileError(f"{path} is a symbolic link, a directory or a socket; move it away") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UsageError(f"{path} is a device or a FIFO, and not a file; move it away")
+        raise FileError(f"{path} is a device or a FIFO, and not a file; move it away")
     return os.fdopen(descriptor, "ab")
 
 
@@ -377,7 +378,7 @@ def check_writable(directory: str) -> None:
             tempfile.TemporaryFile(dir=directory).close()
     except failures(directory) as error:
         sentence = f"model_dir {directory} cannot be written to: {with_cure(error, 'use another directory')}"
-        raise UsageError(sentence) from error
+        raise FileError(sentence) from error
 
 
 def check_temporary() -> None:
@@ -387,7 +388,7 @@ def check_temporary() -> None:
             file.write(bytes(1 << 20))
             file.flush()
     except OSError as error:
-        raise UsageError(
+        raise FileError(
             f"temporary files cannot be written ({gist(error)}); free space there, or set TMPDIR"
         ) from error
 

@@ -11,7 +11,8 @@ import stat
 import time
 
 from looplib import files
-from looplib.errors import UsageError, is_utf8
+from looplib.errors import RunDirectoryError
+from looplib.messages import is_utf8
 
 _UNFINISHED = 3600.0  # seconds after which nobody writes a small file any more
 _SEPARATORS = frozenset("/\\\0")
@@ -56,12 +57,12 @@ def make_folder(root: str, *names: str) -> str:
 def check_folder(path: str) -> None:
     """Raises `UsageError` if what is at a path is not a directory, or a link to one."""
     if not files.is_remote(path) and os.path.islink(path):
-        raise UsageError(
+        raise RunDirectoryError(
             f"{path} is a symbolic link, and looplib writes and deletes nothing outside of a run directory; put a "
             "directory there, or make model_dir itself the link"
         )
     if files.exists(path) and not files.is_directory(path):
-        raise UsageError(f"{path} must be a directory in a run directory; move the file away")
+        raise RunDirectoryError(f"{path} must be a directory in a run directory; move the file away")
 
 
 def remove(folder: str, name: str) -> None:

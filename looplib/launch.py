@@ -30,7 +30,7 @@ from looplib.cluster.collectives import Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
-from looplib.errors import EXIT_DONE, UsageError
+from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
 from looplib.health.guards import Guards
 from looplib.health.preemption import notice
 from looplib.masks import masked
@@ -126,7 +126,7 @@ def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[s
     try:
         return _configuration().define(config, experiments, sys.argv if argv is None else argv)
     except UsageError as error:
-        Session().end(failed(str(error)))
+        Session().end(failed(str(error), error))
     except flags.Error:
         app.parse_flags_with_usage(sys.argv if argv is None else argv)  # prints it, and ends
         raise
@@ -145,7 +145,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     try:
         return command_line.parse(argv)
     except UsageError as error:
-        Session().end(failed(str(error)))
+        Session().end(failed(str(error), error))
 
 
 def _main(binary: _Binary, argv: Sequence[str]) -> None:
@@ -218,13 +218,13 @@ def _make_controller(
     with strategy.scope():
         built = binary.build(config)
     if not isinstance(built, tuple) or len(built) != 2:
-        raise UsageError(f"build returned a {type(built).__name__}; expected (trainer, evaluator), or (trainer, None)")
+        raise TaskError(f"build returned a {type(built).__name__}; expected (trainer, evaluator), or (trainer, None)")
     trainer, evaluator = built
     if evaluator is None and (values["dry_run"] or not flags.FLAGS["mode"].present):
         values["mode"] = "train"
     mode = values["mode"]
     if mode not in ("train", "export") and evaluator is None:
-        raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
+        raise MissingPartError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
         from_flags(RunConfig, values),
         trainer=trainer if mode in TRAINING_MODES or evaluator is None else None,
@@ -274,6 +274,6 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
 
 def _refuse_untrained(controller: Controller) -> None:
     if controller.restored_from is None:
-        raise UsageError(
+        raise NoCheckpointError(
             f"there is no checkpoint in {controller.model_dir}; train first, or name the directory of a training"
         )

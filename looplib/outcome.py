@@ -18,18 +18,9 @@ from looplib.command_line import TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.diagnosis import diagnosis
-from looplib.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_PREEMPTED,
-    CoordinatorGone,
-    DataError,
-    Preempted,
-    UsageError,
-    cure_of,
-    parse_error,
-)
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CoordinatorGone, DataError, Preempted, UsageError
 from looplib.masks import masked_text
+from looplib.messages import cure_of, parse_error
 from looplib.report import run_json
 
 _THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0  # for the news of another worker, after an op failed for its lack or not
@@ -79,9 +70,10 @@ def preempted(error: Preempted) -> Outcome:
     return Outcome(EXIT_PREEMPTED, "preempted", f"looplib: {sentence}", sentence, error.alone, at_once=True)
 
 
-def failed(sentence: str) -> Outcome:
-    """Returns the outcome of a run that has failed, from the sentence that says why."""
-    return Outcome(EXIT_FAILED, "failed", f"looplib: error: {sentence}", sentence, alone=True)
+def failed(sentence: str, error: UsageError | None = None) -> Outcome:
+    """Returns the outcome of a run that has failed, from the sentence that says why, and the error with its class."""
+    line = f"looplib: error: {sentence}" + (f" ({type(error).__name__})" if error else "")
+    return Outcome(EXIT_FAILED, "failed", line, sentence, alone=True)
 
 
 def broken(error: Exception, place: str, advice: str) -> Outcome:
@@ -138,7 +130,8 @@ class Session:
         elif isinstance(error, UsageError):
             logging.debug("where it was raised:", exc_info=error)
             kept = isinstance(error, DataError) and self.controller and self.controller.latest_checkpoint
-            self.end(failed(f"{error}{f'; after that, the same command resumes from {kept}' if kept else ''}"))
+            advice = f"; after that, the same command resumes from {kept}" if kept else ""
+            self.end(failed(f"{error}{advice}", error))
         elif isinstance(error, Exception):  # other ends, such as a `SystemExit` of the program's own, pass through
             self.end(self._broken(error))
 
@@ -214,7 +207,7 @@ class Session:
             try:
                 tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
             except UsageError as refusal:
-                return failed(str(refusal))
+                return failed(str(refusal), refusal)
         if kept:
             return broken(error, place, f"run the same command to resume from {kept}")
         advice = "no checkpoint was saved" if self.controller else "then run the same command again"

@@ -11,7 +11,7 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
-from looplib.errors import UsageError
+from looplib.errors import PluginError
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def load(group: str, name: str) -> Any:
     """
     if (found := find(group, name)) is None:
         others = ", ".join(names(group)) or "none"
-        raise UsageError(
+        raise PluginError(
             f"there is no plug-in {name!r} in {group}; installed are: {others}; install the package that has it, or "
             "install looplib again"
         )

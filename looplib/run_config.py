@@ -6,7 +6,8 @@ import functools
 import re
 
 from looplib import settings
-from looplib.errors import UsageError, duration, whole_number
+from looplib.errors import FlagError
+from looplib.messages import duration, whole_number
 from looplib.settings import setting
 
 ENGINES = ("auto", "graph", "xla", "eager")
@@ -17,7 +18,7 @@ def _read_bad_records(text: str | None) -> int:
     if not text:
         return 0
     if not (found := re.fullmatch(r"skip:(\d{1,9})", text)):
-        raise UsageError(f"--bad_records is {text!r}; expected skip:N, such as skip:10")
+        raise FlagError(f"--bad_records is {text!r}; expected skip:N, such as skip:10")
     return int(found[1])
 
 

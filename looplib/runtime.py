@@ -15,7 +15,8 @@ from looplib.cluster import environment, peers, remote
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import diagnosis
-from looplib.errors import UsageError, whole_number
+from looplib.errors import ClusterError, DeviceError, StrategyError, UsageError
+from looplib.messages import whole_number
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", *remote.names(), "tpu")
 _TPU_NAMED_BY = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
@@ -92,20 +93,22 @@ def _check(
 ) -> None:
     """Raises `UsageError` for arguments of `setup` that do not go together."""
     if strategy not in STRATEGIES:
-        raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+        raise StrategyError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if mixed_precision not in PRECISIONS:
-        raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
+        raise StrategyError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
     if strategy == "one_device" and num_virtual_devices > 1:
-        raise UsageError(
+        raise StrategyError(
             f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
             "auto"
         )
     if strategy in remote.names():
         remote.named(strategy).check_setup(num_virtual_devices=num_virtual_devices, deterministic=deterministic)
     if tpu and strategy not in ("auto", "tpu"):
-        raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")
+        raise StrategyError(
+            f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU"
+        )
     if mixed_precision == "mixed_float16" and on_tpu:
-        raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
+        raise StrategyError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
@@ -130,7 +133,7 @@ def _prepare_devices(num_virtual_devices: int) -> list[tf.config.PhysicalDevice]
     gpus = tf.config.list_physical_devices("GPU")
     if num_virtual_devices > 1:
         if gpus:
-            raise UsageError(
+            raise DeviceError(
                 f"num_virtual_devices={num_virtual_devices} makes CPU replicas, and this machine has {len(gpus)} GPUs; "
                 "leave it out, or hide the GPUs with CUDA_VISIBLE_DEVICES=-1"
             )
@@ -151,7 +154,7 @@ def _prepare_devices(num_virtual_devices: int) -> list[tf.config.PhysicalDevice]
 
 def _too_late(setting: str) -> UsageError:
     """Returns the error for a setting, the subject of its sentence, that comes after the start of the devices."""
-    return UsageError(
+    return DeviceError(
         f"{setting} must be set before TensorFlow initializes its devices, but they were initialized by "
         f"{diagnosis().place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
         "looplib.runtime.setup before any tensor is made)"
@@ -188,15 +191,17 @@ def _has_other_workers() -> bool:
 def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distribute.Strategy, str]:
     found = environment.resolve(os.environ)
     if found is None:
-        raise UsageError(
+        raise ClusterError(
             f"the strategy is multi_worker, but the environment does not list the workers; {environment.EXPECTED}"
         )
     if found.parameter_servers:
-        raise UsageError(
+        raise ClusterError(
             f"the strategy is multi_worker, but {found.source} lists parameter servers; use --strategy=parameter_server"
         )
     if num_virtual_devices > 1:
-        raise UsageError(f"num_virtual_devices is {num_virtual_devices}, and a worker has one CPU; start more workers")
+        raise StrategyError(
+            f"num_virtual_devices is {num_virtual_devices}, and a worker has one CPU; start more workers"
+        )
     if _tf.started():  # TensorFlow has no collective ops then
         raise _too_late("the strategy multi_worker")
     os.environ["TF_CONFIG"] = found.tf_config  # where TensorFlow looks

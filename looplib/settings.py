@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import flags
 
-from looplib.errors import UsageError, whole_number
+from looplib.errors import SettingError
+from looplib.messages import whole_number
 
 _Settings = TypeVar("_Settings")
 _AS_THE_FIELD: Any = object()
@@ -100,7 +101,7 @@ def check(settings: Any) -> None:
         if value is None and field.default is None:
             continue
         if declared.choices and value not in declared.choices:
-            raise UsageError(f"{name} is {value!r}; expected one of {', '.join(declared.choices)}")
+            raise SettingError(f"{name} is {value!r}; expected one of {', '.join(declared.choices)}")
         if declared.least is not None:
             value = whole_number(name, value, least=declared.least)
         if declared.check:

@@ -11,7 +11,7 @@ from conftest import make_strategy
 import looplib
 from looplib import UsageError, runtime
 from looplib.data.input_context import per_replica_batch_size
-from looplib.errors import whole_number
+from looplib.messages import whole_number
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib.errors import gist
+from looplib.messages import gist
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE, SAYS = DOCS / "keras_matrix.md", DOCS / "from_keras.md"

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from looplib.errors import gist
+from looplib.messages import gist
 
 TESTS = pathlib.Path(__file__).parent
 LINES = (TESTS / "wrong.py").read_text().splitlines()

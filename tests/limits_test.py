@@ -15,9 +15,9 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.errors import duration
 from looplib.extras.diagnosis import model_table
 from looplib.health.preemption import notice
+from looplib.messages import duration
 
 ROOT = pathlib.Path(__file__).parents[1]
 DEFAULT = make_strategy("default")

@@ -21,8 +21,8 @@ import tensorflow as tf
 
 import looplib
 from looplib import UsageError, launch
-from looplib.errors import gist
 from looplib.extras.configuration import field_types
+from looplib.messages import gist
 from looplib.report import run_json
 from trainers import image_classification, image_data, image_models
 

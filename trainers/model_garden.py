@@ -12,9 +12,9 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import Controller, Evaluator, Trainer, UsageError, launch
-from looplib.errors import gist
 from looplib.extras.configuration import config, field_types
 from looplib.files import resolve
+from looplib.messages import gist
 from trainers import needed
 
 try:

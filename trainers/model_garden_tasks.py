@@ -17,7 +17,7 @@ from official.modeling import optimization
 
 import looplib
 from looplib import UsageError
-from looplib.errors import gist
+from looplib.messages import gist
 
 _MOST_IMAGES = 20  # as many as Model Garden's own summaries have
 

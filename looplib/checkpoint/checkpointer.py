@@ -18,10 +18,19 @@ from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.restoring import RestoreMode, peek, read_position
 from looplib.checkpoint.saving import Checkpoints
-from looplib.errors import DivergenceError, Preempted, UsageError, join_names
+from looplib.errors import (
+    DivergenceError,
+    MismatchError,
+    MissingPartError,
+    NoCheckpointError,
+    Preempted,
+    StateError,
+    UsageError,
+)
 from looplib.health.guards import Diverged, Guards
 from looplib.health.non_finite import StateCheck
 from looplib.health.preemption import notice
+from looplib.messages import join_names
 from looplib.report import run_json
 from looplib.report.reporter import Reporter
 from looplib.task.record import RunRecord, RunState
@@ -80,7 +89,7 @@ class Checkpointer:
         if directory.trains:
             own |= {"input_state": self._input_state, "replica_state": self._replica_state}
         for name in objects.keys() & {*own, "save_counter"}:
-            raise UsageError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
+            raise StateError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
         if directory.checkpoints:
             self._saver = Checkpoints(
                 directory.checkpoints,
@@ -115,7 +124,7 @@ class Checkpointer:
         """Raises `UsageError` if a controller that only evaluates has no checkpoint to evaluate."""
         directory = self.directory
         if directory.model_dir and not directory.trains and not self.restored_from:
-            raise UsageError(
+            raise NoCheckpointError(
                 f"there is no checkpoint in {directory.model_dir} to evaluate; train first, or name the directory of a "
                 "training"
             )
@@ -215,7 +224,7 @@ class Checkpointer:
         """
         self.directory.need("save_checkpoint")
         if not self.directory.trains:
-            raise UsageError(
+            raise MissingPartError(
                 "save_checkpoint needs a trainer, but this controller has none; evaluation jobs are read-only"
             )
         if self.saved_step == self.step and self.directory.workers.any_of(self._saver.differs(self.step)):
@@ -351,7 +360,7 @@ class Checkpointer:
             yield
             known = self.restored_from
         if known is None:
-            raise UsageError(
+            raise NoCheckpointError(
                 f"no checkpoint came in {self.directory.checkpoints} within {timeout} s; check that the training "
                 "writes there"
             )
@@ -394,7 +403,7 @@ class Checkpointer:
         # More of them here are refused later, because the checkpoint lacks their variables.
         swapped = any(theirs.get(name, kind) != kind for name, kind in ours.items())
         if swapped or Counter(theirs.values()) - Counter(ours.values()):
-            raise UsageError(
+            raise MismatchError(
                 f"the checkpoint {path} was made by another optimizer ({', '.join(theirs.values())}) than this run's "
                 f"({', '.join(ours.values())}); use a separate model_dir (and start from these weights with "
                 "--warm_start), build the optimizer that the checkpoint was made with, or let the new one start from "

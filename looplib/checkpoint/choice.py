@@ -9,7 +9,7 @@ from absl import logging
 from looplib.checkpoint import commits
 from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.policy import KeepBest
-from looplib.errors import UsageError
+from looplib.errors import CheckpointError, NoCheckpointError, SettingError
 from looplib.report import run_json
 
 FINAL, LATEST, BEST = "final", "latest", "best"
@@ -22,7 +22,7 @@ def check(which: str | int, what: str) -> str | int:
     if which in _WORDS:
         return which
     if isinstance(which, bool) or not _STEP.fullmatch(f"{which}"):
-        raise UsageError(f"{what} is {which!r}; expected {', '.join(_WORDS)}, or a step such as 1000")
+        raise SettingError(f"{what} is {which!r}; expected {', '.join(_WORDS)}, or a step such as 1000")
     return int(which)
 
 
@@ -63,9 +63,11 @@ def choose(folder: str, which: str | int, rule: KeepBest | None = None) -> Commi
     if not found:
         steps = ", ".join(f"{done.step}" for done in reversed(kept))
         lack = "that has a score of the metric that decides" if which == BEST else f"of step {which}"
-        raise UsageError(f"there is no checkpoint {lack} in {folder}; expected one of the steps {steps}, or latest")
+        raise NoCheckpointError(
+            f"there is no checkpoint {lack} in {folder}; expected one of the steps {steps}, or latest"
+        )
     if reason := commits.verify(found):
-        raise UsageError(f"the checkpoint {found.path} is damaged ({reason}); take another one, such as latest")
+        raise CheckpointError(f"the checkpoint {found.path} is damaged ({reason}); take another one, such as latest")
     return found
 
 
@@ -90,7 +92,7 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
         text = _report(folder).get("flags", {}).get("keep_best")
         rule = KeepBest.parse(text) if isinstance(text, str) and text else None
     if rule is None:
-        raise UsageError(
+        raise NoCheckpointError(
             f"which checkpoint in {folder} is the best is not known, because no metric decides it; name one, with "
             "--keep_best=eval/accuracy, or CheckpointPolicy(keep=(looplib.KeepLast(), "
             'looplib.KeepBest("eval/accuracy")))'

@@ -29,7 +29,8 @@ from typing import Any, TypedDict
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import UsageError, gist
+from looplib.errors import CheckpointError, RunDirectoryError, UsageError
+from looplib.messages import gist
 
 FORMAT = 2
 _LARGEST = sys.float_info.max
@@ -166,7 +167,7 @@ def _load(path: str) -> dict[str, Any]:
         raise ValueError(f"its format is {fields['format']!r:.50}")
     if fields["format"] > FORMAT:
         by = fields.get("versions")
-        raise UsageError(
+        raise CheckpointError(
             f"{path}.commit has the format {fields['format']}, written by looplib "
             f"{by.get('looplib') if isinstance(by, dict) else None}, and looplib {version()} reads formats up to "
             f"{FORMAT}; install that version of looplib"
@@ -278,7 +279,7 @@ def place_of(directory: str | os.PathLike[str]) -> str:
     """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself."""
     directory = files.resolve(directory, "the run directory")
     if not files.is_directory(directory):
-        raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
+        raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     inner = os.path.join(directory, "checkpoints")
     return inner if files.is_directory(inner) else directory
 

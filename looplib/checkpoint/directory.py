@@ -16,7 +16,8 @@ from looplib.checkpoint.lock import RunLock, acquire
 from looplib.checkpoint.policy import CheckpointPolicy, Start
 from looplib.checkpoint.restoring import peek
 from looplib.cluster.collectives import Workers
-from looplib.errors import UsageError, gist
+from looplib.errors import BusyError, CheckpointError, MissingPartError, SettingError, UsageError, WorkerError
+from looplib.messages import gist
 from looplib.report import run_json
 from looplib.task.record import RunRecord
 
@@ -128,7 +129,7 @@ class RunDirectory:
     def _give_up(self, close: Callable[[], None]) -> None:
         """Closes the controller, because another one of the process is being built for its directory."""
         if self.is_training:
-            raise UsageError(
+            raise BusyError(
                 f"another controller of this process is training in {self.model_dir}; wait until it ends, or use "
                 "a separate model_dir"
             )
@@ -141,12 +142,12 @@ class RunDirectory:
     def refuse_while_training(self, what: str) -> None:
         """Raises `UsageError` if a training is under way, so that an action calls."""
         if self.is_training:
-            raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
+            raise BusyError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
 
     def check_may_train(self) -> None:
         """Raises `UsageError` if a training may not begin: from a chosen checkpoint, or inside of another training."""
         if self.start.checkpoint is not None:
-            raise UsageError(
+            raise SettingError(
                 f"Start(checkpoint={self.start.checkpoint!r}) is for evaluations, predictions and exports, and each "
                 "start of a training would go back there; leave it out, and call controller.restore_checkpoint"
             )
@@ -155,7 +156,9 @@ class RunDirectory:
     def need(self, what: str) -> None:
         """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
         if not self.checkpoints:
-            raise UsageError(f"{what} needs a model_dir, but this controller has none; give Controller(model_dir=...)")
+            raise MissingPartError(
+                f"{what} needs a model_dir, but this controller has none; give Controller(model_dir=...)"
+            )
 
     def check_lock(self) -> None:
         """Raises `UsageError` if the run directory is not this controller's any more."""
@@ -176,7 +179,7 @@ class RunDirectory:
         if not (aside or saved_step):
             return
         what = f"of step {saved_step} and before" if saved_step else f"in {', '.join(aside)}"
-        raise UsageError(
+        raise CheckpointError(
             f"no checkpoint in {self.checkpoints} is intact, although the run had checkpoints ({what}); recover "
             "one, or start from the beginning with --start_anew (Start(start_anew=True))"
         )
@@ -246,7 +249,7 @@ class RunDirectory:
                 return  # not a checkpoint at all, which is said when it is opened
             reason = f"its marker cannot be read ({gist(error)})"
         if reason:
-            raise UsageError(
+            raise CheckpointError(
                 f"{path} is not a checkpoint that looplib can read: {reason}; name another one, such as those that "
                 "`python -m looplib inspect --verify` calls intact"
             )
@@ -306,7 +309,7 @@ class RunDirectory:
         for done in commits.committed(self.checkpoints):
             if done.step == step:
                 return done
-        raise UsageError(
+        raise WorkerError(
             f"worker {self.workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "
             "which the chief resumes; use a model_dir on a file system that all workers share"
         )

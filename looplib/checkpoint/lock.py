@@ -16,8 +16,9 @@ from typing import TextIO
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError, with_cure
+from looplib.errors import LockedError, RunDirectoryError
 from looplib.masks import masked
+from looplib.messages import with_cure
 
 _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary()
 
@@ -68,17 +69,17 @@ class RunLock:
         try:
             descriptor = os.open(self._path, flags, 0o666)
         except OSError as error:
-            raise UsageError(f"the {kind.what} cannot be locked: {with_cure(error, kind.other)}") from error
+            raise RunDirectoryError(f"the {kind.what} cannot be locked: {with_cure(error, kind.other)}") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise UsageError(f"the {kind.what} cannot be locked: {self._path} is not a file; move it away")
+            raise RunDirectoryError(f"the {kind.what} cannot be locked: {self._path} is not a file; move it away")
         self._file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = self._holder()
             self._file.close()
-            raise UsageError(
+            raise LockedError(
                 f"the {kind.what} {directory} is in use by {holder}; wait until it ends or stop it, or {kind.other}"
             ) from None
         except OSError as error:
@@ -94,11 +95,11 @@ class RunLock:
         if self._file is None or self._file.closed or files.is_at(self._file.fileno(), self._path):
             return
         if not os.path.isdir(self._directory):
-            raise UsageError(
+            raise RunDirectoryError(
                 f"the {self._kind.what} {self._directory} was moved or removed during the run, so nothing more is "
                 "written; restore it and run the same command again"
             )
-        raise UsageError(
+        raise LockedError(
             f"the lock file {self._path} was removed or replaced, so another run may write there and this one ends; "
             f"stop the other run, or run the same command and {self._kind.other}"
         )

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from looplib import settings
 from looplib.checkpoint.commits import Commit
-from looplib.errors import UsageError, whole_number
+from looplib.errors import MetricError, SettingError, UsageError
+from looplib.messages import whole_number
 from looplib.settings import setting
 from looplib.task.metric_names import mode_of
 
@@ -68,7 +69,7 @@ class KeepBest:
         try:
             return cls(metric, mode) if colon else cls(text)
         except UsageError:
-            raise UsageError(
+            raise SettingError(
                 f"--keep_best is {text!r}; expected <evaluator>/<metric>, such as eval/accuracy or eval/loss, with "
                 "max: or min: before it if the name does not say which is better, such as max:eval/score"
             ) from None
@@ -125,7 +126,7 @@ class CheckpointPolicy:
         settings.check(self)
         keep = self.keep if isinstance(self.keep, (tuple, list)) else (self.keep,)
         if not keep or not all(isinstance(rule, KeepRule) for rule in keep):
-            raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
+            raise SettingError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
         object.__setattr__(self, "keep", tuple(keep))
 
     @property
@@ -145,13 +146,13 @@ class CheckpointPolicy:
             name, _, metric = rule.metric.partition("/")
             who = f"KeepBest({rule.metric!r}) (--keep_best={rule})"
             if name not in metrics:
-                raise UsageError(
+                raise MetricError(
                     f"{who} needs the evaluator {name!r}, which does not exist; "
                     f"the evaluators are: {', '.join(sorted(metrics)) or 'none'}"
                 )
             known = metrics[name]
             if known is not None and metric not in known:
-                raise UsageError(
+                raise MetricError(
                     f"{who} needs a metric that the evaluation returns; it returns "
                     f"{', '.join(sorted(f'{name}/{one}' for one in known))}; name one of these"
                 )
@@ -198,7 +199,7 @@ class Start:
 
     def __post_init__(self) -> None:
         if self.warm_start and self.continue_from:
-            raise UsageError(
+            raise SettingError(
                 f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "
                 "from both; leave one out"
             )

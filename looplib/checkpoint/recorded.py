@@ -8,9 +8,9 @@ from absl import logging
 
 from looplib import plugins
 from looplib.compat import keras as _keras
-from looplib.errors import join_names
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
+from looplib.messages import join_names
 from looplib.task.actions import ActionStates
 from looplib.task.derived import Constants, starting
 from looplib.task.learning_rates import LearningRates

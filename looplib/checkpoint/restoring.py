@@ -18,7 +18,8 @@ from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalize
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError, gist, join_names
+from looplib.errors import CheckpointError, MismatchError, UsageError
+from looplib.messages import gist, join_names
 from looplib.task.record import Contents, RunRecord
 from looplib.task.state import SlotOptimizer
 
@@ -60,7 +61,7 @@ def restore(
         return
     try:
         if _compared(checkpoint, objects, path, shapes=False).get("other names"):
-            raise UsageError(_mismatch(checkpoint, objects, path, mode))
+            raise MismatchError(_mismatch(checkpoint, objects, path, mode))
         status = checkpoint.restore(path, options)
         if mode is RestoreMode.SUBSET:
             status.assert_existing_objects_matched().expect_partial()
@@ -69,9 +70,9 @@ def restore(
     except UsageError:
         raise
     except (ValueError, AssertionError) as error:
-        raise UsageError(_mismatch(checkpoint, objects, path, mode, error)) from error
+        raise MismatchError(_mismatch(checkpoint, objects, path, mode, error)) from error
     except (tf.errors.OpError, IndexError) as error:
-        raise UsageError(
+        raise CheckpointError(
             f"the checkpoint {path} cannot be read ({gist(error)}); specify an older, intact one, or move it away"
         ) from error
 
@@ -126,18 +127,18 @@ def peek(path: str) -> tuple[int, RunRecord]:
             raise ValueError(f"the step in it is {step}")
         text = reader.get_tensor(_tf.python_state_key("run_state"))
     except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
-        raise UsageError(
+        raise CheckpointError(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
             "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
         ) from error
     record = RunRecord.from_json(text, path)
     if not 0 <= step + record.input_offset < _MOST_STEPS:
-        raise UsageError(
+        raise CheckpointError(
             f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
             f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
         )
     if record.global_batch_size is not None and not record.saved_batches.holds(step, step + record.input_offset):
-        raise UsageError(
+        raise CheckpointError(
             f"the run record in {path} has batches of {record.saved_batches} examples, of which no run comes to step "
             f"{step}; name another checkpoint"
         )
@@ -260,7 +261,7 @@ def check_contents(objects: Mapping[str, Any], record: RunRecord, path: str) -> 
     for name, ours in contents_of(objects).items():
         theirs = record.contents.get(name, ours)
         if theirs.digest != ours.digest:
-            raise UsageError(
+            raise MismatchError(
                 f"{name} {_difference(ours, theirs)} in {path}, so that the weights there do not fit it; load or "
                 "adapt what that run was trained with, or give it another name if it is meant to differ"
             )

@@ -31,7 +31,8 @@ from looplib.cluster import peers
 from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError, gist, with_cure
+from looplib.errors import SaveError, UsageError
+from looplib.messages import gist, with_cure
 from looplib.task.plain import as_bytes
 from looplib.task.record import Contents, RunRecord, VariableNames
 
@@ -183,7 +184,7 @@ class Checkpoints:
         # Values are read by all workers together, so that a save also fails where another worker is lost.
         if isinstance(error, UsageError) or (self._workers.count > 1 and isinstance(error, PEER_ERRORS)):
             return error
-        return _tf.lost_server(error) or UsageError(
+        return _tf.lost_server(error) or SaveError(
             f"the checkpoint {path} could not be saved: {with_cure(error, 'free space or fix the permissions')}; then "
             "run the same command again"
         )

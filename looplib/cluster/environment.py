@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from looplib import plugins
-from looplib.errors import UsageError
+from looplib.errors import ClusterError
 from looplib.files import parse_json
 
 # For messages, where a cluster is needed and `resolve` returned None.
@@ -51,18 +51,18 @@ class Cluster:
             _check_address(address, self.source)
         twice = sorted({address for address in addresses if addresses.count(address) > 1})
         if twice:
-            raise UsageError(
+            raise ClusterError(
                 f"{self.source} lists the address {twice[0]} twice; expected a unique address for each task"
             )
         if not self.workers:
-            raise UsageError(f"{self.source} lists no worker; expected at least one")
+            raise ClusterError(f"{self.source} lists no worker; expected at least one")
         if self.task_type not in tasks:
-            raise UsageError(
+            raise ClusterError(
                 f"{self.source} declares this process as a {self.task_type!r}; expected one of {', '.join(tasks)}"
             )
         count = len(tasks[self.task_type])
         if self.task_index < 0 or (self.task_type != "evaluator" and self.task_index >= count):
-            raise UsageError(
+            raise ClusterError(
                 f"{self.source} declares this process as {self.task_type} {self.task_index}, but lists only {count}; "
                 f"expected an index from 0 to {count - 1}"
             )
@@ -106,33 +106,33 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     try:
         config = parse_json(text)
     except ValueError as error:
-        raise UsageError(f"TF_CONFIG is not JSON ({error}); expected {_EXAMPLE}") from error
+        raise ClusterError(f"TF_CONFIG is not JSON ({error}); expected {_EXAMPLE}") from error
     if not isinstance(config, dict):
-        raise UsageError(f"TF_CONFIG is a JSON {type(config).__name__}; expected an object, such as {_EXAMPLE}")
+        raise ClusterError(f"TF_CONFIG is a JSON {type(config).__name__}; expected an object, such as {_EXAMPLE}")
     if not config.get("cluster"):
         return None  # platforms set it so for a process that is alone
     cluster, task = config["cluster"], config.get("task")
     if not isinstance(cluster, dict) or not all(
         isinstance(group, list) and all(isinstance(address, str) for address in group) for group in cluster.values()
     ):
-        raise UsageError(f'TF_CONFIG\'s "cluster" is {cluster!r}; expected lists of addresses, such as {_EXAMPLE}')
+        raise ClusterError(f'TF_CONFIG\'s "cluster" is {cluster!r}; expected lists of addresses, such as {_EXAMPLE}')
     unknown = sorted(set(cluster) - {"chief", "worker", "ps", "evaluator"})
     if unknown:
-        raise UsageError(f'TF_CONFIG\'s "cluster" has {unknown[0]!r}; expected chief, worker, ps and evaluator only')
+        raise ClusterError(f'TF_CONFIG\'s "cluster" has {unknown[0]!r}; expected chief, worker, ps and evaluator only')
     if not isinstance(task, dict) or "type" not in task or not str(task.get("index", "")).isdecimal():
-        raise UsageError(f'TF_CONFIG\'s "task" is {task!r}; expected a type and an index, such as {_EXAMPLE}')
+        raise ClusterError(f'TF_CONFIG\'s "task" is {task!r}; expected a type and an index, such as {_EXAMPLE}')
     chiefs, workers, servers = (cluster.get(name, []) for name in ("chief", "worker", "ps"))
     kind, index = task["type"], int(task["index"])
     if len(chiefs) > 1 or (servers and not chiefs):
-        raise UsageError(
+        raise ClusterError(
             f"TF_CONFIG lists {len(chiefs)} chiefs; expected one, which coordinates where there are parameter servers "
             "(ps), and is the first worker where there are none"
         )
     if kind == "chief" and not chiefs or kind == "ps" and not servers:
-        raise UsageError(f'TF_CONFIG declares this process as a {kind}, but its "cluster" lists none')
+        raise ClusterError(f'TF_CONFIG declares this process as a {kind}, but its "cluster" lists none')
     if not servers:  # then every process counts a chief as the first of the workers
         if kind == "worker" and index >= len(workers):
-            raise UsageError(
+            raise ClusterError(
                 f"TF_CONFIG declares this process as worker {index}, but lists only {len(workers)}; expected an "
                 f"index from 0 to {len(workers) - 1}"
             )
@@ -151,4 +151,4 @@ _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type
 def _check_address(address: str, source: str) -> None:
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.%]+\]", host) or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"{source} has the address {address!r}; expected host:port, such as worker-0.train:2222")
+        raise ClusterError(f"{source} has the address {address!r}; expected host:port, such as worker-0.train:2222")

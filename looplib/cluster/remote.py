@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from looplib import plugins
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError
+from looplib.errors import VariableError
 
 _GROUP = "looplib.backends"
 _connected = False
@@ -80,14 +80,14 @@ def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iter
         value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
         distributed = isinstance(value, tf.distribute.DistributedValues)
         if distributed and getattr(value, "distribute_strategy", strategy) is not strategy:
-            raise UsageError(
+            raise VariableError(
                 f"{what} holds variables made under another strategy than the {type(strategy).__name__} of the "
                 "controller; pass the controller the strategy that they were made under"
             )
         if plugin is not None:
             plugin.check_variable(what, getattr(value, "device", "") or "")
         if not distributed and replicas > 1:
-            raise UsageError(
+            raise VariableError(
                 f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
                 "build models, optimizers and metrics inside `with strategy.scope():`"
             )

@@ -9,7 +9,7 @@ import tensorflow as tf
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError
+from looplib.errors import StepError
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -140,7 +140,7 @@ def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
     varying = [i for i, gradient in enumerate(gradients) if varies(gradient)]
     if varying:
         if Workers(context.strategy).count > 1:
-            raise UsageError(
+            raise StepError(
                 f"{who} is given a sparse gradient (of an embedding, say) whose number of rows varies with the batch, "
                 "and TensorFlow cannot sum these over several workers; make batches of one shape (padded_batch with "
                 f"padded_shapes, drop_remainder=True), or {MAKE_DENSE}"

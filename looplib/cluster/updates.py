@@ -17,7 +17,7 @@ import tensorflow as tf
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
-from looplib.errors import UsageError
+from looplib.errors import OptimizerError, StepError
 
 
 def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, summed: bool = False) -> None:
@@ -63,13 +63,13 @@ def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:
     conditional = any(map(_optimizers.updates_conditionally, _keras.with_inner([optimizer])))
     for variable in variables or _optimizers.variables_of(optimizer):
         if getattr(variable, "overwrite_with_gradient", False):
-            raise UsageError(
+            raise OptimizerError(
                 f"{variable.path} is overwritten by its gradient (float8), and each replica has another; train in "
                 "float8 on one replica, or use another precision"
             )
         aggregation = getattr(_keras.tf_variable(variable), "aggregation", None)
         if conditional and aggregation not in (None, tf.VariableAggregation.NONE):
-            raise UsageError(
+            raise OptimizerError(
                 f"{variable.name} aggregates what replicas write to it, and {type(optimizer).__name__} with "
                 "gradient_accumulation_steps or ema_overwrite_frequency writes to each replica's own copy; make "
                 "the variable without aggregation"
@@ -95,7 +95,7 @@ def _apply_pairs(
     sums_itself = len(args) > 1 or any(kwargs.get(name) == value for name, value in skip.items())
     if several and not sums_itself and (summed or any(map(replicas.varies, gradients))):
         if not skip:
-            raise UsageError(
+            raise OptimizerError(
                 f"{type(optimizer).__name__}.apply_gradients takes no skip_gradients_aggregation, which a "
                 "GradientTrainer and sparse gradients of varying length need on several replicas; "
                 f"{replicas.MAKE_DENSE}"
@@ -149,7 +149,7 @@ class TrainingOptimizers:
             name, function = "apply", _apply
         else:
             if sums and _optimizers.counts_while_traced(optimizer):
-                raise UsageError(
+                raise OptimizerError(
                     "tf_keras.optimizers.Nadam counts its updates while TensorFlow traces them, once for each replica, "
                     "and computes different weights on several; use tf_keras.optimizers.legacy.Nadam, or Keras 3"
                 )
@@ -169,10 +169,10 @@ def refuse_others(strategy: tf.distribute.Strategy, unheld: Iterable[str]) -> No
         return
     unheld = list(unheld)
     if any(_keras.GLOBAL_SEED in name for name in unheld):
-        raise UsageError(_keras.UNSEEDED)
+        raise StepError(_keras.UNSEEDED)
     found = [name for name in unheld if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
     if found:
-        raise UsageError(
+        raise OptimizerError(
             f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and whose gradients "
             "looplib can neither sum over the replicas nor weigh by their examples; make it an attribute of the "
             "trainer, or of a model, layer or tf.Module in it"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import ExportError, KerasFamilyError
 
 _ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
 _STRUCTURES = (list, tuple, dict)
@@ -128,7 +128,7 @@ def input_specs(model: Any) -> Any:
 def _spec(part: Any, name: str) -> tf.TensorSpec:
     of_tf_keras = family(part) == "tf_keras" and not isinstance(part.type_spec, tf.TensorSpec)
     if of_tf_keras or (family(part) == "keras" and (part.sparse or part.ragged)):
-        raise UsageError(
+        raise ExportError(
             f"the input {name!r} is ragged or sparse, and an export takes dense tensors; export a model of these, "
             "or write a looplib.Trainer with an export() of its own"
         )
@@ -275,12 +275,12 @@ def check_one_family(objects: Mapping[str, Any]) -> None:
             names.setdefault(root, name)
     if len(names) > 1:
         found = " and ".join(f"{name} is of {_ROOTS[root]}" for root, name in sorted(names.items()))
-        raise UsageError(
+        raise KerasFamilyError(
             f"two Keras families are mixed: {found}; expected one family, so build the model, its optimizer and its "
             "metrics all from `keras` or all from `tf_keras`"
         )
     if "keras" in names and sys.modules["keras"].backend.backend() != "tensorflow":
-        raise UsageError(
+        raise KerasFamilyError(
             f"Keras 3 runs on the {sys.modules['keras'].backend.backend()} backend; looplib trains on TensorFlow, so "
             "set KERAS_BACKEND=tensorflow in the environment"
         )

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import OptimizerError
 
 KNOWN = "Keras 3.15"
 
@@ -122,7 +122,7 @@ def leave_out_sum(optimizer: Any) -> None:
     """
     adapter = next((cls for cls in type(optimizer).__mro__ if cls.__module__ == _ADAPTER), None)
     if adapter is None or any(name not in vars(adapter) for name in (_SUM, *_UPDATES)):
-        raise UsageError(
+        raise OptimizerError(
             f"{type(optimizer).__name__} sums gradients over replicas in a way that looplib does not know (it knows "
             f"{KNOWN}), so it could clip before the sum; use one replica, another version of Keras, or tf_keras"
         )

@@ -23,7 +23,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from looplib.errors import UsageError, gist
+from looplib.errors import DeviceError, UsageError, WorkerError
+from looplib.messages import gist
 
 _collects = gc.isenabled()
 gc.disable()
@@ -32,7 +33,7 @@ try:
 except TypeError as error:
     if sys.flags.optimize < 2:
         raise
-    raise UsageError("TensorFlow cannot be imported under python -OO, which leaves out docstrings; use -O") from error
+    raise DeviceError("TensorFlow cannot be imported under python -OO, which leaves out docstrings; use -O") from error
 finally:
     if _collects:
         gc.enable()
@@ -155,7 +156,7 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
     # TensorFlow's own ClusterCoordinator recognizes them by these words.
     if not isinstance(error, _UNREACHABLE) or not (of_any_process or "/job:ps" in str(error)):
         return None
-    return UsageError(
+    return WorkerError(
         f"a parameter server was lost, with its weights ({gist(error)}); restart all processes to resume from the "
         "newest checkpoint"
     )

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import BatchSizeError
 
 CHUNK_IDS = 8192  # that are drawn at once, at most
 _CHUNK = 32  # batches of them
@@ -129,7 +129,7 @@ class Batches:
         """
         examples = self.before(batch)
         if examples % self.size:
-            raise UsageError(
+            raise BatchSizeError(
                 f"the run has read {examples} examples, in batches of {self}, and no number of batches of {self.size} "
                 "has as many, which data that resumes by skipping batches needs; continue with a batch size that "
                 "divides them, make the data with context.indices or context.records, or start a new run from the "

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from looplib.data.batches import Epoch
-from looplib.errors import whole_number
+from looplib.messages import whole_number
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from looplib.data.host_stream import HostStream
 from looplib.data.input_context import InputContext, per_replica_batch_size
 from looplib.data.pipelines import Pipelines, PipelineTask, makes_global_batches
 from looplib.data.stream import BatchProperties, ShareLengths, Stream
-from looplib.errors import UsageError
+from looplib.errors import EmptyDataError
 from looplib.run_config import RunConfig
 
 _SMALL = 2**14  # bytes of a step; rows of resident arrays are gathered ahead of it up to this size
@@ -152,13 +152,13 @@ def _refuse_without_batches(
 ) -> None:
     """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
     if not any(cardinalities):
-        raise UsageError(
+        raise EmptyDataError(
             f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
             f"or not one for each of {pipelines.replicas} replicas; check where the data is read from, and that "
             "drop_remainder does not drop the only batch"
         )
     if lengths is not None and lengths.steps == 0:
-        raise UsageError(
+        raise EmptyDataError(
             f"the training data has no batch for the first step of all workers: the shares of {pipelines.who}.dataset "
             f"have {', '.join(map(str, lengths.batches))} batches, in the order of the workers; divide the data "
             "evenly, such as by dataset.shard before batch, or repeat() it"

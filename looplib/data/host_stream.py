@@ -16,7 +16,7 @@ from looplib.data import iterator_state
 from looplib.data.saved_position import SavedPosition
 from looplib.data.stream import Stream, counted_from_0
 from looplib.diagnosis import diagnosis
-from looplib.errors import UsageError
+from looplib.errors import DatasetError
 
 _PIECE_SECONDS = 0.5  # of reading batches that are skipped
 _SHORT = 1.0  # seconds of an evaluation, after which the next one's pipeline is not tuned
@@ -296,7 +296,7 @@ def _no_rows(who: str, spec: tf.TypeSpec) -> tf.Tensor | tf.SparseTensor:
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), values, [0, *shape[1:]])
     if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None:
         return tf.zeros([0, *(size or 0 for size in spec.shape.as_list()[1:])] if spec.shape.rank else [], spec.dtype)
-    raise UsageError(
+    raise DatasetError(
         f"{who}.dataset has elements {spec}; several workers can evaluate dense tensors of known rank and sparse ones, "
         "because a worker whose share has ended continues with empty batches"
     )

@@ -13,7 +13,8 @@ from looplib import plugins
 from looplib.data.batches import CHUNK_IDS, Batches, BatchSizePeriod, Epoch, Positions
 from looplib.data.dataset_requests import BadRecords, DatasetCall, DatasetRequests
 from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
-from looplib.errors import UsageError, whole_number
+from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderError
+from looplib.messages import whole_number
 
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 
@@ -112,7 +113,7 @@ class InputContext:
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: float | None) -> None:
         if steps is not None and not (math.isfinite(steps) and steps > 0):
-            raise UsageError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
+            raise DatasetError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
         self.asked.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
 
     def indices(
@@ -197,10 +198,10 @@ class InputContext:
             number = self.asked.unnamed = self.asked.unnamed + 1
             return self.seed if number == 1 else derived_seed(self.seed, f"call {number}")
         if not isinstance(name, str) or not name:
-            raise UsageError(f"the name of an order of examples is {name!r}; expected a text")
+            raise OrderError(f"the name of an order of examples is {name!r}; expected a text")
         others = self.asked.named.setdefault(name, plan.size)
         if others != plan.size:
-            raise UsageError(
+            raise OrderError(
                 f"two calls for {others} and for {plan.size} examples have the name {name!r}, by which they would "
                 "share an order; give them different names, or as many examples"
             )
@@ -287,23 +288,23 @@ class InputContext:
         """Raises `UsageError` if no batches can be made of the examples."""
         size = self.global_batch_size
         if plan.size == 0:
-            raise UsageError(
+            raise EmptyDataError(
                 f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
                 "0 examples; check where the data is read from"
             )
         if whole_epochs and not self.global_batches:
-            raise UsageError(
+            raise DatasetError(
                 f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
         if self.training and plan.size < size and not (whole_epochs or repeat):
-            raise UsageError(
+            raise BatchSizeError(
                 f"{method} was asked for {plan.size} examples, and a global batch has {size}, so that each batch would "
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
                 "pass repeat=True if that is intended"
             )
         if self.training and plan.chosen_by_batch and self.places.sizes.earlier:
-            raise UsageError(
+            raise BatchSizeError(
                 f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
                 "together, so that its order depends on the batch size, and this run had batches of "
                 f"{self.places.sizes}; continue with {self.places.sizes.original}, or start a new "
@@ -343,7 +344,7 @@ class InputContext:
         """
         lengths = [array.shape[0] if len(array.shape) else None for array in tf.nest.flatten(arrays)]
         if len(set(lengths)) != 1 or None in lengths:
-            raise UsageError(
+            raise DatasetError(
                 f"context.resident was given arrays of {', '.join(map(str, lengths)) or 'no'} rows; expected the same "
                 "number in each, that of the examples"
             )
@@ -364,7 +365,7 @@ def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas
         nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
-        raise UsageError(
+        raise BatchSizeError(
             f"global_batch_size {global_batch_size} does not divide over {num_replicas} replicas; use {nearest}"
         )
     return global_batch_size // num_replicas

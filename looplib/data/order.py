@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.data.batches import Batches
-from looplib.errors import UsageError, whole_number
+from looplib.errors import OrderError
+from looplib.messages import whole_number
 
 # From positions, int64 `[b]`, to the examples there: a structure of tensors `[b, ...]`.
 Locate = Callable[[tf.Tensor], Any]
@@ -118,9 +119,9 @@ def as_plan(examples: int | Plan, asked: str, shuffle: bool, whole_epochs: bool)
         return Ids(whole_number(f"num_examples of context.{asked}", examples, least=0), shuffle)
     kind = f"looplib.{type(examples).__name__}"
     if not shuffle:
-        raise UsageError(f"context.{asked} was given {kind} and shuffle=False; leave out shuffle=False")
+        raise OrderError(f"context.{asked} was given {kind} and shuffle=False; leave out shuffle=False")
     if whole_epochs and (examples.chosen_by_batch or not examples.comes_in_epochs):
-        raise UsageError(
+        raise OrderError(
             f"context.{asked} was asked for whole epochs of {kind}, whose epochs do not end with a batch; leave out "
             "whole_epochs"
         )

@@ -13,7 +13,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches
 from looplib.data.input_context import InputContext
 from looplib.diagnosis import diagnosis
-from looplib.errors import UsageError
+from looplib.errors import BatchSizeError, DatasetError, ShardingError, TaskError
 
 _ENDLESS = 2**62
 
@@ -31,7 +31,7 @@ class PipelineTask(Protocol):
 def makes_global_batches(task: PipelineTask) -> bool:
     """Returns whether a task makes global batches; raises `UsageError` if its `batches` is of no kind."""
     if task.batches not in KINDS:
-        raise UsageError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
+        raise TaskError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
     return task.batches == "global"
 
 
@@ -83,7 +83,7 @@ class Pipelines:
         if self._overfit_batch:
             dataset = _first_again(dataset, context)
         if self._workers.count > 1 and not context.asked.part and not self._whole:
-            raise UsageError(
+            raise ShardingError(
                 f"{self.who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
@@ -131,7 +131,7 @@ class Pipelines:
         """Ends this worker's share where the shortest one ends; tf.distribute would go on with empty batches."""
         shares = self._workers.gather(np.int64(self.shares[-1]))
         if (shares == tf.data.UNKNOWN_CARDINALITY).any():
-            raise UsageError(
+            raise DatasetError(
                 f"the length of {self.who}.dataset is not known, and tf.distribute trains on empty batches where a "
                 "worker's share ends before the others; repeat() the data, give it a length with "
                 'tf.data.experimental.assert_cardinality, or leave out distribute="tf"'
@@ -150,7 +150,7 @@ class Pipelines:
         )
         dataset = self._task.dataset(context)
         if not isinstance(dataset, tf.data.Dataset):
-            raise UsageError(
+            raise DatasetError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
         if context.training and context.asked.unnamed > 1 and not self._said_orders:
@@ -182,7 +182,7 @@ class Pipelines:
         if not sizes.earlier:
             return self._start_step
         if self._task.batch_size_varies:
-            raise UsageError(
+            raise BatchSizeError(
                 f"the run had batches of {sizes}, and those of {self.who}.dataset vary, so that it is not known which "
                 f"examples it has read; continue with {sizes.original}, make the data with context.indices or "
                 "context.records, or start a new run from the weights (--warm_start)"
@@ -243,7 +243,7 @@ def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool
     shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, kinds)]
     sizes = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
     if sizes and expected not in sizes:
-        raise UsageError(
+        raise BatchSizeError(
             f"{who}.dataset makes batches of {' or '.join(map(str, sorted(sizes)))} examples; expected "
             f"context.per_replica_batch_size, which is {expected}"
         )
@@ -253,7 +253,7 @@ def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool
 def _check_resident(who: str, context: InputContext, dataset: tf.data.Dataset) -> None:
     spec = dataset.element_spec
     if context.asked.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
-        raise UsageError(
+        raise DatasetError(
             f"{who}.dataset changed what context.resident returned to elements of {spec}; return it unchanged, "
             "and process batches in step_fn"
         )

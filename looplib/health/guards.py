@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from looplib import settings
-from looplib.errors import UsageError, whole_number
+from looplib.errors import SettingError
+from looplib.messages import whole_number
 from looplib.settings import setting
 
 _WHOLE = functools.partial(whole_number, least=0)
@@ -15,7 +16,7 @@ _WHOLE = functools.partial(whole_number, least=0)
 
 def _not_negative(name: str, value: float | None) -> float | None:
     if value is not None and not value >= 0:
-        raise UsageError(f"{name} is {value!r}; expected at least 0")
+        raise SettingError(f"{name} is {value!r}; expected at least 0")
     return value
 
 
@@ -59,7 +60,7 @@ class Guards:
         settings.check(self)
         object.__setattr__(self, "loss_limit", math.inf if self.loss_limit is None else self.loss_limit)
         if math.isnan(self.loss_limit):
-            raise UsageError("loss_limit is NaN; expected a number, or infinity for none")
+            raise SettingError("loss_limit is NaN; expected a number, or infinity for none")
         object.__setattr__(self, "spike_window", whole_number("spike_window", self.spike_window, least=4))
 
     @property

@@ -10,7 +10,7 @@ from looplib.cluster import remote
 from looplib.data import distribution
 from looplib.data.batches import Batches
 from looplib.data.stream import Stream
-from looplib.errors import UsageError, gist
+from looplib.errors import EngineError
 from looplib.loop.auto import AutoLoop
 from looplib.loop.base import InnerLoop, Specification
 from looplib.loop.device_loop import DeviceLoop, single_steps
@@ -18,6 +18,7 @@ from looplib.loop.host_loop import EagerStep, HostLoop, ShowingLoop
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn
 from looplib.loop.xla import XlaChunk, size_of_chunk, why_not_xla
+from looplib.messages import gist
 from looplib.task.evaluator import Evaluator
 
 Decorator = Callable[[StepFn], StepFn]
@@ -79,7 +80,7 @@ class LocalReplicas(Backend):
         collect = spec.task.collect if isinstance(spec.task, Evaluator) else None
         if spec.config.loop == "eager":
             if spec.skips:
-                raise UsageError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
+                raise EngineError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
             return HostLoop(EagerStep(spec.strategy, step_fn, reducer, stream, spec.counter), collect)
         before = spec.clock.of("compile")
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter, spec.skips)
@@ -107,12 +108,12 @@ def backend_of(spec: Specification) -> Backend:
 def _xla_loop(step: Step, steps_per_loop: int) -> DeviceLoop:
     """Returns a loop of chunks, which divide `steps_per_loop`; raises `UsageError` if XLA cannot take the step."""
     if reason := why_not_xla(step):
-        raise UsageError(f"loop is xla, and XLA cannot run the step: {reason}; use loop=graph, or auto")
+        raise EngineError(f"loop is xla, and XLA cannot run the step: {reason}; use loop=graph, or auto")
     chunk = XlaChunk(step, size_of_chunk(_PINNED_CHUNK, step, steps_per_loop))
     try:
         chunk.prepare()
     except Exception as error:  # XLA's have many types
-        raise UsageError(
+        raise EngineError(
             f"loop is xla, and XLA cannot compile the step: {gist(error)}; use loop=graph, or auto, which takes "
             "XLA only where it can"
         ) from error

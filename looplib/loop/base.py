@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.data.dataset_requests import BadRecords
-from looplib.errors import UsageError
+from looplib.errors import StaleTraceError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
@@ -194,7 +194,7 @@ class Loop(abc.ABC):
 
         Raises `UsageError` if what was traced is not looplib's, and may compute with the earlier constants.
         """
-        raise UsageError(
+        raise StaleTraceError(
             f"{self.who} has its own loop, which may have been traced with other constants of {layers} than those that "
             "are restored; adapt these layers in the program, as that run did, before the controller is built"
         )

@@ -10,11 +10,12 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
-from looplib.errors import UsageError, gist
+from looplib.errors import MetricError
 from looplib.health.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
 from looplib.loop.reducer import UnknownOutputsError
 from looplib.loop.step import Step
+from looplib.messages import gist
 from looplib.report.shown import Histogram, Images, Shown, Texts
 from looplib.task.media import Media
 from looplib.task.record import EngineChoice
@@ -213,6 +214,6 @@ def _shown(name: str, media: Media) -> Shown:
 def _text(name: str, media: Media, value: Any) -> str:
     text = media.decode(value) if media.decode else value.decode(errors="replace")
     if not isinstance(text, str):
-        raise UsageError(f"decode of the text {name!r} returned a {type(text).__name__}; expected a str")
+        raise MetricError(f"decode of the text {name!r} returned a {type(text).__name__}; expected a str")
     text = text.encode(errors="backslashreplace").decode()  # lone surrogates
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

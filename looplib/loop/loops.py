@@ -15,11 +15,12 @@ from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches, Epoch
 from looplib.data.dataset_requests import BadRecords
-from looplib.errors import UsageError, whole_number
+from looplib.errors import ClosedError, EndlessDataError, MissingPartError, SettingError, StepError
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
+from looplib.messages import whole_number
 from looplib.report.clock import Clock
 from looplib.run_config import RunConfig
 from looplib.task import checks
@@ -148,14 +149,14 @@ class Loops:
     def steps_of(self, steps: int | None, epochs: float | None) -> int:
         """Returns a number of steps that was given as such, or as epochs of known length; else raises `UsageError`."""
         if self.training is None:
-            raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
+            raise MissingPartError("this controller has no trainer; give Controller(trainer=...) to train")
         if (steps is None) == (epochs is None):
-            raise UsageError(f"steps is {steps} and epochs is {epochs}; give one of the two")
+            raise SettingError(f"steps is {steps} and epochs is {epochs}; give one of the two")
         if epochs is None:
             return steps
         epoch = self._epoch(epochs)
         if not isinstance(epochs, (int, float)) or not (epochs > 0 and math.isfinite(epochs)):
-            raise UsageError(f"epochs is {epochs!r}; expected a positive number")
+            raise SettingError(f"epochs is {epochs!r}; expected a positive number")
         examples = Fraction(str(float(epochs))) * epoch.examples  # 0.1 as it is written
         return self.training.batches.step_of(examples, epoch)
 
@@ -169,7 +170,7 @@ class Loops:
         if training.epoch is None and adapted and adapted.own_steps_per_loop(self.config.global_batch_size, True):
             training.renew()
         if training.epoch is None:
-            raise UsageError(
+            raise EndlessDataError(
                 f"epochs is {epochs}, and the length of the training data is not known, or it never ends; give steps, "
                 "or make the data with context.indices, or set context.steps_per_epoch in dataset"
             )
@@ -179,7 +180,7 @@ class Loops:
         """Returns the step to train to, None for the end of the data; raises `UsageError` if that never comes."""
         end = whole_number("the number of training steps", end, or_all=True)
         if end == -1 and self.training.endless:
-            raise UsageError(
+            raise EndlessDataError(
                 f"{self.training.who}.dataset never ends, so training to its end would not either; give a number of "
                 "steps"
             )
@@ -210,7 +211,7 @@ class Loops:
         The sentence names the call `what` that is refused, and the path `kept` of the newest checkpoint, if any.
         """
         if self.closed:
-            raise UsageError(
+            raise ClosedError(
                 f"{what} was called on a closed controller; another one may own its run directory; build a new one"
             )
         if self.torn:
@@ -219,7 +220,7 @@ class Loops:
                 if kept
                 else "there is no checkpoint to go back to, so build the trainer and the controller again"
             )
-            raise UsageError(
+            raise ClosedError(
                 f"{what} was called after a step that failed, which may have updated only a part of the variables; "
                 f"{cure}"
             )
@@ -228,7 +229,7 @@ class Loops:
         """Raises `UsageError` if the global step, which a loop may have read, is not what the controller counted."""
         counted = int(self.global_step) if counted is None else counted
         if counted != step:
-            raise UsageError(
+            raise StepError(
                 f"the global step is {counted} after step {step}: {self.training.who}.step_fn, its "
                 "loop_end or an action assigns global_step, which only the controller may change; remove the assignment"
             )

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.data.pipelines import num_rows
-from looplib.errors import UsageError, is_utf8
+from looplib.errors import MetricError
+from looplib.messages import is_utf8
 from looplib.task.media import Media
 from looplib.task.plain import as_array, as_number
 from looplib.task.reductions import Reduction, total, weighted_sum
@@ -83,7 +84,7 @@ class Packer:
           UsageError: for an output that does not say how it reduces, or a structure that changes between steps.
         """
         if not isinstance(outputs, dict):
-            raise UsageError(
+            raise MetricError(
                 f"{self._who} returned {_describe(outputs)}; expected a dict from metric name to value, "
                 'such as {"loss": losses} with losses of shape [per_replica_batch]'
             )
@@ -105,7 +106,7 @@ class Packer:
         self.media = {name: value for name, value in collected.items() if isinstance(value, Media)}
         each = collected.keys() - self.media.keys()
         if each and not self._count_examples:
-            raise UsageError(
+            raise MetricError(
                 f"{self._who} returned {', '.join(map(repr, sorted(each)))} as looplib.each, and a training "
                 "collects nothing on the host; only an evaluator does"
             )
@@ -113,7 +114,7 @@ class Packer:
         if self.slots is None:
             self.slots, self.keras = slots, metrics
         elif self.slots != slots or self.keras != metrics:
-            raise UsageError(
+            raise MetricError(
                 f"{self._who} returned metrics {_names(slots, metrics)} after "
                 f"{_names(self.slots, self.keras)}; expected the same names, kinds and shapes at every step"
             )
@@ -125,9 +126,9 @@ class Packer:
             value = self._per_example(where, value, batch)
         for tensor in (value.value, value.weight):
             if tensor is not None and not _is_number(tensor):
-                raise UsageError(f"{where}; expected real numbers, integers or booleans")
+                raise MetricError(f"{where}; expected real numbers, integers or booleans")
         if value.kind != "mean" and not value.value.shape.is_fully_defined():
-            raise UsageError(
+            raise MetricError(
                 f"{where}, and that shape is not fully known; sum over the batch first, "
                 f"as in looplib.{value.kind}(tf.reduce_sum(value))"
             )
@@ -137,18 +138,18 @@ class Packer:
         try:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError):
-            raise UsageError(
+            raise MetricError(
                 f"{where}; expected a tensor [per_replica_batch], looplib.mean, looplib.total, looplib.last or a Keras "
                 "metric object"
             ) from None
         if value.shape.rank == 0:
-            raise UsageError(
+            raise MetricError(
                 f"{where} without a reduction; return one value per example, or say how a scalar reduces: "
                 "looplib.mean(value, weight=<examples>), looplib.total(value) or looplib.last(value)"
             )
         if batch and value.shape.rank and value.shape[0] is not None and value.shape[0] not in batch[0]:
             sizes = " or ".join(map(str, sorted(batch[0]))) or "any size"
-            raise UsageError(
+            raise MetricError(
                 f"{where}, whose first dimension is not the batch ({sizes}); expected one value per example, or "
                 "looplib.mean, looplib.total or looplib.last to say how it reduces"
             )
@@ -237,7 +238,7 @@ def _joined(parts: list[tf.Tensor]) -> tf.Tensor:
 def check_metric_name(who: str, name: object) -> None:
     """Raises `UsageError` for a name that is no string, or that a record of `metrics.jsonl` needs itself."""
     if not isinstance(name, str) or not name or name in ("step", "split") or not is_utf8(name):
-        raise UsageError(f"{who} has a metric named {name!r}; expected a string other than '', 'step' and 'split'")
+        raise MetricError(f"{who} has a metric named {name!r}; expected a string other than '', 'step' and 'split'")
 
 
 @tf.autograph.experimental.do_not_convert

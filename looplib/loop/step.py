@@ -12,7 +12,7 @@ from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
-from looplib.errors import UsageError
+from looplib.errors import StepError, UsageError
 from looplib.loop.reducer import Reducer
 
 StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
@@ -161,14 +161,14 @@ def raise_refusal(error: Exception) -> None:
         cause = cause.__cause__ or cause.__context__
     if _tf.is_late_variable(error):
         if _keras.GLOBAL_SEED in str(error):
-            raise UsageError(_keras.UNSEEDED) from error
-        raise UsageError(
+            raise StepError(_keras.UNSEEDED) from error
+        raise StepError(
             "the step (step_fn, or a Keras model's train_step) makes variables in its first call, and on several "
             "replicas they must exist before it; build models (an Input layer, or a call) and optimizers "
             "(optimizer.build(variables)) when they are made, under strategy.scope()"
         ) from error
     if _tf.is_merge_in_branch(error):
-        raise UsageError(
+        raise StepError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
             "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts), which TensorFlow cannot do "
             f"({diagnosis().place_of(error)}); call it outside, in every step. For an update in every n-th step, "

@@ -10,10 +10,11 @@ import tensorflow as tf
 from looplib.cluster import replicas
 from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, join_names
+from looplib.errors import BatchSizeError, MetricError
 from looplib.loop.packing import Packer, batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_checks import is_summed
+from looplib.messages import join_names
 from looplib.task import metric_names, reductions
 from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction, total
@@ -72,7 +73,7 @@ class BatchSizes:
     def _refuse(self, seen: np.ndarray) -> None:
         larger, full, more, count = seen
         if larger > 0 or 2 * full < count - self._replicas:
-            raise UsageError(
+            raise BatchSizeError(
                 f"{self._who}.dataset made {'larger' if larger > 0 else 'smaller'} batches than "
                 f"context.per_replica_batch_size, which is {self._expected}: the first {int(count)} have "
                 f"{self._expected + more / count:g} examples on average, so that means and gradients are scaled "
@@ -124,7 +125,7 @@ def check_share(task: Trainer | Evaluator, step: Step) -> None:
 def _check_made(task: Trainer | Evaluator, before: Iterable[tf.Variable], after: Iterable[tf.Variable]) -> None:
     known = {id(variable) for variable in before}
     if names := [variable.name for variable in after if id(variable) not in known]:
-        raise UsageError(
+        raise MetricError(
             f"a metric of {type(task).__name__} makes {join_names(names)} in its first update, which is too late on "
             "several replicas; call its update_state once with zeros of the step's shapes, and reset_state, in __init__"
         )
@@ -134,7 +135,7 @@ def _check_made(task: Trainer | Evaluator, before: Iterable[tf.Variable], after:
 def _check_known(task: Trainer | Evaluator, used: Iterable[tf.Variable], known: Iterable[tf.Variable]) -> None:
     ids = {id(variable) for variable in known}
     if names := [variable.name for variable in used if id(variable) not in ids]:
-        raise UsageError(
+        raise MetricError(
             f"{type(task).__name__}.step_fn changes {join_names(names)} of a metric that is not among the attributes "
             "of the task, so that examples would count twice where a global batch has fewer of them than there are "
             "replicas; keep the metric as an attribute of the task or its model, or in a list or dict there"

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import MetricError, StaleTraceError
 from looplib.loop.step import Step
 
 _ENTRIES = ("step_fn", "loss_fn", "call", "train_step", "test_step", "compute_loss")
@@ -52,7 +52,7 @@ class TracedValues:
                 if name == "trainable"
                 else "keep a value that changes in a tf.Variable, and assign to that"
             )
-            raise UsageError(
+            raise StaleTraceError(
                 f"{who}.{name} is {now!r:.50} and was {then:.50} when {step_name} was traced, so that the change (by "
                 f"an action, a callback or loop_end) would have no effect; {cure}"
             )
@@ -155,7 +155,7 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
         change, again = second[name] - at_first, third[name] - second[name]
         sums = np.linalg.norm(again - change) <= tolerance * np.linalg.norm(change)
         if np.any(second[name] != at_first) and (np.any(at_first) or not sums or not is_summed(kept[name])):
-            raise UsageError(
+            raise MetricError(
                 f"{name} ({who}) is not a sum over examples that begins with zero and that replicas sum (a maximum, a "
                 "moving average, or what derives from sums, say), so that the metric would be wrong on several "
                 "replicas; keep sums in add_weight's default aggregation, compute the rest in result(), or use one "

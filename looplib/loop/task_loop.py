@@ -18,7 +18,17 @@ from looplib.data import distribution
 from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
-from looplib.errors import OURS, DataError, UsageError, gist, join_names, parse_error, whole_number
+from looplib.errors import (
+    DataError,
+    DatasetError,
+    EmptyDataError,
+    EndlessDataError,
+    EngineError,
+    MetricError,
+    MissingPartError,
+    StaleTraceError,
+    UsageError,
+)
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
@@ -26,6 +36,7 @@ from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_additions import BatchSizes, add_share, check_share
 from looplib.loop.step_checks import TracedValues, check_metrics
+from looplib.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.report.shown import Shown
 from looplib.task import metric_names
 from looplib.task.adapter import OwnLoop, rates_of
@@ -124,7 +135,7 @@ class TaskLoop(TrainingLoop):
         try:
             has_a_batch = self.stream.has_value(self.stream.next_as_optional(self.stream.iterate()))
         except (tf.errors.NotFoundError, tf.errors.DataLossError, tf.errors.PermissionDeniedError) as error:
-            raise UsageError(
+            raise DatasetError(
                 f"the evaluation data set {split!r} cannot be read: {gist(error)}; check where {self.who}.dataset "
                 "reads from"
             ) from error
@@ -140,7 +151,7 @@ class TaskLoop(TrainingLoop):
     def step(self) -> Step:
         """See `Loop`."""
         if self._inner.step is None:
-            raise UsageError(f"the eager loop traces no step of {self.who} to look at; use loop=graph")
+            raise EngineError(f"the eager loop traces no step of {self.who} to look at; use loop=graph")
         return self._inner.step
 
     @property
@@ -185,7 +196,7 @@ class TaskLoop(TrainingLoop):
         if isinstance(error, tf.errors.OpError) and (found := parse_error(error)).kind in OURS:
             return DataError(found.sentence)
         if ops := _tf.lacking_in_xla(error):
-            return UsageError(
+            return EngineError(
                 f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
                 f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
             )
@@ -202,7 +213,7 @@ class TaskLoop(TrainingLoop):
                     f"fix {self.place_of(error) or 'the functions of its maps'}"
                 )
         if self.endless and isinstance(error, tf.errors.OutOfRangeError):
-            return UsageError(
+            return DatasetError(
                 f"the data of {self.who}.dataset ended although its cardinality is infinite; check for repeat() of "
                 "an empty data set, or of files without examples"
             )
@@ -289,7 +300,7 @@ class TaskLoop(TrainingLoop):
         self.close()
         self._build()
         if self._inner.step and (kept := before & _tf.functions_in(self._inner.step.function)):
-            raise UsageError(
+            raise StaleTraceError(
                 f"{self._spec.step_name} calls {join_names(sorted(kept))}, which were traced with other constants of "
                 f"{layers} than those that are restored; leave out tf.function there, or adapt these layers in the "
                 "program, as that run did, before the controller is built"
@@ -359,7 +370,7 @@ class TaskLoop(TrainingLoop):
                 left_out,
             )
         if not step:
-            raise UsageError(
+            raise EmptyDataError(
                 f"the training data set is empty: {self.who}.dataset has no batch, or not one for each "
                 "replica; check where the data is read from, and that drop_remainder does not drop the only batch"
             )
@@ -400,7 +411,7 @@ class TaskLoop(TrainingLoop):
 
 def no_batch(split: str, who: str) -> UsageError:
     """Returns the error of an evaluation without data."""
-    return UsageError(
+    return EmptyDataError(
         f"the evaluation data set {split!r} is empty: {who}.dataset has no batch; check where the data is read from"
     )
 
@@ -418,7 +429,7 @@ def _end_all_data() -> None:
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
     if spec.config.overfit_batch and isinstance(spec.task, OwnLoop):
-        raise UsageError(
+        raise EngineError(
             f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a trainer "
             "with data of looplib's, and no parameter servers; leave out --overfit_batch"
         )
@@ -431,11 +442,11 @@ def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:
     So it does where there is nothing to evaluate. The loops are given by the names of the evaluators.
     """
     if not evaluations:
-        raise UsageError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
+        raise MissingPartError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
     steps = whole_number("the number of evaluation steps", steps, or_all=True)
     for name, evaluation in evaluations.items():
         if steps == -1 and evaluation.endless:
-            raise UsageError(
+            raise EndlessDataError(
                 f"the evaluation data set {name!r} never ends ({evaluation.who}.dataset is infinite), "
                 "so its evaluation would not either; leave out repeat(), or give a number of evaluation steps"
             )
@@ -445,7 +456,7 @@ def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:
 def as_numbers(who: str, metrics: object) -> dict[str, int | float]:
     """Returns the metrics of a `loop_end` as Python numbers; raises `UsageError` for anything but a dict of numbers."""
     if not isinstance(metrics, dict):
-        raise UsageError(f"{who}.loop_end returned a {type(metrics).__name__}; expected the dict of metrics to report")
+        raise MetricError(f"{who}.loop_end returned a {type(metrics).__name__}; expected the dict of metrics to report")
     converted = {}
     for name, value in metrics.items():
         check_metric_name(who, name)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from looplib import plugins
-from looplib.errors import UsageError
+from looplib.errors import MissingPartError
 
 
 class WrittenPage(Protocol):
@@ -30,7 +30,9 @@ class Page:
 
     def show(self) -> WrittenPage:
         """Writes the page, and returns it; raises `UsageError` if there is no directory to write it to."""
-        raise UsageError("the page of a run needs a directory that can be written; give Controller(model_dir=...)")
+        raise MissingPartError(
+            "the page of a run needs a directory that can be written; give Controller(model_dir=...)"
+        )
 
     def close(self) -> None:
         """Writes the page if it is out of date. From then on each `update` writes it."""

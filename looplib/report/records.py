@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError
+from looplib.errors import FileError
 from looplib.report.writers import Writer
 
 Record = dict[str, Any]  # a line as JSON has it: "step", "split", and a number or None for each metric
@@ -48,7 +48,7 @@ def read_jsonl(path: str) -> list[Record]:
       UsageError: if the file is too large to be held.
     """
     if files.exists(path) and files.size(path) > _MOST_BYTES:
-        raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes, which no run writes; move it away")
+        raise FileError(f"{path} has more than {_MOST_BYTES:,} bytes, which no run writes; move it away")
     return [{sys.intern(name): value for name, value in record.items()} for record in each_record(path)]
 
 

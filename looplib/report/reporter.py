@@ -13,7 +13,7 @@ from absl import logging
 
 from looplib import plugins
 from looplib.diagnosis import diagnosis
-from looplib.errors import UsageError
+from looplib.errors import MissingPartError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.page import make_page
 from looplib.report.progress import Progress
@@ -303,12 +303,12 @@ def make_writers(writers: Sequence[Writer | str] | None, model_dir: str | None, 
         if isinstance(writer, Writer):
             made.append(writer)
         elif not isinstance(writer, str):
-            raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
+            raise WriterError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
         elif writer == "jsonl":
             in_files += [JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))] if model_dir else []
         elif writer not in DEFAULT_WRITERS:
             if not model_dir:
-                raise UsageError(f"the writer {writer!r} needs a run directory; give Controller(model_dir=...)")
+                raise MissingPartError(f"the writer {writer!r} needs a run directory; give Controller(model_dir=...)")
             made.append(plugins.load(GROUP, writer)(model_dir))
         elif model_dir or writer == _ON_SCREEN:
             if make := plugins.find(GROUP, writer):

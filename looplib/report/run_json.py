@@ -22,9 +22,10 @@ import numpy as np
 from absl import logging
 
 from looplib import console, files, folders
-from looplib.errors import Preempted, UsageError, gist, shown, with_cure
+from looplib.errors import Preempted, UsageError
 from looplib.files import failures, parse_json, read_text
 from looplib.masks import masked, masked_text
+from looplib.messages import gist, shown, with_cure
 from looplib.report.clock import Clock
 from looplib.report.page import Page, WrittenPage
 from looplib.report.program import DIFF, Program, this_process

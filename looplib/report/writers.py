@@ -4,7 +4,7 @@ import abc
 from collections.abc import Mapping, Sequence
 
 from looplib import plugins
-from looplib.errors import UsageError
+from looplib.errors import WriterError
 from looplib.report.progress import Progress
 from looplib.report.shown import Shown
 
@@ -93,5 +93,5 @@ def named_writers(names: Sequence[str], model_dir: str) -> list[Writer]:
     known = [name for name in plugins.names(GROUP) if name not in DEFAULT_WRITERS]
     for name in names:
         if name not in known:
-            raise UsageError(f"--trackers has {name!r}; expected names among {', '.join(known)}")
+            raise WriterError(f"--trackers has {name!r}; expected names among {', '.join(known)}")
     return [plugins.load(GROUP, name)(model_dir) for name in dict.fromkeys(names)]

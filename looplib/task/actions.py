@@ -10,7 +10,8 @@ from typing import Any
 from absl import logging
 
 from looplib import console
-from looplib.errors import UsageError, gist
+from looplib.errors import ActionError, CheckpointError, StateError
+from looplib.messages import gist
 from looplib.task.plain import as_json
 
 
@@ -191,16 +192,16 @@ class ActionStates:
             saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
             if saves != loads:
                 names = ("state", "load") if saves else ("load", "state")
-                raise UsageError(f"{kind} has a {names[0]} and no {names[1]}; define both, or neither")
+                raise ActionError(f"{kind} has a {names[0]} and no {names[1]}; define both, or neither")
             if not saves:
                 continue
             if not isinstance(action.name, str):
-                raise UsageError(
+                raise ActionError(
                     f"{kind}.name is {action.name!r:.100}; expected a text that says what the action watches"
                 )
             key = f"{kind}({action.name})"
             if key in self._actions:
-                raise UsageError(
+                raise ActionError(
                     f"two actions are {key}, and a checkpoint could not tell which of them a memory belongs to; give "
                     "each a name of its own, by the argument or the attribute `name`"
                 )
@@ -215,7 +216,7 @@ class ActionStates:
             try:
                 states[key] = json.loads(json.dumps(state, default=as_json))
             except (TypeError, ValueError) as error:
-                raise UsageError(
+                raise StateError(
                     f"{type(action).__name__}.state returned {state!r:.200}, which JSON cannot hold ({error}); return "
                     "numbers, strings, lists and dicts of them"
                 ) from error
@@ -228,7 +229,7 @@ class ActionStates:
             try:
                 action.load(state)
             except (TypeError, ValueError, LookupError, AttributeError) as error:
-                raise UsageError(
+                raise CheckpointError(
                     f"{key} cannot load its memory from the checkpoint, which is {state!r:.200} ({gist(error)}); name "
                     "another checkpoint, or give the action another name to start without this memory"
                 ) from error

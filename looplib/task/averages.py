@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import SettingError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class WeightAverages(tf.Module):
     def __init__(self, variables: Sequence[Any], decay: float) -> None:
         super().__init__(name="weight_averages")
         if not isinstance(decay, numbers.Real) or not 0 < decay < 1:
-            raise UsageError(
+            raise SettingError(
                 f"the decay of weight averages is {decay!r}; expected a number between 0 and 1, such as 0.999"
             )
         self._decay = decay

@@ -8,8 +8,9 @@ import tensorflow as tf
 
 from looplib.cluster import remote
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, join_names
+from looplib.errors import ActionError, StateError, StrategyError, TaskError, VariableError
 from looplib.folders import is_name
+from looplib.messages import join_names
 from looplib.task.adapter import Adapter, OwnLoop
 from looplib.task.evaluator import Evaluator
 from looplib.task.state import state_of
@@ -30,26 +31,26 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
     """Returns the evaluators of a controller by name; `UsageError` for objects of other kinds, or nothing at all."""
     evaluators = evaluator if isinstance(evaluator, dict) else {"eval": evaluator} if evaluator is not None else {}
     if trainer is None and not evaluators:
-        raise UsageError("a controller needs a trainer, an evaluator or both; it got neither")
+        raise TaskError("a controller needs a trainer, an evaluator or both; it got neither")
     if trainer is not None and not isinstance(trainer, Trainer):
-        raise UsageError(
+        raise TaskError(
             f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass (one of "
             "Orbit's is wrapped: looplib.OrbitTrainer(trainer))"
         )
     for name, value in evaluators.items():
         if not isinstance(value, Evaluator):
-            raise UsageError(
+            raise TaskError(
                 f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of "
                 "Orbit's is wrapped: looplib.OrbitEvaluator(evaluator))"
             )
         if name == "train" or not isinstance(name, str) or not (re.fullmatch(r"[\w.-]+", name) and is_name(name)):
-            raise UsageError(
+            raise TaskError(
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
             )
     for task in (trainer, *evaluators.values()):
         defined = [name for name in _OF_ADAPTERS if any(name in vars(kind) for kind in type(task).__mro__)]
         if defined and not isinstance(task, Adapter):
-            raise UsageError(
+            raise TaskError(
                 f"{type(task).__name__} defines {join_names(defined)}, which the controller reads of a "
                 "looplib.Adapter only; make looplib.Adapter its first base class, or rename what it defines"
             )
@@ -59,12 +60,12 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
 def check_kinds(strategy: Any, actions: Iterable[Any]) -> None:
     """Raises `UsageError` if the strategy is not one, or an action cannot be called."""
     if not isinstance(strategy, tf.distribute.Strategy):
-        raise UsageError(
+        raise StrategyError(
             f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
         )
     for action in actions:
         if not callable(action):
-            raise UsageError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
+            raise ActionError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
 
 
 def check_together(
@@ -84,7 +85,7 @@ def check_together(
     }
     _keras.check_one_family(held)
     if engine == "eager" and isinstance(strategy, tf.distribute.TPUStrategy):
-        raise UsageError(
+        raise StrategyError(
             "a TPU runs only compiled programs, and the eager loop does not compile; debug on the host, with "
             "--strategy=one_device --loop=eager"
         )
@@ -101,7 +102,7 @@ def check_together(
         for name, value in vars(task).items():
             owner = owners.setdefault(name, task)
             if getattr(owner, name) is not value and _keras.is_layer(value) and value.built and value.variables:
-                raise UsageError(
+                raise StateError(
                     f"{type(task).__name__}.{name} is not the object that {type(owner).__name__} holds under that "
                     "name, but a checkpoint stores one object per name; give an evaluator the trainer's own model, or "
                     "another name"
@@ -158,7 +159,7 @@ def _trace_update(optimizer: Any, variables: Sequence[tf.Variable], strategy: tf
 def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> None:
     elsewhere = remote.plugin_of(strategy) is not None
     if engine == "eager" or strategy.num_replicas_in_sync > 1 or elsewhere:
-        raise UsageError(
+        raise VariableError(
             f"{what} has no variables yet; on several replicas or workers, and in the eager loop, a model must have "
             "them before the first step: give it an Input layer, or call it once in __init__"
         )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import ExportError
 from looplib.task.averages import WeightAverages
 
 
@@ -40,7 +40,7 @@ def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Ex
         found = (
             "no Keras model as its attribute model" if not _keras.is_model(model) else "a model without Input layers"
         )
-        raise UsageError(
+        raise ExportError(
             f"{who} has {found}, so it is not known what to export; define {who}.export, which returns "
             "looplib.Exported(function, signature, model)"
         )

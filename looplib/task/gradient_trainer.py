@@ -10,7 +10,8 @@ import tensorflow as tf
 from looplib import plugins
 from looplib.cluster import replicas, updates
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, join_names, whole_number
+from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
+from looplib.messages import join_names, whole_number
 from looplib.task import gradients as gradient_math
 from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
@@ -127,7 +128,7 @@ class GradientTrainer(Trainer):
         self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
         self._gradient_clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         if not isinstance(jit_compile, bool):
-            raise UsageError(f"jit_compile is {jit_compile!r}; expected True or False")
+            raise SettingError(f"jit_compile is {jit_compile!r}; expected True or False")
         self._gradients_compiled = jit_compile
         self._gradient_report = parts.checked_reports(report or ())
         parts.check_model(model)
@@ -167,7 +168,7 @@ class GradientTrainer(Trainer):
         backward = self._computed(inputs)
         reported = self._update(backward)
         if both := sorted(backward.metrics.keys() & reported.keys()):
-            raise UsageError(
+            raise MetricError(
                 f"{type(self).__name__}.loss_fn returned the metric {both[0]!r}, which GradientTrainer reports; rename "
                 "yours"
             )
@@ -198,7 +199,7 @@ class GradientTrainer(Trainer):
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
         if all(gradient is None for gradient in (*data, *own)):
-            raise UsageError(
+            raise LossError(
                 f"the losses of {type(self).__name__}.loss_fn depend on none of the trained variables; compute them "
                 "with the model, by differentiable operations"
             )
@@ -357,7 +358,7 @@ class GradientTrainer(Trainer):
 
 def _make_loss_scale(model: Any, kind: str | None) -> gradient_math.DynamicLossScale | None:
     if kind not in ("auto", "dynamic", None):
-        raise UsageError(f'loss_scale is {kind!r}; expected "auto", "dynamic" or None')
+        raise SettingError(f'loss_scale is {kind!r}; expected "auto", "dynamic" or None')
     if kind == "auto":
         kind = "dynamic" if _keras.computes_in(model, "float16") else None
     return gradient_math.DynamicLossScale() if kind else None
@@ -390,12 +391,12 @@ def _losses_and_metrics(trainer: type[Trainer], returned: Any, inputs: Any) -> t
     who = trainer.__name__
     losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(metrics, dict):
-        raise UsageError(
+        raise MetricError(
             f"{who}.loss_fn returned a {type(metrics).__name__} after the losses; expected a dict of metrics, or "
             "looplib.mean(losses, weights) for weighted losses"
         )
     if trainer.loss_name in metrics:
-        raise UsageError(
+        raise MetricError(
             f"{who}.loss_fn returned a metric {trainer.loss_name!r}, which is the losses' own name; rename it"
         )
     if isinstance(losses, Reduction) and losses.kind == "mean":
@@ -403,7 +404,7 @@ def _losses_and_metrics(trainer: type[Trainer], returned: Any, inputs: Any) -> t
     if not isinstance(losses, tf.Tensor) or not losses.dtype.is_floating or losses.shape.rank == 0:
         tensor = isinstance(losses, tf.Tensor)
         found = f"a {losses.dtype.name} tensor of shape {losses.shape}" if tensor else repr(losses)
-        raise UsageError(
+        raise LossError(
             f"{who}.loss_fn returned {found}; expected one loss per example, a float tensor [batch], or "
             "looplib.mean(losses, weights): a mean that is taken already would be wrong for micro-batches and replicas"
         )
@@ -418,7 +419,7 @@ def _check_weights(who: str, values: tf.Tensor, weights: tf.Tensor) -> None:
     except ValueError:
         fits = False
     if not fits:
-        raise UsageError(
+        raise LossError(
             f"{who}.loss_fn returned losses of shape {values.shape} with weights of shape {weights.shape}; expected "
             "weights that broadcast to the losses"
         )
@@ -428,7 +429,7 @@ def _check_trainable(who: str, model: Any, before: Sequence[Any]) -> None:
     """Raises `UsageError` if other variables of a model are trainable than when the trainer was built."""
     then, now = ({id(variable): variable for variable in each} for each in (before, model.trainable_variables))
     if changed := [_keras.variable_path({**then, **now}[key]) for key in then.keys() ^ now.keys()]:
-        raise UsageError(
+        raise StaleTraceError(
             f"trainable has changed for {join_names(sorted(changed))} since {who}.__init__, where the optimizer got "
             "its variables; set it before, or give GradientTrainer(freeze=...)"
         )

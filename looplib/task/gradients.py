@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import SettingError
 
 _START, _GROWS_AFTER = 2.0**15, 2000  # of the scale of the loss
 _SMALL = 1e-3  # the least norm of a unit's weights in adaptive clipping, so that zero weights can move
@@ -37,7 +37,7 @@ class Clipping:
         for name, limit in dataclasses.asdict(self).items():
             number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
             if limit is not None and not (number and limit > 0):
-                raise UsageError(f"clip_{name} is {limit!r}; expected a positive number, or None for no clipping")
+                raise SettingError(f"clip_{name} is {limit!r}; expected a positive number, or None for no clipping")
 
     @property
     def any(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from looplib.errors import UsageError
+from looplib.errors import MetricError
 
 CHECKSUM = "examples_checksum"
 BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/full", "batch_sizes/more", "batch_sizes/count")
@@ -21,7 +21,7 @@ def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None
         (names, rates, "its rates have too"),
     ):
         if both := sorted(set(found) & set(others)):
-            raise UsageError(f"{who} returned a metric named {both[0]!r}, which {of}; give yours another name")
+            raise MetricError(f"{who} returned a metric named {both[0]!r}, which {of}; give yours another name")
 
 
 def check_finished(who: str, before: Mapping[str, Any], after: Mapping[str, Any], rates: Collection[str] = ()) -> None:
@@ -52,7 +52,7 @@ def mode_of(who: str, metric: str, mode: str | None) -> str:
     `UsageError`, with the class `who` that was given the metric, for any other name and for a metric of another form.
     """
     if mode not in ("max", "min", None) or not isinstance(metric, str) or "/" not in metric:
-        raise UsageError(
+        raise MetricError(
             f"{who} got the metric {metric!r} and the mode {mode!r}; expected <evaluator>/<metric>, "
             'such as "eval/accuracy", and "max" or "min"'
         )
@@ -60,7 +60,7 @@ def mode_of(who: str, metric: str, mode: str | None) -> str:
         return mode
     name = metric.rpartition("/")[2].lower()
     if name not in _LOWER_IS_BETTER | _HIGHER_IS_BETTER:
-        raise UsageError(
+        raise MetricError(
             f"{who} got the metric {metric!r} without a mode, and the name does not imply whether "
             'higher or lower is better; give "max" or "min" as the mode'
         )

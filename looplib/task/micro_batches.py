@@ -8,7 +8,7 @@ from absl import logging
 
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError
+from looplib.errors import BatchSizeError, MetricError, StepError
 from looplib.task import reductions
 from looplib.task.media import Media
 from looplib.task.reductions import Reduction
@@ -66,7 +66,7 @@ def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: boo
             ", ".join(random),
         )
     if array := _tf.growing_array(nodes):
-        raise UsageError(
+        raise StepError(
             f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size, or leave out jit_compile"
         )
     return tf.nest.flatten(compiled())
@@ -76,13 +76,13 @@ def _divided(inputs: Any, count: int) -> Callable[[tf.Tensor], Any]:
     """Returns the function that gives a part of the batch, by the number of the part."""
     for leaf in tf.nest.flatten(inputs):
         if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor)):
-            raise UsageError(
+            raise StepError(
                 f"micro_batches={count} divides the batch, and its data has {leaf!r}; expected dense or ragged "
                 "tensors, with the batch as their first dimension"
             )
         size = leaf.shape[0] if leaf.shape.rank else None
         if size is not None and size % count:
-            raise UsageError(
+            raise BatchSizeError(
                 f"micro_batches={count} does not divide the per-replica batch of {size} examples; choose a divisor of "
                 f"{size}, or another global batch size"
             )
@@ -111,7 +111,7 @@ def check_per_example(what: str, value: Any, inputs: Any) -> None:
     leaves = [leaf for leaf in tf.nest.flatten(inputs) if isinstance(leaf, (tf.Tensor, tf.RaggedTensor))]
     sizes = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
     if shape.rank and shape[0] is not None and sizes and None not in sizes and shape[0] not in sizes:
-        raise UsageError(
+        raise StepError(
             f"{what} has the shape {shape}, and its batch has {' or '.join(map(str, sorted(sizes)))} examples; "
             "expected one value per example, or looplib.mean, looplib.total or looplib.last to say how it reduces"
         )
@@ -136,20 +136,20 @@ class MetricSums:
                 self._keras[name] = value  # it keeps its own sums
                 continue
             if isinstance(value, Media):
-                raise UsageError(
+                raise MetricError(
                     f"the metric {name!r} is a looplib.{value.kind}, which is not computed in parts, nor by "
                     "jit_compile; show it in an evaluator, or train with micro_batches=1 and without jit_compile"
                 )
             if not isinstance(value, Reduction):
                 if tf.convert_to_tensor(value).shape.rank == 0:
-                    raise UsageError(
+                    raise MetricError(
                         f"the metric {name!r} is a scalar without a reduction; return one value per example, or "
                         "looplib.mean(value, weight=<examples>), looplib.total(value) or looplib.last(value)"
                     )
                 check_per_example(f"the metric {name!r}", value, inputs)
                 value = reductions.mean(value)
             if value.kind == "each":
-                raise UsageError(f"the metric {name!r} is a looplib.each, which only an evaluator can return")
+                raise MetricError(f"the metric {name!r} is a looplib.each, which only an evaluator can return")
             self._slots.append((name, value.kind, value.value.dtype))
             data = tf.cast(value.value, tf.float64)
             if value.kind == "mean":

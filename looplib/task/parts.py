@@ -7,7 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, join_names
+from looplib.errors import ModelError, OptimizerError, SettingError
+from looplib.messages import join_names
 from looplib.task.state import SlotOptimizer
 
 REPORTS = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "layer_norms")
@@ -16,9 +17,9 @@ REPORTS = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "laye
 def check_model(model: Any) -> None:
     """Raises `UsageError` if a model is none, or has no trainable variables yet."""
     if not isinstance(model, tf.Module) and not _keras.is_layer(model):
-        raise UsageError(f"model is a {type(model).__name__}; expected a Keras model or layer, or a tf.Module")
+        raise ModelError(f"model is a {type(model).__name__}; expected a Keras model or layer, or a tf.Module")
     if not model.trainable_variables:
-        raise UsageError(
+        raise ModelError(
             "the model has no trainable variables yet; give it an Input layer, or call it once before "
             "GradientTrainer.__init__"
         )
@@ -27,16 +28,16 @@ def check_model(model: Any) -> None:
 def check_optimizer(optimizer: Any) -> None:
     """Raises `UsageError` if an optimizer is none of Keras, makes its variables late, or scales the loss."""
     if not _keras.is_optimizer(optimizer):
-        raise UsageError(
+        raise OptimizerError(
             f"optimizer is a {type(optimizer).__name__}; expected a Keras optimizer, or a dict of them by pattern"
         )
     if isinstance(optimizer, SlotOptimizer):
-        raise UsageError(
+        raise OptimizerError(
             f"the optimizer is a {type(optimizer).__name__} of tf_keras.optimizers.legacy, which makes variables in "
             "its first update; give that of tf_keras.optimizers, or use it in the step_fn of a looplib.Trainer"
         )
     if _keras.scales_loss(optimizer) or getattr(optimizer, "loss_scale_factor", None):
-        raise UsageError(
+        raise OptimizerError(
             f"{type(optimizer).__name__} scales the loss; give an optimizer that does not, because GradientTrainer "
             'scales the loss itself (loss_scale="auto")'
         )
@@ -45,7 +46,7 @@ def check_optimizer(optimizer: Any) -> None:
 def checked_reports(names: Sequence[str]) -> tuple[str, ...]:
     """Returns the names of metrics to report; raises `UsageError` for other names."""
     if isinstance(names, str) or not set(names) <= set(REPORTS):
-        raise UsageError(f"report is {names!r}; expected names among {', '.join(REPORTS)}")
+        raise SettingError(f"report is {names!r}; expected names among {', '.join(REPORTS)}")
     return tuple(names)
 
 
@@ -67,10 +68,10 @@ def matching(
         try:
             found = [thing for thing in things if re.search(pattern, name_of(thing))]
         except re.error as error:
-            raise UsageError(f"{what} has {pattern!r}, which is no regular expression: {error}") from error
+            raise ModelError(f"{what} has {pattern!r}, which is no regular expression: {error}") from error
         if not found:
             names = join_names([name_of(thing) for thing in things])
-            raise UsageError(f"{what} has {pattern!r}, which matches no {kind} of the model; its {kind}s are: {names}")
+            raise ModelError(f"{what} has {pattern!r}, which matches no {kind} of the model; its {kind}s are: {names}")
         chosen.update((id(thing), thing) for thing in found)
     return [thing for thing in things if id(thing) in chosen]
 
@@ -85,7 +86,7 @@ def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
     frozen = {id(variable) for variable in matching(variables, patterns, "freeze")}
     trained = [variable for variable in variables if id(variable) not in frozen]
     if not trained:
-        raise UsageError(f"freeze={patterns!r} matches all variables of the model; leave out a part that is trained")
+        raise ModelError(f"freeze={patterns!r} matches all variables of the model; leave out a part that is trained")
     for layer in _layers(model) if frozen else ():
         own = layer.trainable_variables
         if own and all(id(variable) in frozen for variable in own):
@@ -100,7 +101,7 @@ def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tup
     variables that no pattern matches, or an optimizer that comes twice.
     """
     if len({id(optimizer) for optimizer in optimizers.values()}) < len(optimizers):
-        raise UsageError("optimizer has one optimizer under two patterns; join the patterns, as in 'encoder|head'")
+        raise OptimizerError("optimizer has one optimizer under two patterns; join the patterns, as in 'encoder|head'")
     left, parts = list(variables), []
     for pattern, optimizer in optimizers.items():
         own = matching(left, pattern, "optimizer")
@@ -109,7 +110,7 @@ def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tup
         parts.append((pattern, optimizer, own))
     if left:
         names = join_names([_keras.variable_path(variable) for variable in left])
-        raise UsageError(f'no pattern of optimizer matches {names}; add a last one for the rest, "": optimizer')
+        raise OptimizerError(f'no pattern of optimizer matches {names}; add a last one for the rest, "": optimizer')
     return parts
 
 
@@ -126,7 +127,7 @@ def leave_out_of_decay(
     left_out = {id(variable) for variable in matching(everything, patterns, "no_decay")}
     decaying = [each for _, each, _ in optimizer_parts if getattr(each, "weight_decay", None)]
     if not decaying:
-        raise UsageError("no_decay is given, and no optimizer has a weight_decay; use AdamW(weight_decay=...), say")
+        raise OptimizerError("no_decay is given, and no optimizer has a weight_decay; use AdamW(weight_decay=...), say")
     for _, optimizer, variables in optimizer_parts:
         own = [variable for variable in variables if id(variable) in left_out]
         if own and any(optimizer is each for each in decaying):
@@ -143,7 +144,7 @@ def rematerialize(model: Any, patterns: Sequence[str] | str | None) -> None:
     layers = list({id(layer): layer for layer in _layers(model)}.values())
     for layer in matching(layers, patterns, "rematerialize", lambda layer: layer.name, "layer"):
         if _keras.changes_when_called(layer):
-            raise UsageError(
+            raise ModelError(
                 f"rematerialize has {patterns!r}, which matches {layer.name}, and computing it twice gives two results "
                 "(dropout, batch normalization or another state in it); match layers without state"
             )

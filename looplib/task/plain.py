@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import MetricError
 
 
 def as_array(value: Any) -> np.ndarray:
@@ -49,7 +49,7 @@ def as_number(what: str, value: Any) -> int | float:
             return float(value)
         except OverflowError:
             found = "is a number beyond those of float64"
-    raise UsageError(
+    raise MetricError(
         f"{what} {found}; return a bool, an int, a float or a scalar of numpy or TensorFlow (loop_end can make numbers "
         "of an array, and leave it out)"
     )

@@ -17,7 +17,7 @@ import tensorflow as tf
 from looplib import files
 from looplib.compat.tensorflow import python_state_key
 from looplib.data.batches import Batches, BatchSizePeriod
-from looplib.errors import UsageError
+from looplib.errors import CheckpointError, UsageError
 from looplib.folders import is_name
 
 FORMAT = 2
@@ -196,7 +196,7 @@ class RunRecord:
         if type(number) is not int:
             raise _unreadable(path, f"its format is {number!r:.50}, expected a whole number")
         if number > FORMAT:
-            raise UsageError(
+            raise CheckpointError(
                 f"the run record in {path} has the format {number}, and this looplib reads formats up to {FORMAT}; "
                 "install the version of looplib that wrote it"
             )
@@ -233,7 +233,7 @@ class RunState(tf.train.experimental.PythonState):
 
 
 def _unreadable(path: str, what: str) -> UsageError:
-    return UsageError(
+    return CheckpointError(
         f"the run record in {path} cannot be read: {what}; name another checkpoint, or move this one out of "
         "the run directory and run the same command again"
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import MetricError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ def mean(value: Any, weight: Any = None) -> Reduction:
     """
     value = tf.convert_to_tensor(value)
     if weight is None and value.shape.rank == 0:
-        raise UsageError(
+        raise MetricError(
             "looplib.mean got a scalar without a weight, and means of means are wrong when batches differ in size; "
             "write looplib.mean(value, weight=<the number of examples it averages>) or return the value per example"
         )

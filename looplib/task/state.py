@@ -13,7 +13,8 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError, gist
+from looplib.errors import CheckpointError, StateError
+from looplib.messages import gist
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.trainer import Trainer
 
@@ -117,7 +118,7 @@ class ReplicaState(tf.train.experimental.PythonState):
                 if values.ndim == 0 or values.dtype != kind:
                     raise ValueError(f"its array {name:.100} is of another type")
         except _UNREADABLE as error:
-            raise UsageError(
+            raise CheckpointError(
                 f"the values of each replica in the checkpoint cannot be read ({gist(error)}); name another "
                 "checkpoint, or move this one away"
             ) from error
@@ -190,7 +191,7 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
     try:
         found = list(_variables_below(objects))
     except ValueError as error:  # of TensorFlow's wrappers of dicts and lists
-        raise UsageError(
+        raise StateError(
             f"a checkpoint cannot hold the attributes of {', '.join(objects)}: {gist(error)}; use dicts with str keys, "
             "and lists that are only appended to"
         ) from error

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from looplib.cluster import replicas, updates
 from looplib.data.input_context import InputContext
-from looplib.errors import UsageError
+from looplib.errors import StepError
 from looplib.task import exported
 from looplib.task.exported import Exported
 
@@ -175,7 +175,7 @@ class Trainer(abc.ABC):
           UsageError: before a `Controller` has taken this trainer, because the global batch size is not yet known.
         """
         if self.global_batch_size is None:
-            raise UsageError(
+            raise StepError(
                 f"{type(self).__name__}.global_mean was called before a Controller took the trainer, so the global "
                 "batch size is not known; build looplib.Controller(trainer=...) first, or set "
                 "trainer.global_batch_size in a unit test"

@@ -20,13 +20,14 @@ from tampering import NUL, SURROGATE, WRONG, aliases, make_directory, make_endle
 
 from looplib import files
 from looplib.__main__ import main as cli
-from looplib.errors import UsageError, duration, shown, whole_number
+from looplib.errors import UsageError
 from looplib.extras.configuration import config, field_types
 from looplib.extras.page import values
 from looplib.extras.writers.csv_writer import CsvWriter
 from looplib.extras.writers.media_writer import MediaWriter
 from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
 from looplib.loop.host_loop import as_shown
+from looplib.messages import duration, shown, whole_number
 from looplib.report import run_json
 from looplib.report.records import read_jsonl
 from looplib.task.media import Media

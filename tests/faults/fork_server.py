@@ -58,7 +58,7 @@ _CONVERTED = {
     "looplib.extras.parameter_server.coordinator": "_numbered/numbered_step",
     "looplib.extras.parameter_server.coordinator.RemoteLoop": "*_run *_run_part *_draw_by_number _open_queues",
     "looplib.extras.parameter_server.results": "packed",
-    "looplib.errors": "whole_number",
+    "looplib.messages": "whole_number",
     "looplib.compat.keras": "tf_variable is_variable variable_path family is_a",
     "trainers.image_classification": "ImageClassifier.loss_fn ImageClassifierEvaluator.step_fn",
     "faulty.Faulty": "step_fn dataset/<lambda> _interleaved/<lambda> _failing/<lambda>",

@@ -10,7 +10,8 @@ import tensorflow as tf
 from disk_test import disk  # noqa: F401
 
 from looplib import files
-from looplib.errors import UsageError, cure_of, with_cure
+from looplib.errors import UsageError
+from looplib.messages import cure_of, with_cure
 
 
 def raised(do):

@@ -11,7 +11,8 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, whole_number
+from looplib.errors import ActionError, ExportError, MetricError, MissingPartError
+from looplib.messages import whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
 from looplib.task.metric_names import mode_of
@@ -33,7 +34,7 @@ class _MetricWatcher(Action):
         who = type(self).__name__
         self.metric, self.mode = metric, mode_of(who, metric, mode)
         if not isinstance(name, str):
-            raise UsageError(f"{who}.name is {name!r:.100}; expected a text")
+            raise ActionError(f"{who}.name is {name!r:.100}; expected a text")
         self.name = ", ".join(filter(None, (metric, self.mode, name)))
         self.patience = whole_number(f"{who}.patience", patience)
         self.min_change = number(f"{who}.min_change", min_change)
@@ -49,7 +50,7 @@ class _MetricWatcher(Action):
         """
         split, _, name = self.metric.partition("/")
         if split not in controller.loops:
-            raise UsageError(
+            raise MetricError(
                 f"{type(self).__name__}({self.metric!r}) needs a metric of {split!r}, which is not reported; expected "
                 f"a metric of {' or '.join(sorted(controller.loops))}"
             )
@@ -58,7 +59,7 @@ class _MetricWatcher(Action):
             self._refuse(split, known)
 
     def _refuse(self, split: str, known: Any) -> None:
-        raise UsageError(
+        raise MetricError(
             f"{type(self).__name__}({self.metric!r}) needs a metric that is not reported; expected one of "
             f"{', '.join(sorted(f'{split}/{one}' for one in known))}"
         )
@@ -137,13 +138,13 @@ class EarlyStopping(_MetricWatcher):
         super().on_start(controller)
         rule = controller.policy.best
         if self.restore_best and (rule is None or (rule.metric, rule.mode) != (self.metric, self.mode)):
-            raise UsageError(
+            raise ActionError(
                 f"EarlyStopping({self.metric!r}, restore_best=True) needs the best checkpoint by that metric; give "
                 f'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("{self.metric}", "{self.mode}"))), with '
                 f"this KeepBest first, or --keep_best={self.mode}:{self.metric}"
             )
         if self.restore_best and not controller.model_dir:
-            raise UsageError("EarlyStopping(restore_best=True) needs checkpoints; give Controller(model_dir=...)")
+            raise MissingPartError("EarlyStopping(restore_best=True) needs checkpoints; give Controller(model_dir=...)")
         self._stop_if_due(controller)
 
     def __call__(self, event: Event) -> None:
@@ -210,9 +211,9 @@ class ExportBest(_MetricWatcher):
         super().on_start(controller)
         place = self.directory or controller.model_dir
         if place is None:
-            raise UsageError("ExportBest has no directory, and the controller no model_dir; give one of them")
+            raise MissingPartError("ExportBest has no directory, and the controller no model_dir; give one of them")
         if files.is_remote(place):
-            raise UsageError(f"ExportBest exports to a local directory, and {place} is remote; give it a local one")
+            raise ExportError(f"ExportBest exports to a local directory, and {place} is remote; give it a local one")
         if self.directory and controller.is_chief and "train" in controller.loops:
             self._claim(self.directory, controller.model_dir or "")
 
@@ -227,7 +228,7 @@ class ExportBest(_MetricWatcher):
         except (OSError, ValueError):
             found = None
         if found != owner:
-            raise UsageError(
+            raise ExportError(
                 f"{directory} has exports of another run, or of this one before it was moved, which ExportBest would "
                 f"replace and remove; give it another directory, or write {owner!r} into {path} if they are this run's"
             )
@@ -296,7 +297,7 @@ class ReduceOnPlateau(_MetricWatcher):
         super().__init__(metric, patience, min_change, mode, name)
         self.factor = number("ReduceOnPlateau.factor", factor)
         if not 0 < self.factor < 1:
-            raise UsageError(f"ReduceOnPlateau.factor is {factor!r}; expected a number between 0 and 1")
+            raise ActionError(f"ReduceOnPlateau.factor is {factor!r}; expected a number between 0 and 1")
         self.cooldown = whole_number("ReduceOnPlateau.cooldown", cooldown, least=0)
         self.min_rate = number("ReduceOnPlateau.min_rate", min_rate)
         self._cooling = 0
@@ -310,13 +311,13 @@ class ReduceOnPlateau(_MetricWatcher):
         super().on_start(controller)
         optimizers = _optimizers(controller)
         if not optimizers:
-            raise UsageError(
+            raise ActionError(
                 f"ReduceOnPlateau needs a Keras optimizer in an attribute of the trainer; "
                 f"{controller.loops['train'].who} has none"
             )
         for optimizer in optimizers:
             if constant_rate(optimizer) is None:
-                raise UsageError(
+                raise ActionError(
                     f"ReduceOnPlateau needs a constant learning rate, but {type(optimizer).__name__} has a schedule; "
                     "give the optimizer a number"
                 )
@@ -347,7 +348,7 @@ class ReduceOnPlateau(_MetricWatcher):
 def number(name: str, value: Any) -> float:
     """Returns a number as a float; raises `UsageError` if it is none, negative or not finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
-        raise UsageError(f"{name} is {value!r}; expected a number of at least 0")
+        raise ActionError(f"{name} is {value!r}; expected a number of at least 0")
     return float(value)
 
 

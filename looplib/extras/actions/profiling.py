@@ -8,8 +8,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import folders
-from looplib.errors import UsageError, gist, whole_number
+from looplib.errors import ActionError
 from looplib.extras.actions import op_times
+from looplib.messages import gist, whole_number
 from looplib.task.actions import Action
 
 _LOGGED = 10  # ops
@@ -46,7 +47,7 @@ class Profile(Action):
     def parse(cls, text: str) -> "Profile":
         """Returns the profile that --profile asks for; `UsageError` for a text of another form."""
         if not (found := re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)) or not int(found[2]):
-            raise UsageError(
+            raise ActionError(
                 f"--profile is {text!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
             )
         return cls(int(found[1]), int(found[2]))
@@ -65,7 +66,7 @@ class Profile(Action):
           UsageError: if no step would be profiled.
         """
         if 0 <= train_steps <= self._start:
-            raise UsageError(
+            raise ActionError(
                 f"the profile starts after step {self._start}, and the training ends at step {train_steps}; give "
                 f"--profile a START below {train_steps}, or train for more steps"
             )
@@ -80,7 +81,7 @@ class Profile(Action):
     def on_start(self, controller: Any) -> None:
         """Refuses a run without a directory."""
         if not controller.model_dir:
-            raise UsageError("a profile needs a run directory to be written to; give Controller(model_dir=...)")
+            raise ActionError("a profile needs a run directory to be written to; give Controller(model_dir=...)")
         if controller.global_step > self._start and not self._done:
             logging.info("steps %d to %d are past, and are not profiled again", self._start + 1, self._end)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from looplib.cluster.environment import Cluster
-from looplib.errors import UsageError
+from looplib.errors import ClusterError
 
 PORT = 2222  # where an environment names hosts only; LOOPLIB_PORT changes it
 
@@ -33,7 +33,7 @@ def expand_hostlist(text: str) -> list[str]:
       UsageError: for text of another form.
     """
     if not re.fullmatch(rf"{_HOST}(,{_HOST})*", text):
-        raise UsageError(f"the Slurm host list {text!r} cannot be read; expected a form such as node[01-03,7],login")
+        raise ClusterError(f"the Slurm host list {text!r} cannot be read; expected a form such as node[01-03,7],login")
     hosts = []
     for part in re.findall(_HOST, text):
         pieces = re.split(r"\[(.*?)\]", part)  # literal, ranges, literal, ranges, ..., literal
@@ -64,10 +64,10 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", f"1(x{len(hosts)})").split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
-            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE has {part!r}; expected a form such as 2(x3),1")
+            raise ClusterError(f"SLURM_STEP_TASKS_PER_NODE has {part!r}; expected a form such as 2(x3),1")
         sizes += [int(match[1])] * int(match[2] or 1)
     if len(sizes) != len(hosts) or sum(sizes) != count:
-        raise UsageError(
+        raise ClusterError(
             f"Slurm's variables disagree: SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE "
             f"{len(sizes)} with {sum(sizes)} tasks, SLURM_STEP_NUM_TASKS says {count}"
         )
@@ -78,7 +78,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     workers = tuple(f"{hosts[node]}:{port + local}" for local, node in places)
     here = environ.get("SLURMD_NODENAME", "")
     if here and rank < count and hosts[places[rank][1]] != here:
-        raise UsageError(
+        raise ClusterError(
             f"this process, rank {rank}, runs on {here}, where srun's distribution "
             f"{environ.get('SLURM_DISTRIBUTION', 'block')!r} would put it on {hosts[places[rank][1]]}; use "
             "srun --distribution=block, or one task a node"
@@ -98,14 +98,14 @@ def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
         source, service = "the JobSet", environ.get("LOOPLIB_SERVICE", jobset)
         jobs, job = _number(environ, "LOOPLIB_NUM_JOBS", 1), _number(environ, "JOB_INDEX", 0)
         if jobs < 1 or count % jobs:
-            raise UsageError(
+            raise ClusterError(
                 f"LOOPLIB_NUM_WORKERS is {count}; expected a multiple of the {jobs} jobs of LOOPLIB_NUM_JOBS"
             )
         name = f"{jobset}-{_text(environ, 'REPLICATED_JOB_NAME')}"
         pods = count // jobs
         hosts = [f"{name}-{i}-{j}" for i in range(jobs) for j in range(pods)]
         if job >= jobs or index >= pods:
-            raise UsageError(
+            raise ClusterError(
                 f"this pod has JOB_INDEX={job} and JOB_COMPLETION_INDEX={index}; with {jobs} jobs and {count} workers "
                 f"expected less than {jobs} and {pods}"
             )
@@ -119,12 +119,12 @@ def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
-        raise UsageError(f"{name} is missing in the pod's environment; docs/cluster.md has manifests that set it")
+        raise ClusterError(f"{name} is missing in the pod's environment; docs/cluster.md has manifests that set it")
     return environ[name]
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
-        raise UsageError(f"{name} is {text!r}; expected a whole number, 0 or more")
+        raise ClusterError(f"{name} is {text!r}; expected a whole number, 0 or more")
     return int(text)

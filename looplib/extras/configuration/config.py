@@ -23,7 +23,7 @@ from absl import flags, logging
 
 from looplib import files
 from looplib.command_line import CONFIG_FILE, PRINT_FLAG
-from looplib.errors import UsageError, shown, with_cure
+from looplib.errors import ConfigurationError, UsageError
 from looplib.extras.configuration.field_types import (
     At,
     check,
@@ -41,6 +41,7 @@ from looplib.extras.configuration.field_types import (
     update,
 )  # fmt: skip
 from looplib.masks import MASK, masked
+from looplib.messages import shown, with_cure
 from looplib.report import run_json
 from looplib.settings import Flag
 
@@ -106,7 +107,7 @@ def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any])
                 value = {name: value}
             merge(tree, type(config), value, _flag)
     if hidden := [path for path, value in _leaves(tree) if MASK in str(value)]:
-        raise UsageError(
+        raise ConfigurationError(
             f"a file has {hidden[0]} as {MASK}, because looplib writes no secrets; set {_flag(hidden[0])} too"
         )
     made = typed(tree, type(config), str, "")
@@ -139,7 +140,7 @@ def _hint(config: Any, path: str) -> Any:
         for kind in filter(dataclasses.is_dataclass, members(hint)):
             known |= hints(kind)
         if not known:
-            raise UsageError(
+            raise ConfigurationError(
                 f"{_flag(path)} is not a setting, because {name} would be in a value of the type {name_of(hint)}"
             )
         if name not in known:
@@ -188,7 +189,7 @@ def given(config: Any) -> dict[str, Any]:
                 if group is places:
                     break
     if places and repr(plain(typed(tree, type(config), str, ""))) != wanted:
-        raise UsageError(
+        raise ConfigurationError(
             f"{shown(config)} is not what {type(config).__name__} makes of its own values; its __post_init__ may only "
             "change fields that have their defaults"
         )
@@ -294,9 +295,11 @@ def read_yaml(path: str) -> Mapping[str, Any]:
     try:
         values = load(text_in(path))
     except (OSError, ValueError, tf.errors.OpError) as error:
-        raise UsageError(f"--config_file={path} cannot be read: {with_cure(error)}") from error
+        raise ConfigurationError(f"--config_file={path} cannot be read: {with_cure(error)}") from error
     if values is not None and not isinstance(values, dict):
-        raise UsageError(f"--config_file={path} holds a {type(values).__name__}; expected settings, as name: value")
+        raise ConfigurationError(
+            f"--config_file={path} holds a {type(values).__name__}; expected settings, as name: value"
+        )
     return values or {}
 
 

@@ -20,7 +20,8 @@ import cattrs
 import numpy as np
 import yaml
 
-from looplib.errors import UsageError, duration, gist, is_utf8, shown
+from looplib.errors import ConfigurationError
+from looplib.messages import duration, gist, is_utf8, shown
 
 _MOST_NODES, _DEEPEST = 50_000, 50  # of a YAML text, after its aliases
 _LONGEST_NUMBER = 100  # characters
@@ -144,14 +145,14 @@ def typed(value: Any, hint: Any, at: At, where: str) -> Any:
             refuse_name(at(f"{where}.{name}".lstrip(".")), name, others[0].cl)
         if others:
             place = f"{at(where)}: " if where else ""
-            raise UsageError(f"{place}{error.cl.__name__} refuses its settings: {gist(others[0])}") from error
+            raise ConfigurationError(f"{place}{error.cl.__name__} refuses its settings: {gist(others[0])}") from error
         kind, (error, note) = error.cl, noted[0]
         name = note.name if isinstance(note, cattrs.AttributeValidationNote) else note.index
         where = f"{where}[{name}]" if is_listing(kind) else f"{where}.{name}".lstrip(".")
         if isinstance(error, KeyError):
-            raise UsageError(f"{at(where)} is missing") from error
+            raise ConfigurationError(f"{at(where)} is missing") from error
     value, hint = error.args if isinstance(error, _WrongError) else (value, hint)
-    raise UsageError(f"{at(where):.300} is {shown(value)}; expected {name_of(hint)}") from error
+    raise ConfigurationError(f"{at(where):.300} is {shown(value)}; expected {name_of(hint)}") from error
 
 
 def check(value: Any, hint: Any, found: str) -> None:
@@ -170,7 +171,7 @@ def check(value: Any, hint: Any, found: str) -> None:
             check(one, hints(type(value))[name], f"{found}.{name}")
         for other in filter(dataclasses.is_dataclass, members(hint)):
             if other is not type(value) and hints(other).keys() >= fields(value).keys():
-                raise UsageError(
+                raise ConfigurationError(
                     f"{found} is a {name_of(type(value))}, whose fields a {name_of(other)} has too; a file does not "
                     "say which one it is; give each a field that the other lacks"
                 )
@@ -179,7 +180,7 @@ def check(value: Any, hint: Any, found: str) -> None:
         _CONVERTER.get_structure_hook(hint)
     except cattrs.StructureHandlerNotFoundError as error:
         kinds = f"the type {name_of(hint)}, and no file can hold a {name_of(error.type_)}"
-        raise UsageError(f"{found} is of {kinds}; expected {_ACCEPTED}") from error
+        raise ConfigurationError(f"{found} is of {kinds}; expected {_ACCEPTED}") from error
     try:
         text = dump(plain(value, hint))
         if is_config_dict(type(value)):
@@ -190,7 +191,9 @@ def check(value: Any, hint: Any, found: str) -> None:
     except Exception:  # a value of another type may fail in any way
         equal = False
     if not equal:
-        raise UsageError(f"{found} is {shown(value)}; expected a value of its type, {name_of(hint)}, of {_ACCEPTED}")
+        raise ConfigurationError(
+            f"{found} is {shown(value)}; expected a value of its type, {name_of(hint)}, of {_ACCEPTED}"
+        )
 
 
 def update(old: Any, values: Mapping[Any, Any], at: At, path: str) -> None:
@@ -215,7 +218,9 @@ def update(old: Any, values: Mapping[Any, Any], at: At, path: str) -> None:
         try:
             old[name] = value
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{at(where)} is {shown(value)}; expected {name_of(old.get_type(name))}") from error
+            raise ConfigurationError(
+                f"{at(where)} is {shown(value)}; expected {name_of(old.get_type(name))}"
+            ) from error
 
 
 def fields(value: Any) -> dict[str, Any]:
@@ -266,7 +271,9 @@ def refuse_name(found: str, name: Any, known: Any, what: str = "") -> NoReturn:
     names = [str(one) for one in (hints(known) if isinstance(known, type) else known)]
     close = difflib.get_close_matches(f"{name!s:.100}", names, n=1)
     nearest = f"did you mean {close[0]}? " if close else ""
-    raise UsageError(f"{found:.300} is not {what}; {nearest}expected one of {', '.join(names) or '(there are none)'}")
+    raise ConfigurationError(
+        f"{found:.300} is not {what}; {nearest}expected one of {', '.join(names) or '(there are none)'}"
+    )
 
 
 def _is_a(hint: Any, kinds: Any) -> bool:

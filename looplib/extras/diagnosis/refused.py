@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.data.input_context import InputContext
-from looplib.errors import gist
+from looplib.messages import gist
 
 _STEPS = 64  # whose batches are tried: many may be read at once
 _SECONDS = 10.0  # that this may take

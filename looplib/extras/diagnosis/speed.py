@@ -12,9 +12,9 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.errors import gist
 from looplib.extras.diagnosis import traced_ops
 from looplib.loop.base import TrainingLoop
+from looplib.messages import gist
 
 SHORT_TRAINING = 1.0  # seconds, below which the peak, which takes 0.1 s, is not measured
 _ENOUGH, _TIMES, _LARGEST = 0.005, 4, 8192  # seconds of a product, products of each size, rows

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import StepError
 
 _alone: "weakref.WeakSet[tf.distribute.ReplicaContext]" = weakref.WeakSet()
 _of_strategy: property = tf.distribute.Strategy.num_replicas_in_sync
@@ -36,7 +36,7 @@ def alone() -> Iterator[None]:
     _alone.add(context)
     try:
         if tf.distribute.get_strategy().num_replicas_in_sync != 1:
-            raise UsageError(
+            raise StepError(
                 f"TensorFlow {tf.__version__} counts replicas in a way that looplib does not know (it knows 2.20 and "
                 "2.21), so that Keras would scale losses by it; train the compiled model on one replica"
             )
@@ -52,7 +52,7 @@ def _seen(strategy: tf.distribute.Strategy) -> int:
 
 def _seen_by_context(context: tf.distribute.ReplicaContext) -> int:
     if context in _alone and isinstance(context.strategy, tf.distribute.TPUStrategy):
-        raise UsageError(
+        raise StepError(
             "the train_step of a compiled model asks the replica context for the number of replicas (all_gather does "
             "so too), which a TPU needs and looplib hides; write a looplib.Trainer for it"
         )

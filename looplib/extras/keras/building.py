@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, gist
+from looplib.errors import LossError, StepError, UsageError, VariableError
 from looplib.extras.keras import models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.data import KerasData
 from looplib.loop.step import raise_refusal
+from looplib.messages import gist
 from looplib.task.state import unheld, variables_of
 
 
@@ -63,7 +64,7 @@ def _build_by_train_step(model: Any, data: KerasData) -> None:
         if isinstance(error, UsageError):
             raise
         explain(error)
-        raise UsageError(
+        raise VariableError(
             f"{type(model).__name__}.train_step has to make variables, which must exist before the first step on "
             f"several replicas, and it cannot be traced for a batch of the data ({gist(error)}); under "
             "strategy.scope(), build the layers (layer.build(shape), or a call on a batch) and the optimizers "
@@ -98,7 +99,7 @@ def _outside(make: Callable[..., Any], **settings: Any) -> Any:
     if tf.is_symbolic_tensor(value):
         value = tf.get_static_value(value)
     if _keras.GLOBAL_SEED in str(settings.get("name")) and tf.distribute.has_strategy():
-        raise UsageError(_keras.UNSEEDED)
+        raise StepError(_keras.UNSEEDED)
     if tf.executing_eagerly() or value is None:
         return make(**settings)
     settings["initial_value"] = value
@@ -126,7 +127,7 @@ def _is_unbuilt(model: Any) -> bool:
 def explain(error: Exception) -> None:
     """Raises a `UsageError` for what tf_keras refuses in a step of the model's own on several replicas."""
     if "losses.Reduction" in str(error):
-        raise UsageError(
+        raise LossError(
             "tf_keras refuses a loss that divides by the batch in a step of the model's own on several replicas; make "
             'it with reduction="none", and take tf.reduce_mean of its values, which looplib weighs right'
         ) from error

@@ -5,7 +5,7 @@ from typing import Any
 
 from absl import logging
 
-from looplib.errors import UsageError
+from looplib.errors import CallbackError
 from looplib.extras.keras import models
 
 _REFUSED = {
@@ -84,7 +84,7 @@ def check_replaced(needs: dict[str, str], controller: Any) -> None:
     for kind, need in needs.items():
         if lacking[need]:
             cure = "one" if need == _MODEL_DIR else "guards=looplib.Guards()"
-            raise UsageError(
+            raise CallbackError(
                 f"the callback {kind} is not called, because {need} does its work, and the Controller has none; give "
                 f"it {cure}, or leave out {kind}"
             )
@@ -93,7 +93,7 @@ def check_replaced(needs: dict[str, str], controller: Any) -> None:
 def _check_family(model: Any, callback: Any) -> None:
     base = models.callbacks_of(model).Callback
     if not isinstance(callback, base):
-        raise UsageError(
+        raise CallbackError(
             f"the callback {callback!r} is no {base.__module__}.{base.__name__}, as the model's family needs"
         )
 
@@ -101,13 +101,13 @@ def _check_family(model: Any, callback: Any) -> None:
 def _check(base: type, callback: Any) -> None:
     kind = type(callback).__name__
     if refused := _class_of_keras(callback, _REFUSED):
-        raise UsageError(f"the callback {kind} does not work in looplib; use {_REFUSED[refused.__name__]}")
+        raise CallbackError(f"the callback {kind} does not work in looplib; use {_REFUSED[refused.__name__]}")
     if writer := _class_of_keras(callback, ("ModelCheckpoint",)):
         _check_checkpoint(callback)
         base = writer  # whose methods for batches do nothing then
     for name in _IN_AN_EPOCH:
         if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):
-            raise UsageError(
+            raise CallbackError(
                 f"the callback {kind} has {name}, which looplib does not call, because it runs many steps in one call "
                 "to the device; use on_epoch_end, or an action of the Controller, which is called after each report"
             )
@@ -116,12 +116,12 @@ def _check(base: type, callback: Any) -> None:
 def _check_checkpoint(callback: Any) -> None:
     kind = type(callback).__name__
     if callback.save_freq != "epoch":
-        raise UsageError(
+        raise CallbackError(
             f"the callback {kind} has save_freq={callback.save_freq!r}, a number of batches, and looplib calls it "
             "after each epoch; leave out save_freq, or give CheckpointPolicy(every_steps=...), which saves all state"
         )
     if vars(callback).get("load_weights_on_restart"):
-        raise UsageError(
+        raise CallbackError(
             f"the callback {kind} has load_weights_on_restart, which would replace the weights of the checkpoint that "
             "the run continues from; leave it out, and give the Controller a model_dir"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from looplib.errors import UsageError
+from looplib.errors import CallbackError
 from looplib.extras.keras import callback_kinds
 from looplib.task.actions import warn_of_other_memories
 from looplib.task.plain import as_json
@@ -51,7 +51,7 @@ class Memory:
         """Sets the attributes to those that the training began with, and some to what `changed` returned."""
         for name in changed:
             if callable(getattr(type(self._callback), name, None)):
-                raise UsageError(
+                raise CallbackError(
                     f"the checkpoint has a value for {type(self._callback).__name__}.{name:.100}, which is a method; "
                     "name another checkpoint"
                 )
@@ -129,7 +129,7 @@ class Memories:
           UsageError: if it is something else.
         """
         if not isinstance(saved, dict) or not all(isinstance(changed, dict) for changed in saved.values()):
-            raise UsageError(
+            raise CallbackError(
                 f"the checkpoint has {saved!r:.100} for Keras callbacks, expected a dict of their attributes"
             )
         for name, memory in self._named:
@@ -142,7 +142,7 @@ class Memories:
         names = [name for name, _ in self._named]
         for name, memory in self._named:
             if names.count(name) > 1 and memory.names - self._common:
-                raise UsageError(
+                raise CallbackError(
                     f"two callbacks are {name}, and a checkpoint could not tell which of them a memory belongs to; "
                     "give each an attribute `name` of its own"
                 )

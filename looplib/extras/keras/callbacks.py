@@ -9,7 +9,7 @@ from typing import Any
 from looplib.checkpoint.commits import Commit
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import CallbackError
 from looplib.extras.keras import callback_kinds, models
 from looplib.extras.keras.best_weights import BestWeights
 from looplib.extras.keras.callback_memory import Memories
@@ -54,14 +54,14 @@ class KerasCallbacks(Action):
         """Begins the training, and its first epoch."""
         steps = controller.steps_per_epoch
         if steps is None or controller.steps_per_loop != steps:
-            raise UsageError(
+            raise CallbackError(
                 f"Keras callbacks take the metrics of whole epochs, of {steps or 'an unknown number of'} steps, and "
                 f"the Controller reports every {controller.steps_per_loop} steps; leave out its steps_per_loop, and "
                 "give data that never ends a length, such as by tf.data.Dataset.take"
             )
         batches = controller.loops["train"].batches
         if batches.earlier:
-            raise UsageError(
+            raise CallbackError(
                 f"Keras callbacks take the metrics of whole epochs, and this run had batches of {batches}, so that its "
                 f"reports do not end with its epochs; continue with {batches.original}, or start a new run from the "
                 "weights (--warm_start)"

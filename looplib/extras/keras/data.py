@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.data.input_context import InputContext
-from looplib.errors import UsageError
+from looplib.errors import DatasetError
 from looplib.extras.keras import rows
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
@@ -39,10 +39,10 @@ class KerasData:
         self, float_type: str, x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None
     ) -> None:
         if x is None:
-            raise UsageError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
+            raise DatasetError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
         kinds = [cls.__name__ for cls in type(x).__mro__]
         if isinstance(x, Iterator) or "PyDataset" in kinds or "Sequence" in kinds:
-            raise UsageError(
+            raise DatasetError(
                 f"KerasTrainer got a {type(x).__name__} as x, whose position cannot be saved; expected arrays, or a "
                 "tf.data.Dataset (tf.data.Dataset.from_generator makes one of a generator)"
             )
@@ -50,10 +50,10 @@ class KerasData:
         self.is_arrays = not (callable(x) or isinstance(x, tf.data.Dataset))
         self._weights = None if class_weight is None else _table(class_weight)
         if sample_weight is not None and class_weight is not None:
-            raise UsageError("KerasTrainer got class_weight and sample_weight; give their product as sample_weight")
+            raise DatasetError("KerasTrainer got class_weight and sample_weight; give their product as sample_weight")
         if not self.is_arrays:
             if y is not None or sample_weight is not None:
-                raise UsageError(
+                raise DatasetError(
                     "KerasTrainer got a data set as x, and y or sample_weight beside it; make the data set's elements "
                     "(x, y) or (x, y, sample_weight)"
                 )
@@ -62,7 +62,7 @@ class KerasData:
             self._counted = False
             return
         if y is None and sample_weight is not None:
-            raise UsageError(
+            raise DatasetError(
                 "KerasTrainer got sample_weight and no y, and fit leaves such weights out; give y, or a data set of "
                 "(x, None, sample_weight)"
             )
@@ -70,7 +70,7 @@ class KerasData:
         self._arrays = tf.nest.map_structure(lambda array: rows.as_array(array, float_type), parts)
         lengths = {array.shape[0] if array.shape else None for array in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
-            raise UsageError(
+            raise DatasetError(
                 f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; expected one number "
                 "of rows in x, y and sample_weight"
             )
@@ -103,7 +103,7 @@ class KerasData:
         element = next(iter(self._dataset()))
         sizes = [leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(element)]
         if None in sizes:
-            raise UsageError(_SINGLE)
+            raise DatasetError(_SINGLE)
         return rows.take(self.whole(element), range(min(examples, *map(int, sizes))))
 
     def spec(self, replicas: int) -> Any:
@@ -118,7 +118,7 @@ class KerasData:
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
                 return spec
             if spec.shape.rank == 0:
-                raise UsageError(_SINGLE)
+                raise DatasetError(_SINGLE)
             size = spec.shape[0] and math.ceil(spec.shape[0] / replicas)
             return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype)
 
@@ -163,7 +163,7 @@ class KerasData:
     def _dataset(self) -> tf.data.Dataset:
         dataset = self._make()
         if not isinstance(dataset, tf.data.Dataset):
-            raise UsageError(
+            raise DatasetError(
                 f"the function x of KerasTrainer returned {dataset!r}; expected a tf.data.Dataset of batches"
             )
         if self._weights is not None:
@@ -184,7 +184,7 @@ class KerasData:
     def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:
         """Adds the weights of the examples' classes to a batch, or to all examples."""
         if y is None or tf.nest.is_nested(y) or any(part is not None for part in others):
-            raise UsageError(
+            raise DatasetError(
                 "class_weight needs (x, y) with class numbers or one-hot vectors as y, and no sample weights; use "
                 "sample_weight alone"
             )
@@ -199,7 +199,7 @@ def _class_numbers(labels: tf.Tensor, classes: int) -> tf.Tensor:
     rank, width = labels.shape.rank, labels.shape[-1] if labels.shape.rank else 1
     of_vectors = rank is not None and rank > 1 and width != 1
     if rank is None or (of_vectors and rank > 2 and (labels.dtype.is_integer or width is None or width > classes)):
-        raise UsageError(
+        raise DatasetError(
             f"class_weight of {classes} classes got {labels.dtype.name} targets of shape {labels.shape}, which are not "
             "known to be one-hot vectors; give class numbers a last dimension of 1, one-hot vectors of several "
             "positions as floating-point numbers with a known last dimension, or use sample_weight"
@@ -232,7 +232,7 @@ def _count(dataset: tf.data.Dataset) -> int:
 
 def _table(class_weight: Mapping[int, float]) -> np.ndarray:
     if not class_weight or not all(isinstance(label, (int, np.integer)) and label >= 0 for label in class_weight):
-        raise UsageError(f"class_weight is {class_weight!r}; expected a dict from class number to weight")
+        raise DatasetError(f"class_weight is {class_weight!r}; expected a dict from class number to weight")
     table = np.ones(max(class_weight) + 1, np.float32)
     for label, weight in class_weight.items():
         table[label] = weight

@@ -15,10 +15,11 @@ from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
-from looplib.errors import UsageError, gist, join_names
+from looplib.errors import LossError, UsageError
 from looplib.extras.keras import models, rows
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import state_of_model
+from looplib.messages import gist, join_names
 from looplib.task.state import unheld, variables_of
 
 EXAMPLES = 32  # that are enough to try
@@ -95,9 +96,9 @@ def check(model: Any, batch: tuple) -> None:
         )  # fmt: skip
         return
     if fault:
-        raise UsageError(f"the loss of {type(model).__name__} is no mean over examples: {fault}; {_OR}")
+        raise LossError(f"the loss of {type(model).__name__} is no mean over examples: {fault}; {_OR}")
     if kept:
-        raise UsageError(
+        raise LossError(
             f"a step of {type(model).__name__} computes {join_names(kept)} from the batch, so that each replica "
             "would keep a value of its own, and an export has the first one's; use one replica, or a looplib.Trainer "
             "whose step takes what all replicas have (looplib.all_gather), or say that each replica is to train as if "

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import DatasetError
 
 KINDS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)  # specs of tensors
 Array = np.ndarray | tf.RaggedTensor | tf.SparseTensor
@@ -19,7 +19,7 @@ def as_array(array: Any, float_type: str) -> Array:
       UsageError: for something else.
     """
     if array is None:
-        raise UsageError(
+        raise DatasetError(
             "KerasTrainer got None beside arrays, for one of several outputs, say; leave it out of a dict of targets, "
             "or give a tf.data.Dataset, which may have None"
         )
@@ -34,7 +34,7 @@ def as_array(array: Any, float_type: str) -> Array:
         try:
             found = tf.convert_to_tensor(found).numpy()
         except (ValueError, TypeError, tf.errors.OpError) as error:
-            raise UsageError(
+            raise DatasetError(
                 f"KerasTrainer got a {type(array).__name__} of Python objects, which are not all strings; give columns "
                 "of different types as a dict of arrays, or convert them to one type, such as float32"
             ) from error

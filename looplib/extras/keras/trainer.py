@@ -9,7 +9,7 @@ import tensorflow as tf
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.data.input_context import InputContext
-from looplib.errors import UsageError
+from looplib.errors import BatchSizeError, DatasetError, ModelError, StrategyError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import build
@@ -72,9 +72,11 @@ class KerasTrainer(Adapter, Trainer):
     ) -> None:
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
             found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
-            raise UsageError(f"KerasTrainer got {found}; expected a Keras model after model.compile(optimizer, loss)")
+            raise ModelError(f"KerasTrainer got {found}; expected a Keras model after model.compile(optimizer, loss)")
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
-            raise UsageError("KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer")
+            raise StrategyError(
+                "KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer"
+            )
         self.model, self.optimizer = model, model.optimizer
         self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, class_weight)
         self._keras_shuffle = shuffle
@@ -100,7 +102,7 @@ class KerasTrainer(Adapter, Trainer):
         if x is not None:
             return KerasEvaluator(self.model, x, y, sample_weight)
         if self._keras_validation is None:
-            raise UsageError(
+            raise DatasetError(
                 "KerasTrainer.evaluator() has no data; give it x and y, or give the trainer validation_data"
             )
         return KerasEvaluator(self.model, *_as_arguments(self._keras_validation))
@@ -120,7 +122,7 @@ class KerasTrainer(Adapter, Trainer):
         """See `Trainer`."""
         size, replicas = models.stateful_batch(self.model), self.model.distribute_strategy.num_replicas_in_sync
         if size and size * replicas != context.global_batch_size:
-            raise UsageError(
+            raise BatchSizeError(
                 f"the stateful layers of {type(self.model).__name__} are made for batches of {size}, and each of "
                 f"{replicas} replicas gets {context.global_batch_size / replicas:g} examples; change the model, or "
                 "global_batch_size"

@@ -15,13 +15,14 @@ from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers
 from looplib.compat import keras as _keras
 from looplib.data.batches import Batches
-from looplib.errors import UsageError, join_names
+from looplib.errors import OrbitError
 from looplib.extras.orbit.data import Data, datasets_of
 from looplib.extras.orbit.results import OrbitResults, flat, is_bad_loss
 from looplib.health.preemption import notice
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
+from looplib.messages import join_names
 from looplib.task import metric_names
 from looplib.task.adapter import OwnLoop
 from looplib.task.evaluator import Evaluator
@@ -40,12 +41,12 @@ class _OrbitAdapter(OwnLoop[Specification, Loop]):
         self, whose: Any, method: str, global_step: Any = None, checkpoint: tf.train.Checkpoint | None = None
     ) -> None:
         if not callable(getattr(whose, method, None)):
-            raise UsageError(
+            raise OrbitError(
                 f"{type(self).__name__} got a {type(whose).__name__}; expected an object with {method}(num_steps), "
                 "such as an instance of a subclass of Orbit's classes"
             )
         if checkpoint is not None and not isinstance(checkpoint, tf.train.Checkpoint):
-            raise UsageError(
+            raise OrbitError(
                 f"{type(self).__name__} got a {type(checkpoint).__name__} as checkpoint; expected a "
                 "tf.train.Checkpoint with the objects to save"
             )
@@ -54,7 +55,7 @@ class _OrbitAdapter(OwnLoop[Specification, Loop]):
         step = global_step if global_step is not None else getattr(whose, "global_step", None)
         step = step.value if _keras.is_variable(step) else step
         if step is not None and not isinstance(step, tf.Variable):
-            raise UsageError(
+            raise OrbitError(
                 f"{type(whose).__name__}'s global_step is a {type(step).__name__}; expected the tf.Variable that "
                 "counts its steps"
             )
@@ -152,9 +153,9 @@ class _OrbitLoop(Loop):
         self._counter = spec.counter
         self._running = False
         if spec.config.loop != "graph":
-            raise UsageError(f"loop is {spec.config.loop}, and {self.who} has its own loop; use loop=graph with it")
+            raise OrbitError(f"loop is {spec.config.loop}, and {self.who} has its own loop; use loop=graph with it")
         if Workers(spec.strategy).count > 1 or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
-            raise UsageError(
+            raise OrbitError(
                 f"{self.who} has its own loop, which looplib cannot synchronize across workers; run it in one "
                 "process, or write it as a looplib.Trainer or Evaluator (docs/from_orbit.md)"
             )
@@ -169,7 +170,7 @@ class _OrbitLoop(Loop):
     @property
     def step(self) -> Step:
         """Raises `UsageError`: there is no step that looplib traces."""
-        raise UsageError(f"{self.who} has its own loop, which looplib cannot inspect; check a looplib.Trainer")
+        raise OrbitError(f"{self.who} has its own loop, which looplib cannot inspect; check a looplib.Trainer")
 
     def progress(self) -> float:
         """Returns the time while a call runs, as if it always made progress: nothing else is known."""
@@ -237,7 +238,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
     def __init__(self, spec: Specification, trainer: Any, step: tf.Variable | None) -> None:
         super().__init__(spec, trainer, trainer.train, getattr(trainer, "train_dataset", None))
         if spec.skips:
-            raise UsageError(
+            raise OrbitError(
                 f"the policy skip undoes a step, but {self.who} has its own loop, of which looplib sees only the end; "
                 "use halt, rollback or off (--non_finite)"
             )
@@ -269,7 +270,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         if self._ran and self._known is not None:
             late = [name for name, variable in variables_of(self._objects) if id(variable) not in self._known]
             if late:
-                raise UsageError(
+                raise OrbitError(
                     f"{self.who}.train has made variables ({join_names(late)}) that a resumed run would not have "
                     "when it restores them; make them in __init__, as optimizer.build(model.trainable_variables) does"
                 )
@@ -312,14 +313,14 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
             try:
                 results = self._results(steps)
             except tf.errors.OutOfRangeError as error:
-                raise UsageError(
+                raise OrbitError(
                     f"the data of {self.who} ended in the {steps} steps after step {int(self._counter)}, and its loop "
                     "does not tell after which, so that their end is not saved; repeat() the data, or train to a step "
                     "before its end"
                 ) from error
         done = steps if before is None else self._count() - before
         if done > steps or (done < steps and self.endless):
-            raise UsageError(
+            raise OrbitError(
                 f"{self.who}.train({steps}) moved its global step by {done}; expected {steps}: give "
                 "OrbitTrainer(global_step=...) the variable that it adds 1 to once a step"
             )
@@ -334,7 +335,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
     def note_end(self, step: int, target: int) -> None:
         """See `TrainingLoop`; the trainer did fewer steps than were requested."""
         if not step:
-            raise UsageError(
+            raise OrbitError(
                 f"{self.who}.train has returned, but its global step is unchanged: its data is empty, or it counts "
                 "its steps elsewhere; give OrbitTrainer(global_step=...) the variable that it adds 1 to once a step"
             )

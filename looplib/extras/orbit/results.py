@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from looplib.errors import UsageError
+from looplib.errors import MetricError
 from looplib.loop.reducer import Accumulator, State
 from looplib.task.plain import as_array, as_number, is_number
 from looplib.task.record import RunningTotals
@@ -60,7 +60,7 @@ class OrbitResults(Accumulator):
 def flat(who: str, results: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, numpy array) of what may be dicts in a dict; their names are joined by "/"."""
     if not isinstance(results, dict):
-        raise UsageError(f"{who} returned a {type(results).__name__}; expected a dict from metric name to number")
+        raise MetricError(f"{who} returned a {type(results).__name__}; expected a dict from metric name to number")
     for name, value in results.items():
         name = f"{prefix}{name}" if isinstance(name, str) else name
         if isinstance(value, dict):

@@ -14,9 +14,10 @@ import tensorflow as tf
 from looplib import files, folders
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, gist, with_cure
+from looplib.errors import ExportError
 from looplib.extras.outputs.new_folder import alone, new_folder
 from looplib.loop.loops import Loops
+from looplib.messages import gist, with_cure
 from looplib.report.reporter import Reporter
 from looplib.task.exported import Exported
 
@@ -90,23 +91,23 @@ def export(
                 _appear(place, directory, named)
                 reporter.say(_sentence(record, directory))
     except (OSError, tf.errors.OpError) as error:
-        raise UsageError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
+        raise ExportError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
     return directory
 
 
 def _check(directory: str) -> None:
     """Refuses a directory that is not on this machine, or whose place has something else."""
     if files.is_remote(directory):
-        raise UsageError(f"{directory} is not a local directory; export to one, and copy it from there")
+        raise ExportError(f"{directory} is not a local directory; export to one, and copy it from there")
     files.refuse_patterns("the directory of the export", directory)
     if os.path.islink(directory):
-        raise UsageError(f"{directory} is a symbolic link, which an export would replace; name the directory itself")
+        raise ExportError(f"{directory} is a symbolic link, which an export would replace; name the directory itself")
     found = None
     if os.path.isdir(directory):
         found = [name for name in os.listdir(directory) if not files.is_new_name(name, _INNER)]
     known = found is not None and _NAMES.issuperset(found) and (not found or _RECORD in found)
     if os.path.lexists(directory) and not known:
-        raise UsageError(f"{directory} holds something else than an export; name another directory, or remove it")
+        raise ExportError(f"{directory} holds something else than an export; name another directory, or remove it")
 
 
 def _appear(place: str, directory: str, named: str) -> None:

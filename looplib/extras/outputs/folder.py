@@ -12,8 +12,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import UsageError, gist, join_names, with_cure
+from looplib.errors import PredictionError, UsageError
 from looplib.extras.outputs.pieces import KINDS, Record, encode
+from looplib.messages import gist, join_names, with_cure
 
 _VERSION = 2
 _MOST_BYTES = 1 << 27  # of an index, which has about 200 for a piece
@@ -154,7 +155,7 @@ class PredictionFolder:
                 raise ValueError(f"its version is {index['version']!r:.50}, expected {_VERSION}")
             return files.typed(index, Index)
         except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
+            raise PredictionError(
                 f"{self._index} cannot be read ({gist(error)}); remove {self.path}, or name another --predictions"
             ) from error
 
@@ -181,7 +182,7 @@ class PredictionFolder:
         now, earlier = dataclasses.asdict(source), self._earlier and dataclasses.asdict(self._earlier)
         if different := [name for name in now if earlier and earlier[name] != now[name]]:
             changes = ", ".join(f"{name} was {earlier[name]!r:.80} and is {now[name]!r:.80}" for name in different)
-            raise UsageError(
+            raise PredictionError(
                 f"the predictions in {self.path} were begun with another source ({changes}); remove the directory, or "
                 "name another --predictions"
             )
@@ -227,13 +228,13 @@ class PredictionFolder:
         self._complete = True
         self._write_index()
         if others := self._others():
-            raise UsageError(
+            raise PredictionError(
                 f"{self.path} has {ascii(join_names(others))} besides the {len(self._pieces)} pieces of the "
                 "predictions; move away what is not a piece, and run the same command again"
             )
 
     def _refuse(self) -> None:
-        raise UsageError(
+        raise PredictionError(
             f"the data set is not the one that the predictions in {self.path} were begun with: its examples differ "
             f"at record {self.finished.records}; remove the directory, or name another --predictions"
         )
@@ -271,4 +272,4 @@ def _name(number: int, kind: str) -> str:
 def unwritable(path: str, error: Exception) -> UsageError:
     """Returns the error of a folder of predictions that cannot be written."""
     what = with_cure(error, "name another --predictions")
-    return UsageError(f"the predictions cannot be written to {path}: {what}; then run the same command again")
+    return PredictionError(f"the predictions cannot be written to {path}: {what}; then run the same command again")

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.command_line import PREDICTIONS
-from looplib.errors import UsageError
+from looplib.errors import PredictionError
 
 Row = Any  # what one example has of an output: a numpy array or number, or lists of these where it is ragged
 Record = dict[str, Row]  # the rows of one example, by the names of the outputs
@@ -19,12 +19,12 @@ Record = dict[str, Row]  # the rows of one example, by the names of the outputs
 def check_kind(kind: str) -> None:
     """Raises `UsageError` for an unknown kind of files, or one whose package is not installed."""
     if kind not in KINDS:
-        raise UsageError(f"the predictions' format is {kind!r}; expected one of {', '.join(KINDS)}")
+        raise PredictionError(f"the predictions' format is {kind!r}; expected one of {', '.join(KINDS)}")
     if kind == "parquet":
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
-            raise UsageError(
+            raise PredictionError(
                 "the predictions' format is parquet, and pyarrow is not installed; install it (pip install pyarrow), "
                 "or use jsonl or tfrecord"
             ) from error
@@ -56,7 +56,7 @@ def _plain(name: str, row: Row) -> Any:
         try:
             return row.decode()
         except UnicodeDecodeError as error:
-            raise UsageError(
+            raise PredictionError(
                 f"the prediction {name!r} has bytes that are not UTF-8, which JSON cannot hold; write tfrecord or "
                 "parquet, or encode them with tf.io.encode_base64"
             ) from error
@@ -94,7 +94,7 @@ def _checksum(content: bytes) -> bytes:
 def _features(name: str, row: Row) -> dict[str, tf.train.Feature]:
     """Returns a row's values, and for a row of several dimensions `<name>/shape`."""
     if isinstance(row, list):
-        raise UsageError(
+        raise PredictionError(
             f"the prediction {name!r} is ragged in more than one dimension, which a tf.train.Example cannot hold; "
             "write jsonl or parquet"
         )

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.data.input_context import InputContext
-from looplib.errors import UsageError
+from looplib.errors import PredictionError
 from looplib.extras.outputs.pieces import Record, rows_of
 from looplib.extras.tools import example_checksum
 from looplib.loop.packing import batch_size
@@ -42,7 +42,9 @@ class Prediction(Evaluator):
         """See `Evaluator`."""
         batch = batch_size(inputs)
         if batch is None:
-            raise UsageError(f"{self._who}.dataset has batches without a batch dimension, so no example to predict for")
+            raise PredictionError(
+                f"{self._who}.dataset has batches without a batch dimension, so no example to predict for"
+            )
         parts = self._parts(self._evaluator.predict_fn(inputs))
         return {"predictions": reductions.each({"examples": _checksums(inputs, batch[1]), "outputs": parts})}
 
@@ -50,21 +52,21 @@ class Prediction(Evaluator):
     def _parts(self, outputs: Any) -> dict[str, list[tf.Tensor]]:
         """Returns of each output the values, and the row splits where it is ragged."""
         if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
-            raise UsageError(
+            raise PredictionError(
                 f"{self._who}.predict_fn returned {type(outputs).__name__}; expected a dict from name to a tensor "
                 "[batch, ...] with a row for each example"
             )
         parts = {}
         for name, value in sorted(outputs.items()):
             if isinstance(value, tf.SparseTensor):
-                raise UsageError(
+                raise PredictionError(
                     f"{self._who}.predict_fn returned {name!r} as a sparse tensor; return it dense "
                     "(tf.sparse.to_dense) or ragged (tf.RaggedTensor.from_sparse)"
                 )
             value = value if isinstance(value, tf.RaggedTensor) else tf.convert_to_tensor(value)
             shape, dtype = value.shape, value.dtype
             if shape.rank == 0 or not (dtype.is_floating or dtype.is_integer or dtype in (tf.bool, tf.string)):
-                raise UsageError(
+                raise PredictionError(
                     f"{self._who}.predict_fn returned {name!r} as {dtype.name} of shape {shape}; expected numbers, "
                     "booleans or strings [batch, ...] with a row for each example"
                 )
@@ -85,7 +87,7 @@ class Prediction(Evaluator):
             for name, (values, *splits) in of_replica["outputs"].items():
                 columns[name] = rows_of(values.numpy(), [part.numpy() for part in splits])
                 if len(columns[name]) != len(examples[-1]):
-                    raise UsageError(
+                    raise PredictionError(
                         f"{self._who}.predict_fn returned {name!r} with {len(columns[name])} rows for a batch of "
                         f"{len(examples[-1])} examples; expected a row for each example"
                     )

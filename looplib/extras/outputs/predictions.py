@@ -13,13 +13,14 @@ from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.lock import LockKind, acquire
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError, whole_number
+from looplib.errors import PredictionError
 from looplib.extras.outputs import pieces
 from looplib.extras.outputs.folder import PredictionFolder, PredictionSource, unwritable
 from looplib.extras.outputs.prediction import Prediction
 from looplib.loop import task_loop
 from looplib.loop.base import Request
 from looplib.loop.loops import Loops
+from looplib.messages import whole_number
 from looplib.report.reporter import Reporter
 from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_array, as_bytes
@@ -58,7 +59,7 @@ def predict(
     able = {name: task for name, task in evaluators.items() if type(task).predict_fn is not Evaluator.predict_fn}
     if not able:
         names = ", ".join(type(task).__name__ for task in evaluators.values())
-        raise UsageError(
+        raise PredictionError(
             f"there is nothing to predict with: {names or 'the run'} has no predict_fn; define it in an "
             "Evaluator, returning a dict from name to a tensor [batch, ...]"
         )
@@ -88,7 +89,7 @@ def _opened(place: Sequence[str]) -> Iterator[PredictionFolder]:
 
 
 def _refuse_two(path: str) -> None:
-    raise UsageError(f"another prediction of this process writes to {path}; wait until it ends")
+    raise PredictionError(f"another prediction of this process writes to {path}; wait until it ends")
 
 
 def _predict_into(
@@ -111,7 +112,7 @@ def _predict_into(
         task_loop.check_evaluation({name: loop}, -1)
         in_order = loop.stream.positioned or task.batches == "global"
         if not in_order and workers.count > 1:
-            raise UsageError(
+            raise PredictionError(
                 f"{type(evaluator).__name__}.dataset divides the data among {workers.count} workers itself, so its "
                 "order is not known; make it with context.indices, or predict in one process"
             )

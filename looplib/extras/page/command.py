@@ -10,10 +10,11 @@ from typing import Any
 
 from looplib import files
 from looplib.console import printable
-from looplib.errors import EXIT_DONE, UsageError, with_cure
+from looplib.errors import EXIT_DONE, RunDirectoryError
 from looplib.extras.page.html import FILE, page
 from looplib.extras.page.read import read_run
 from looplib.extras.tools.options import path
+from looplib.messages import with_cure
 from looplib.plugins import Command
 
 _MOST_RUNS = 200  # of a page
@@ -73,7 +74,9 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     try:
         is_file = files.write_named(place, text) if output else not files.write_whole(place, text)
     except files.failures(place) as error:
-        raise UsageError(f"{place} cannot be written: {with_cure(error, 'name another file with --output')}") from error
+        raise RunDirectoryError(
+            f"{place} cannot be written: {with_cure(error, 'name another file with --output')}"
+        ) from error
     left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
     line = printable(f"{place}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
     print(line, file=sys.stdout if is_file else sys.stderr)  # which a page in standard output would not bear
@@ -87,10 +90,10 @@ def _runs_in(directory: str) -> list[str]:
       UsageError: if there is none.
     """
     if not files.is_directory(directory):
-        raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
+        raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     found = list(itertools.islice(_search(directory, 0), 10 * _MOST_RUNS))
     if not found:
-        raise UsageError(
+        raise RunDirectoryError(
             f"{directory} holds no run: neither it nor a folder in it has a run.json or metrics.jsonl; name a run "
             "directory, as --model_dir does, or the directory of a sweep"
         )

@@ -9,12 +9,13 @@ from typing import Any
 
 from looplib import files
 from looplib.checkpoint import commits
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError
 from looplib.extras.page import curves, marks, phases, values
 from looplib.extras.page.run import Change, Mark, Op, Run, SavedCheckpoint, ShownStart, Variable
 from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.masks import masked
+from looplib.messages import gist
 from looplib.report import program, run_json
 from looplib.report.records import Record, each_record
 

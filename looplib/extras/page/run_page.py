@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from absl import logging
 
-from looplib.errors import with_cure
+from looplib.messages import with_cure
 from looplib.report.page import Page, WrittenPage
 
 _SHARE = 0.01  # maximum share of the time of a run that calls `train` many times

@@ -19,7 +19,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.data.batches import Batches
 from looplib.data.stream import Stream
-from looplib.errors import UsageError, gist
+from looplib.errors import ParameterServerError, UsageError
 from looplib.extras.parameter_server.processes import counts
 from looplib.extras.parameter_server.remote_stream import DataPosition, RemoteStream
 from looplib.extras.parameter_server.results import RemoteReducer, WorkerResult, packed, unpacked
@@ -28,6 +28,7 @@ from looplib.loop.backend import Backend, Decorator
 from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
+from looplib.messages import gist
 from looplib.task.trainer import Trainer
 
 _AHEAD = 2  # calls for each worker that are under way or wait for it
@@ -48,27 +49,27 @@ class ParameterServers(Backend):
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
         if spec.config.overfit_batch:
-            raise UsageError(
+            raise ParameterServerError(
                 f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a "
                 "trainer with data of looplib's, and no parameter servers; leave out --overfit_batch"
             )
         if spec.config.loop in ("xla", "eager"):
-            raise UsageError(
+            raise ParameterServerError(
                 f"loop is {spec.config.loop}, but with the strategy parameter_server steps run on workers, and the "
                 "variables are on parameter servers; use loop=graph"
             )
         if spec.config.distribute == "tf":
-            raise UsageError(
+            raise ParameterServerError(
                 "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
                 "another strategy"
             )
         if spec.skips:
-            raise UsageError(
+            raise ParameterServerError(
                 "the policy skip undoes a step, but with the strategy parameter_server other workers have already "
                 "continued from it; use halt, rollback or off (--non_finite)"
             )
         if spec.strategy.num_replicas_in_sync > 1:
-            raise UsageError(
+            raise ParameterServerError(
                 f"each worker has {spec.strategy.num_replicas_in_sync} GPUs; with the strategy parameter_server "
                 "looplib uses one, so start a worker for each GPU (CUDA_VISIBLE_DEVICES)"
             )
@@ -84,7 +85,7 @@ class ParameterServers(Backend):
     def check_earlier(self, before: Batches, now: Batches) -> None:
         """See `Backend`."""
         if now.earlier != before.earlier:
-            raise UsageError(
+            raise ParameterServerError(
                 f"the checkpoint is of a run with batches of {now}, and the workers of the strategy "
                 "parameter_server read theirs already; build a new controller to continue from it"
             )
@@ -111,7 +112,7 @@ class ParameterServers(Backend):
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter)
         if reducer.collects:
             names = ", ".join(sorted(reducer.collects))
-            raise UsageError(
+            raise ParameterServerError(
                 f"{spec.step_name} returns {names} as looplib.each or as media, which parameter server workers "
                 "cannot send back; evaluate in a separate job, with --mode=continuous_eval and another "
                 "strategy"
@@ -155,7 +156,7 @@ class RemoteLoop(InnerLoop):
         self._call = tf.function(self._run)
         self._call_for_part = tf.function(self._run_part)
         if self._stream.training and self._reducer.has_keras_metrics:
-            raise UsageError(
+            raise ParameterServerError(
                 f"{who}.step_fn returns Keras metric objects, and workers that update one together lose counts; "
                 "with the strategy parameter_server return values per example, looplib.mean or looplib.total (an "
                 "evaluator may return them)"
@@ -331,7 +332,7 @@ class RemoteLoop(InnerLoop):
         except UsageError:
             raise
         except Exception as error:  # whatever a user's pipeline raises
-            raise UsageError(
+            raise ParameterServerError(
                 f"{self._who}.dataset cannot be made on a worker, where it is called in a tf.function ({gist(error)}); "
                 "use TensorFlow in it as one does there, without .numpy() or Python that depends on a tensor's value"
             ) from error
@@ -367,7 +368,7 @@ class RemoteLoop(InnerLoop):
 
     def _failure(self, error: BaseException) -> BaseException:
         if isinstance(error, tf.errors.OutOfRangeError) and self._stream.training:
-            return UsageError(
+            return ParameterServerError(
                 f"the data of {self._who}.dataset ended on a worker; each worker reads by itself, so with the strategy "
                 "parameter_server it must not end: repeat() it, and give a number of steps"
             )
@@ -377,7 +378,7 @@ class RemoteLoop(InnerLoop):
 def _count_exactly(optimizer: Any) -> None:
     """Lets an optimizer count by one op, where Keras 3 reads, adds and writes, and workers lose counts."""
     if getattr(optimizer, "gradient_accumulation_steps", None):
-        raise UsageError(
+        raise ParameterServerError(
             f"{type(optimizer).__name__} has gradient_accumulation_steps, and with the strategy parameter_server "
             "workers add to one accumulator at the same time, so that gradients are lost; use a larger batch"
         )
@@ -393,13 +394,13 @@ def _check_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for data that workers cannot read by themselves."""
     context, who = stream.context(), stream.properties.who
     if context.asked.reader is not None:
-        raise UsageError(
+        raise ParameterServerError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
             "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
             "strategy"
         )
     if stream.training and context.asked.calls and not stream.by_number:
-        raise UsageError(
+        raise ParameterServerError(
             f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
             "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "
             "one batch of ids, as map does"
@@ -409,7 +410,7 @@ def _check_data(stream: RemoteStream) -> None:
 def _check_training_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for training data that ends."""
     if not stream.infinite and not stream.properties.unknown:
-        raise UsageError(
+        raise ParameterServerError(
             f"{stream.properties.who}.dataset ends, but each worker reads by itself; with the strategy "
             "parameter_server training data must not end: repeat() it, and give a number of steps"
         )

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from looplib.cluster.remote import RemoteStrategy
-from looplib.errors import UsageError
+from looplib.errors import ParameterServerError
 from looplib.extras.parameter_server import processes
 from looplib.extras.parameter_server.coordinator import ParameterServers
 
@@ -16,12 +16,12 @@ class _ParameterServerStrategy(RemoteStrategy):
     def check_setup(self, *, num_virtual_devices: int, deterministic: bool) -> None:
         """See `RemoteStrategy`."""
         if deterministic:
-            raise UsageError(
+            raise ParameterServerError(
                 "deterministic is asked for, and with the strategy parameter_server workers update the weights in no "
                 "fixed order; leave out --deterministic, or use another strategy"
             )
         if num_virtual_devices != 1:
-            raise UsageError(
+            raise ParameterServerError(
                 f"num_virtual_devices is {num_virtual_devices}, and with the strategy parameter_server each worker is "
                 "a process; start more workers instead"
             )
@@ -38,7 +38,7 @@ class _ParameterServerStrategy(RemoteStrategy):
     def check_variable(self, what: str, device: str) -> None:
         """See `RemoteStrategy`."""
         if tf.DeviceSpec.from_string(device).job != "ps":
-            raise UsageError(
+            raise ParameterServerError(
                 f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
                 "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
             )

@@ -14,8 +14,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster import environment
-from looplib.errors import CoordinatorGone, Preempted, UsageError, gist
+from looplib.errors import CoordinatorGone, ParameterServerError, Preempted
 from looplib.health.preemption import notice
+from looplib.messages import gist
 
 # A coordinator counts as gone when its port has not answered this often, with this many seconds in between.
 _TRIES, _PAUSE = 3, 1.0
@@ -48,12 +49,12 @@ def _cluster() -> environment.Cluster:
     found = environment.resolve()
     if found is None or not found.parameter_servers:
         names = "the environment defines no cluster" if found is None else f"{found.source} lists no parameter servers"
-        raise UsageError(
+        raise ParameterServerError(
             f"the strategy is parameter_server, but {names}; expected TF_CONFIG with a chief, workers and ps, as "
             "`python -m looplib launch --workers=2 --parameter_servers=1 -- COMMAND` sets it"
         )
     if found.task_type == "evaluator":
-        raise UsageError(
+        raise ParameterServerError(
             f"{found.source} declares this process as an evaluator, which a parameter_server training does not "
             "coordinate; start it with --strategy=one_device --mode=continuous_eval"
         )
@@ -68,7 +69,7 @@ def _strategy(found: environment.Cluster) -> tf.distribute.ParameterServerStrate
     try:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     except (tf.errors.OpError, ValueError) as error:
-        raise UsageError(
+        raise ParameterServerError(
             f"the workers and parameter servers of TF_CONFIG cannot be reached ({gist(error)}); start every one of "
             "them with the same command"
         ) from error
@@ -84,7 +85,7 @@ def _serve(found: environment.Cluster) -> NoReturn:
     try:
         server = tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config)
     except tf.errors.OpError as error:
-        raise UsageError(
+        raise ParameterServerError(
             f"{job} {index} cannot serve at {spec.task_address(job, index)} ({gist(error)}); end the process that uses "
             "that address, or set another one in TF_CONFIG"
         ) from error

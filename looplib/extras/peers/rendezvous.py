@@ -15,7 +15,7 @@ from typing import Any
 
 from looplib import console
 from looplib.cluster.environment import Cluster
-from looplib.errors import UsageError
+from looplib.errors import UsageError, WorkerError
 
 _LONGEST = 65536  # bytes of a line; only a stranger sends more
 _PATIENCE = 5.0  # seconds for an answer from the chief's address
@@ -240,7 +240,7 @@ class _Rendezvous:
             link.finish()
 
     def _lacking(self, missing: list[int], present: dict[int, Connection]) -> UsageError:
-        error = UsageError(
+        error = WorkerError(
             f"{self._names(missing)} did not join within {self._limit:g} s; start the same command on all workers, and "
             "check their logs"
         )
@@ -260,7 +260,7 @@ class _Rendezvous:
             except OSError as error:  # an earlier run may still be ending there, or a second chief listens
                 self._knock()
                 if time.monotonic() >= self._deadline:
-                    raise UsageError(
+                    raise WorkerError(
                         f"the chief cannot listen on its address {self._chief} ({error.strerror}); end what uses the "
                         "port, or give the chief another one"
                     ) from error
@@ -275,7 +275,7 @@ class _Rendezvous:
             if link:
                 return {0: link}
             if time.monotonic() >= self._deadline:
-                raise UsageError(
+                raise WorkerError(
                     f"worker 0 ({self._chief}), the chief, did not answer worker {self._cluster.index} within "
                     f"{self._limit:g} s ({said}); start the same command on all workers, and check its log"
                 )
@@ -302,7 +302,7 @@ class _Rendezvous:
                             found, link = link, None
                             return found, ""
                         if "refused" in message:
-                            raise UsageError(message["refused"])
+                            raise WorkerError(message["refused"])
                         limit = self._silence_limit
                     link.send()
         finally:

@@ -12,9 +12,10 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.data.dataset_requests import BadRecords
-from looplib.errors import UsageError, with_cure
+from looplib.errors import RecordsError, UsageError
 from looplib.extras.records.indexed import BadRecordError
 from looplib.extras.records.sources import Chain, Source, items
+from looplib.messages import with_cure
 
 _NOTE = re.compile(r"(.+-\d+(?:-[0-9a-f]{12})?)\.txt")  # after what `BadRecordError.name` says
 
@@ -44,7 +45,7 @@ def leave_out(bad: BadRecords, error: BadRecordError) -> None:
 
 def _too_many(bad: BadRecords, error: BadRecordError, count: int) -> UsageError:
     left = " (bad_records in the run directory lists those left out)" if bad.folder else ""
-    return UsageError(
+    return RecordsError(
         f"{count} records are damaged, and --bad_records allows {bad.most} in a run{left}: {error.what}; restore "
         f"the file from a copy, or run again with --bad_records=skip:{count} or more, and delete nothing"
     )
@@ -151,4 +152,4 @@ class SkipsDamaged:
                 leave_out(self._bad, error)
                 if not self._replace:
                     return number, None
-        raise UsageError(f"each of {len(kept)} records is damaged; restore the files from a copy")
+        raise RecordsError(f"each of {len(kept)} records is damaged; restore the files from a copy")

@@ -15,8 +15,9 @@ from typing import BinaryIO
 import tensorflow as tf
 from absl import logging
 
-from looplib.errors import UsageError, join_names, with_cure
+from looplib.errors import RecordsError, UsageError
 from looplib.files import is_remote
+from looplib.messages import join_names, with_cure
 
 _MOST_OPEN = 256  # files at once
 ByteRange = tuple[int, int, int]  # the number of a file, a first byte, and the byte after the last one
@@ -77,7 +78,7 @@ class Files:
             parts = list(self._pool.map(self._remote_part, spans)) if self._remote else self._local_parts(spans, firsts)
         except (OSError, tf.errors.OpError) as error:
             names = join_names([f"{named(index, firsts[index])} of {self.paths[index]}" for index in sorted(firsts)])
-            raise UsageError(f"{names} cannot be read: {with_cure(error, 'check the disk')}") from error
+            raise RecordsError(f"{names} cannot be read: {with_cure(error, 'check the disk')}") from error
         for (index, start, stop), part in zip(spans, parts):
             if len(part) < stop - start:
                 raise self._changed(index, named(index, start + len(part)))
@@ -122,7 +123,7 @@ class Files:
         path, size = self.paths[index], self.sizes[index]
         now, _ = _size_and_time(path, lambda: place)
         differs = f"has {now} now" if now != size else "another time of change now"
-        return UsageError(
+        return RecordsError(
             f"{path} was changed while it was read, at {place}: it had {size} bytes when it was opened, and "
             f"{differs}; a run needs the same data from start to end; restore the file, or start a new run with the "
             "new one"
@@ -153,7 +154,7 @@ def absolute(paths: Sequence[str]) -> list[str]:
 def refuse_compressed(path: str, start: bytes) -> None:
     """Raises `UsageError` for a file that starts like one of gzip, zlib, bzip2, xz or zstd."""
     if _COMPRESSED.match(start):
-        raise UsageError(
+        raise RecordsError(
             f"{path} is compressed, so that no record in it can be read by itself; decompress it, or write it again "
             "as ArrayRecord, whose records are compressed in groups"
         )
@@ -164,14 +165,14 @@ def _size_and_time(path: str, named: Callable[[], str] | None = None) -> tuple[i
         if not is_remote(path):
             found = os.stat(path)
             if not stat.S_ISREG(found.st_mode):  # which has no end, and a size of 0
-                raise UsageError(
+                raise RecordsError(
                     f"{path} is a directory, a FIFO, a socket or a device; records are read from regular files"
                 )
             return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
         found = tf.io.gfile.stat(path)
     except (OSError, tf.errors.OpError) as error:
         what = f", of which {named()} is read," if named else ""
-        raise UsageError(
+        raise RecordsError(
             f"the file of records {path}{what} cannot be found: {with_cure(error, 'restore it, or check the path')}"
         ) from error
     return found.length, found.mtime_nsec

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import join_names
 from looplib.extras.records.files import THREADS, Files
 from looplib.extras.records.indexed import Numbered
 from looplib.extras.records.sources import Chain, Source, Subset, items
+from looplib.messages import join_names
 
 _PIECES, _PIECE_BYTES = 4, 1 << 10  # of a file, spread over it evenly, its ends included
 _MOST = 1024  # names of a fingerprint; of more files, several share one

@@ -10,10 +10,11 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from looplib.errors import UsageError, gist, join_names, whole_number
+from looplib.errors import RecordsError, UsageError
 from looplib.extras.records.files import THREADS, Files, refuse_compressed
 from looplib.extras.records.index import Layout, find_offsets
 from looplib.extras.records.indexed import MOST_BYTES, IndexedFiles, Numbered, ReadElsewhere
+from looplib.messages import gist, join_names, whole_number
 
 _WINDOW = 1 << 22  # bytes that are read at once to find the records
 _END = 10  # a byte, of a line
@@ -117,14 +118,14 @@ def _check_lengths(path: str, heads: np.ndarray, starts: list[int], before: int)
     number = before + int(np.argmax(wrong))
     if number == 0:
         refuse_compressed(path, heads[0].tobytes())
-    raise UsageError(
+    raise RecordsError(
         f"record {number} of {path}, at byte {starts[number]}, has a damaged length, so that the records after it "
         "cannot be found; expected a TFRecord file; restore it from a copy"
     )
 
 
 def _truncated(path: str, number: int, at: int, size: int) -> UsageError:
-    return UsageError(
+    return RecordsError(
         f"{path} ends at byte {size} in the middle of record {number}, which starts at byte {at}; it was truncated, or "
         "is still being written; restore it from a copy, or wait"
     )
@@ -198,7 +199,7 @@ class FixedLength(IndexedFiles):
         files = Files(paths)
         for path, size in zip(files.paths, files.sizes):
             if size < header_bytes or (size - header_bytes) % record_bytes:
-                raise UsageError(
+                raise RecordsError(
                     f"{path} has {size} bytes, which is not {header_bytes} and a multiple of {record_bytes}; it was "
                     "truncated, or its records have another length"
                 )
@@ -231,14 +232,14 @@ class Parquet(Numbered):
         self._columns = list(columns) if columns is not None else None
         for path, file in zip(paths, self._opened):
             if lacking := set(self._columns or []) - set(names := file.schema_arrow.names):
-                raise UsageError(f"{path} has no column {join_names(sorted(lacking))}; it has {join_names(names)}")
+                raise RecordsError(f"{path} has no column {join_names(sorted(lacking))}; it has {join_names(names)}")
         self._groups = [
             (i, group) for i, file in enumerate(self._opened) for group in range(file.metadata.num_row_groups)
         ]
         groups = [self._opened[index].metadata.row_group(group) for index, group in self._groups]
         for (index, number), group in zip(self._groups, groups):
             if not 0 <= group.num_rows <= _MOST_ROWS or not 0 <= group.total_byte_size <= MOST_BYTES:
-                raise UsageError(
+                raise RecordsError(
                     f"row group {number} of {paths[index]} has {group.num_rows:,} rows and {group.total_byte_size:,} "
                     f"bytes; expected at most {_MOST_ROWS:,} and {MOST_BYTES:,}, as groups are read as a whole; write "
                     "it with about a megabyte each (row_group_size)"
@@ -294,12 +295,12 @@ class Parquet(Numbered):
             raise
         except Exception as error:  # pyarrow's have many types
             self.files.check(number, lambda: self._named(index), at_once=True)
-            raise UsageError(
+            raise RecordsError(
                 f"{self._named(index)} of {path}, {self._firsts[index + 1] - self._firsts[index]} rows, cannot be read "
                 f"({gist(error)}); restore the file from a copy"
             ) from error
         if empty := [name for name in table.column_names if table[name].null_count]:
-            raise UsageError(
+            raise RecordsError(
                 f"the column {join_names(empty)} of {path} has rows without a value, which no tensor can hold; "
                 "fill them, or name the columns to read: looplib.open_records(files, columns=[...])"
             )
@@ -335,4 +336,4 @@ def _imported(module: str, package: str) -> Any:
     try:
         return __import__(module, fromlist=["_"])
     except ImportError as error:
-        raise UsageError(f"files of this format are read by {package}; install it: pip install {package}") from error
+        raise RecordsError(f"files of this format are read by {package}; install it: pip install {package}") from error

@@ -21,9 +21,10 @@ from absl import logging
 
 from looplib import files as whole_files
 from looplib import folders
-from looplib.errors import UsageError, gist, join_names
+from looplib.errors import RecordsError, UsageError
 from looplib.extras.records.files import Files, absolute
 from looplib.files import is_remote
+from looplib.messages import gist, join_names
 
 _MAGIC = b"looplib index of records 1\n"
 _PIECE = 1 << 20  # offsets that are read at once
@@ -95,7 +96,7 @@ def refuse_misfit(files: Files, index: int, layout: Layout, offsets: np.ndarray,
     for place in places:
         _remove(place)
     left = join_names(list(filter(os.path.isfile, places)))
-    raise UsageError(
+    raise RecordsError(
         f"the index of records does not fit {path}, as record {row} shows: one of them was changed, and the time "
         f"of the file was not; {f'remove {left}' if left else 'the index was removed'}; run the same command again"
     )

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from looplib.errors import UsageError, gist
+from looplib.errors import RecordsError
 from looplib.extras.records.files import Files
 from looplib.extras.records.index import Layout, refuse_misfit
 from looplib.files import safe_name
+from looplib.messages import gist
 
 MOST_BYTES = (1 << 31) - (1 << 12)  # of a record, or a row group: what a system call reads at most
 
 
-class BadRecordError(UsageError):
+class BadRecordError(RecordsError):
     """A record is damaged.
 
     Args:
@@ -168,7 +169,7 @@ class IndexedFiles(Numbered):
         for path, ends in zip(files.paths, offsets):
             if ends[-1] > MOST_BYTES and (lengths := np.diff(ends)).max() > MOST_BYTES:
                 row = int(np.argmax(lengths))
-                raise UsageError(
+                raise RecordsError(
                     f"record {row} of {path}, at byte {ends[row]}, has {lengths[row]:,} bytes; expected at most "
                     f"{MOST_BYTES:,}; check that the file is of this format"
                 )

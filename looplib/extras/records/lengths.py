@@ -10,10 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.data.order import Locate, OrderKey
-from looplib.errors import UsageError, whole_number
+from looplib.errors import OrderError
 from looplib.extras.records.order import permutation_key, shuffled
 from looplib.extras.records.plans import RecordPlan, chosen_ids, opened_for, shuffled_epochs, whole_numbers
 from looplib.extras.records.sources import Source
+from looplib.messages import whole_number
 
 _Kind = tuple[tuple[tuple[int, int], ...], int]  # (length, times) of the pieces of a row, the number of such rows
 
@@ -98,7 +99,7 @@ class Packed(RecordPlan):
         self.width = whole_number("row_length of looplib.Packed", row_length)
         step = self.width - whole_number("overlap of looplib.Packed", overlap, least=0, most=self.width - 1)
         if not lengths.any():
-            raise UsageError(f"looplib.Packed was given {len(lengths)} documents without a token; expected some")
+            raise OrderError(f"looplib.Packed was given {len(lengths)} documents without a token; expected some")
         pieces = np.where(lengths > 0, 1 + np.maximum(0, -(-(lengths - self.width) // step)), 0)
         documents = np.repeat(np.arange(len(lengths)), pieces)
         starts = step * (np.arange(len(documents)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
@@ -121,7 +122,7 @@ class Packed(RecordPlan):
 
     def to_read(self, found: PackedRows) -> tuple[tf.Tensor, ...]:
         """See `Plan`."""
-        raise UsageError(
+        raise OrderError(
             "context.records was given packed rows, which hold several records each; use context.indices(packed), and "
             "in its map rows.read with a function that reads records"
         )
@@ -258,7 +259,7 @@ class Buckets(RecordPlan):
         self.source = opened_for(source, len(lengths))
         edges = [whole_number("a boundary of looplib.Buckets", edge) for edge in boundaries]
         if edges != sorted(set(edges)) or not edges or edges[-1] < lengths.max():
-            raise UsageError(
+            raise OrderError(
                 f"the boundaries of looplib.Buckets are {edges} and the longest length is {lengths.max()}; expected "
                 "ascending boundaries up to this length at least"
             )

@@ -12,9 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.data.order import Locate, OrderKey
-from looplib.errors import UsageError, join_names, whole_number
+from looplib.errors import OrderError
 from looplib.extras.records.plans import All, RecordPlan
 from looplib.extras.records.sources import Chain, Source, opened
+from looplib.messages import join_names, whole_number
 
 _MOST_EXAMPLES = 1 << 48  # of a source, so that their sum is an int64
 _MOST_PARTS = 1 << 16  # of an example that a share is a whole number of
@@ -60,19 +61,19 @@ class Mixture(RecordPlan):
     ) -> None:
         later = schedule.values() if isinstance(schedule, Mapping) else [schedule or {}]
         if not all(isinstance(one, Mapping) for one in (sources, weights, *later)):
-            raise UsageError(
+            raise OrderError(
                 "looplib.Mixture expected a dict of sources by name, a dict of weights by the same names, and maybe a "
                 "dict of such weights by step; one of these is none"
             )
         self.names = tuple(sources)
         self._plans = [_plan(name, source) for name, source in sources.items()]
         if any(plan.chosen_by_batch for plan in self._plans):
-            raise UsageError("a source of a mixture gives whole batches; expected one of single examples, not Buckets")
+            raise OrderError("a source of a mixture gives whole batches; expected one of single examples, not Buckets")
         self.size = sum(plan.size for plan in self._plans)
         self.width = max([plan.width for plan in self._plans], default=1)
         records = [plan.source for plan in self._plans if plan.source is not None]
         if records and (len(records) < len(self._plans) or any(isinstance(plan, Mixture) for plan in self._plans)):
-            raise UsageError(
+            raise OrderError(
                 "some sources of a mixture of records are no records, or mixtures themselves; name all records as "
                 "sources of one mixture"
             )
@@ -80,7 +81,7 @@ class Mixture(RecordPlan):
         self.kept = [kept for plan in self._plans for kept in plan.kept]
         phases = {0: weights, **(schedule or {})}
         if schedule and 0 in schedule:
-            raise UsageError("the schedule of a mixture has step 0; pass the first weights as `weights`")
+            raise OrderError("the schedule of a mixture has step 0; pass the first weights as `weights`")
         self._steps = sorted(whole_number("a step of a mixture's schedule", step, least=0) for step in phases)
         self._parts = [_parts(self.names, phases[step]) for step in self._steps]
 
@@ -113,7 +114,7 @@ class Mixture(RecordPlan):
             try:
                 return tf.nest.map_structure(lambda *parts: tf.dynamic_stitch(of_each, parts), *found), sources
             except (TypeError, ValueError) as error:
-                raise UsageError(
+                raise OrderError(
                     f"the sources {join_names(self.names)} of a mixture have examples of different kinds; expected "
                     f"one structure and shape ({error})"
                 ) from error
@@ -167,13 +168,13 @@ def _int64(values: Sequence) -> tf.Tensor:
 def _parts(names: Sequence[str], weights: Mapping[str, float]) -> tuple[int, ...]:
     """Returns the shares as whole numbers of parts, with their common divisor taken out."""
     if set(weights) != set(names) or not names:
-        raise UsageError(
+        raise OrderError(
             f"the weights of a mixture are of {join_names(list(weights)) or 'nothing'}; expected one for each source: "
             f"{join_names(names) or 'there is none'}"
         )
     numbers = [weights[name] for name in names]
     if not all(isinstance(one, Real) and math.isfinite(one) and one >= 0 for one in numbers) or not any(numbers):
-        raise UsageError(f"the weights of a mixture are {dict(weights)}; expected numbers of at least 0, not all 0")
+        raise OrderError(f"the weights of a mixture are {dict(weights)}; expected numbers of at least 0, not all 0")
     exact = [Fraction(str(float(number))) for number in numbers]  # 0.1 as it is written, not its nearest float
     shares = [number / sum(exact) for number in exact]
     parts = math.lcm(*(share.denominator for share in shares))
@@ -187,7 +188,7 @@ def _parts(names: Sequence[str], weights: Mapping[str, float]) -> tuple[int, ...
         found = [int(share * parts) for share in shares]
     gone = [name for name, share, part in zip(names, shares, found) if share and not part]
     if gone:
-        raise UsageError(
+        raise OrderError(
             f"the weight of {join_names(gone)} is less than 1/{_MOST_PARTS} of a mixture; use a larger weight, or 0"
         )
     divisor = math.gcd(*found)

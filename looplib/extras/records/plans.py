@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.data.order import Locate, OrderKey, Plan
-from looplib.errors import UsageError
+from looplib.errors import OrderError
 from looplib.extras.records.order import permutation_key, shuffled
 from looplib.extras.records.sources import Source, opened
 
@@ -112,13 +112,13 @@ def chosen_ids(chosen: Any, count: int | None = None) -> np.ndarray:
     chosen = np.asarray(chosen)
     ids = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
     if chosen.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size or ids.min() < 0:
-        raise UsageError(
+        raise OrderError(
             f"the examples to keep are {chosen.dtype} {list(chosen.shape)}, {ids.size} ids; expected bool [n], with "
             "one example to keep at least, or the ids of these, whole numbers from 0"
         )
     most = ids.max() if chosen.dtype != bool else len(chosen) - 1
     if count is not None and most >= count:
-        raise UsageError(f"the examples to keep go up to id {most}, and there are {count}; expected smaller ids")
+        raise OrderError(f"the examples to keep go up to id {most}, and there are {count}; expected smaller ids")
     return ids.astype(np.int64)
 
 
@@ -132,7 +132,7 @@ def opened_for(source: Source | str | None, examples: int | None) -> Source | No
         return None
     source = opened(source)
     if examples is not None and len(source) != examples:
-        raise UsageError(
+        raise OrderError(
             f"a plan was given numbers of {examples} examples and a source of {len(source)} records; expected one "
             "number for each record"
         )
@@ -152,7 +152,7 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or array.min() < 0:
         least = f", the smallest {array.min()}" if array.size and array.dtype.kind in "iuf" else ""
-        raise UsageError(
+        raise OrderError(
             f"{name} are {array.dtype} {list(array.shape)}{least}; expected whole numbers of at least 0, one for each "
             "example"
         )

@@ -8,13 +8,14 @@ import tensorflow as tf
 
 from looplib.data.input_context import InputContext
 from looplib.data.order import Ids, Plan, as_plan, seeds_at
-from looplib.errors import UsageError, whole_number
+from looplib.errors import OrderError
 from looplib.extras.records.damage import given, tolerant
 from looplib.extras.records.fingerprint import fingerprint
 from looplib.extras.records.order import BlockOrder, RecordSelection
 from looplib.extras.records.plans import Kept, RecordPlan
 from looplib.extras.records.reading import RecordReads, read_records
 from looplib.extras.records.sources import Blocked, Source, Subset, mean_bytes, named, opened
+from looplib.messages import whole_number
 
 _CHUNK_BYTES = 1 << 22  # of records that are drawn at once
 _ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
@@ -122,9 +123,9 @@ class RecordReader:
 def _checked(plan: Plan, block: int | None, shuffle: bool, whole_epochs: bool) -> RecordPlan:
     kind = f"looplib.{type(plan).__name__}"
     if not isinstance(plan, RecordPlan) or plan.source is None:
-        raise UsageError(f"context.records was given {kind} without records; give it their source")
+        raise OrderError(f"context.records was given {kind} without records; give it their source")
     if block not in (None, 1):
-        raise UsageError(
+        raise OrderError(
             f"context.records was given {kind} and block={block}, and reads each record of such a plan by itself; "
             "leave out block, which looplib.Kept and records without a plan can have"
         )

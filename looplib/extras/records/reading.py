@@ -14,11 +14,12 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError, join_names, with_cure
+from looplib.errors import RecordsError
 from looplib.extras.records.files import THREADS
 from looplib.extras.records.indexed import Numbered
 from looplib.extras.records.order import RecordSelection
 from looplib.extras.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
+from looplib.messages import join_names, with_cure
 
 # Records, and their bytes, whose pieces are read before they are used.
 _AHEAD, _AHEAD_BYTES = 4096, 1 << 25
@@ -165,7 +166,7 @@ def measure(source: Source | str, function: Callable[[Any], tf.Tensor], *, cache
     """
     source = opened(source)
     if not len(source):
-        raise UsageError("looplib.measure was given a source without records; check where the data is read from")
+        raise RecordsError("looplib.measure was given a source without records; check where the data is read from")
     kept = _load(cache, _HEAD + len(source) * np.dtype(complex).itemsize) if cache else None
     if kept is not None:
         sample = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
@@ -200,7 +201,7 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
     spec = measured.element_spec
     found = [] if tf.nest.is_nested(spec) else list(measured.as_numpy_iterator())
     if not found or any(part.ndim != 1 for part in found) or sum(map(len, found)) != len(numbers):
-        raise UsageError(
+        raise RecordsError(
             f"the function of looplib.measure gives {spec} for a batch; expected one number for each record, [b]"
         )
     return np.concatenate(found)
@@ -272,7 +273,7 @@ class _Element:
         other = next((number for number, found in enumerate(structures) if found != structures[0]), None)
         if other is not None:
             names = [name for name, part in zip(source.names, parts) if len(part)]
-            raise UsageError(
+            raise RecordsError(
                 f"the sources {names[0]!r} and {names[other]!r} of a mixture have records of different structures: "
                 f"{structures[0]} and {structures[other]}; a batch holds records of both, so expected one structure, "
                 "with equal types and shapes; convert or pad the records of one, or give serialized records of both "
@@ -297,7 +298,7 @@ class _Element:
             return np.stack(values).astype(dtype.as_numpy_dtype, "K", "same_kind", copy=False).reshape(*shape, *inner)
         except (TypeError, ValueError) as error:
             kinds = sorted({_text(np.asarray(value)) for value in values})
-            raise UsageError(
+            raise RecordsError(
                 f"the records have arrays of different shapes or types, such as {join_names(kinds, 2)}, which make no "
                 "batch; use a source of serialized records, and parse them in dataset.map"
             ) from error
@@ -313,7 +314,7 @@ def _first_of(source: Source) -> Any:
     found = (items(source, [number])[0] for number in range(len(source)))
     record = next((record for record in found if record is not None), None)
     if record is None:
-        raise UsageError(f"each of {len(source)} records is damaged; restore the files from a copy")
+        raise RecordsError(f"each of {len(source)} records is damaged; restore the files from a copy")
     return record
 
 

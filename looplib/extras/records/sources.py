@@ -14,12 +14,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.errors import UsageError, gist, is_utf8, join_names, shown
+from looplib.errors import RecordsError, UsageError
 from looplib.extras.diagnosis.places import is_installed
 from looplib.extras.records.files import Files, absolute
 from looplib.extras.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
 from looplib.extras.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
 from looplib.files import resolve
+from looplib.messages import gist, is_utf8, join_names, shown
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _OPTIONS = {
@@ -90,7 +91,7 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
     paths = _matching(files)
     format = format or _format_by_name(paths)
     if format not in FORMATS:
-        raise UsageError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
+        raise RecordsError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
     try:
         source = FORMATS[format](paths, **options)
         if not len(source) and any(source.files.sizes):
@@ -99,7 +100,7 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
     except UsageError:
         raise
     except TypeError as error:
-        raise UsageError(
+        raise RecordsError(
             f"files cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); expected "
             f"{_OPTIONS.get(format, 'no option')}"
         ) from error
@@ -110,7 +111,7 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
         size = tf.io.gfile.stat(paths[0]).length
         what = f"{paths[0]} and {len(paths) - 1} more files" if paths[1:] else f"{paths[0]}, {size} bytes,"
         why = gist(error).rstrip(".") if str(error) else "its end is not that of such a file"
-        raise UsageError(
+        raise RecordsError(
             f"{what} cannot be opened as {format}: {why}; it was truncated or damaged, is still being written, or is "
             "of another format; restore it from a copy, or wait until it is written"
         ) from error
@@ -123,7 +124,7 @@ def opened(source: Any) -> Source:
     if isinstance(source, path) or listed:
         return open_records(source)
     if not isinstance(source, Source):
-        raise UsageError(
+        raise RecordsError(
             f"context.records was given a {type(source).__name__}; expected files, or an object with __len__ and "
             "__getitem__"
         )
@@ -224,7 +225,7 @@ def items(source: Source, numbers: Sequence[int]) -> list[Any]:
         raise
     except MemoryError as error:
         more = f" and {len(numbers) - 1} more" * (len(numbers) > 1)
-        raise UsageError(
+        raise RecordsError(
             f"{named(source, numbers[0])}{more} cannot be read: they do not fit into memory; use smaller batches and "
             "blocks, or write smaller records"
         ) from error
@@ -260,7 +261,7 @@ def _matching(files: Paths) -> list[str]:
     """Returns the files that patterns match, each pattern's in the order of their names."""
     listed = list(files) if isinstance(files, Iterable) and not isinstance(files, (str, bytes)) else [files]
     if not listed:
-        raise UsageError(
+        raise RecordsError(
             f"the files of records are {shown(files)}; expected a path or pattern, or a list of at least one"
         )
     for file in listed:
@@ -272,24 +273,24 @@ def _matching(files: Paths) -> list[str]:
             is_folder = found == [pattern] and tf.io.gfile.isdir(pattern)
         except UnicodeDecodeError as error:
             names = [shown(name) for name in sorted(glob.glob(pattern)) if not is_utf8(name)]
-            raise UsageError(
+            raise RecordsError(
                 f"{pattern!r} matches files whose names are not UTF-8 ({join_names(names) or gist(error)}); rename "
                 "them, or use another pattern"
             ) from error
         except (OSError, tf.errors.OpError) as error:
-            raise UsageError(
+            raise RecordsError(
                 f"{pattern!r} cannot be looked up ({gist(error)}); expected local files, or a file system that "
                 "tf.io.gfile opens; download files of the web first"
             ) from error
         if is_folder:
-            raise UsageError(f"{pattern} is a folder; expected files, such as {pattern.rstrip('/')}/*.tfrecord")
+            raise RecordsError(f"{pattern} is a folder; expected files, such as {pattern.rstrip('/')}/*.tfrecord")
         if not found:
-            raise UsageError(f"{pattern!r} matches no file of records; check the path, or the pattern")
+            raise RecordsError(f"{pattern!r} matches no file of records; check the path, or the pattern")
         paths += found
     names = collections.Counter(absolute([path.removeprefix("file://") for path in paths]))
     if len(names) < len(paths):
         twice = sorted(name for name, count in names.items() if count > 1)
-        raise UsageError(
+        raise RecordsError(
             f"the files of records contain {join_names(twice)} twice; each record would come twice an epoch"
         )
     return paths
@@ -303,7 +304,7 @@ def _format_by_name(paths: list[str]) -> str:
         name = match[1] if match else ""
         found.add("array_record" if name.startswith("array") else names.get(name, name))
     if len(found) != 1 or "" in found:
-        raise UsageError(
+        raise RecordsError(
             f"the names of the files of records, such as {paths[0]}, do not say one format; open them by "
             f"looplib.open_records(files, format), with one of {', '.join(FORMATS)}"
         )

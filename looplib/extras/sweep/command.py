@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from looplib.errors import UsageError
+from looplib.errors import PluginError
 from looplib.extras.tools.options import path
 from looplib.plugins import Command
 
@@ -41,7 +41,7 @@ def _sweep(options: argparse.Namespace) -> int:
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"a sweep needs {error.name}; install it with pip install 'looplib[sweep]'") from error
+        raise PluginError(f"a sweep needs {error.name}; install it with pip install 'looplib[sweep]'") from error
     from looplib.extras.sweep.study import SweepPlan
     from looplib.extras.sweep.sweep import sweep
 

@@ -16,12 +16,13 @@ import optuna
 from looplib import files, folders
 from looplib.checkpoint import lock
 from looplib.console import printable
-from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, UsageError, gist, join_names
+from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, SweepError
 from looplib.extras.page import values
 from looplib.extras.sweep.study import SweepPlan
 from looplib.extras.tools import children
 from looplib.extras.tools.recorded_run import without
 from looplib.extras.tools.runs import last_lines, saved_step, say
+from looplib.messages import gist, join_names
 from looplib.report import run_json
 from looplib.report.records import each_record
 
@@ -170,13 +171,13 @@ def result(folder: str, plan: SweepPlan) -> float:
         except FileNotFoundError:
             names = set()
         except (OSError, files.NotRegularError) as error:
-            raise UsageError(f"{path} cannot be read ({gist(error)})") from error
+            raise SweepError(f"{path} cannot be read ({gist(error)})") from error
         shown = join_names(sorted(names), most=_MOST_NAMES)
-        raise UsageError(f"the run has no metric {metric}; name one with --metric: {shown or 'it has none'}")
+        raise SweepError(f"the run has no metric {metric}; name one with --metric: {shown or 'it has none'}")
     compared = [found[max(found)]] if plan.value == "last" else list(found.values())
     if finite := list(filter(math.isfinite, compared)):
         return max(finite) if plan.goal == "max" else min(finite)
-    raise UsageError(f"{metric} is not a finite number{' at the end' if plan.value == 'last' else ''}")
+    raise SweepError(f"{metric} is not a finite number{' at the end' if plan.value == 'last' else ''}")
 
 
 def refuse_other_run(folder: str, command: Sequence[str]) -> None:
@@ -199,7 +200,7 @@ def refuse_other_run(folder: str, command: Sequence[str]) -> None:
     now = without(command, "model_dir")
     if before is None or now[len(now) - len(before) :] != before:
         found = shlex.join(before)[:_LONGEST] if before is not None else "nobody can say by what"
-        raise UsageError(
+        raise SweepError(
             f"{folder} has a run of an earlier sweep, without whose sweep.db it can only be continued with equal "
             f"settings: it was started by {printable(found)}; move it away, or use another --dir"
         )

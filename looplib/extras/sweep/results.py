@@ -11,11 +11,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from looplib import files
 from looplib.console import printable
-from looplib.errors import gist
 from looplib.extras.sweep.jobs import curve
 from looplib.extras.sweep.space import Parameter
 from looplib.extras.sweep.study import SweepPlan, deviation, error, name_of, values
 from looplib.extras.tools.runs import say
+from looplib.messages import gist
 
 _STATES = {
     TrialState.COMPLETE: "done",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from optuna import Trial
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
-from looplib.errors import UsageError
+from looplib.errors import SweepError
 
 Value = str | int | float
 
@@ -71,7 +71,7 @@ class Parameter:
             return list(range(values.low, values.high + 1, values.step))
         if isinstance(values, FloatDistribution) and values.step:
             return [round(values.low + number * values.step, _DIGITS) for number in range(int(self.count))]
-        raise UsageError(
+        raise SweepError(
             f"{self.flag} is a range without steps, and a grid needs single values; list them (a,b,c), give a step "
             "(LOW..HIGH:STEP), or use --search=random or --search=tpe"
         )
@@ -98,7 +98,7 @@ def parse(command: Sequence[str]) -> tuple[list[str], list[Parameter]]:
     flags = [match[1] for argument in command if (match := _FLAG.fullmatch(argument))]
     for parameter in parameters:
         if flags.count(parameter.flag) > 1:
-            raise UsageError(f"{parameter.flag} comes twice in the command; give it all values at once")
+            raise SweepError(f"{parameter.flag} comes twice in the command; give it all values at once")
     return fixed, parameters
 
 
@@ -110,7 +110,7 @@ def _values(flag: str, text: str) -> BaseDistribution | None:
     if len(choices) == 1:
         return None
     if len(set(choices)) < len(choices):
-        raise UsageError(f"{flag}={text} lists a value twice; list each once")
+        raise SweepError(f"{flag}={text} lists a value twice; list each once")
     return CategoricalDistribution(choices)
 
 
@@ -119,12 +119,12 @@ def _range(flag: str, low: str, high: str, more: str | None) -> BaseDistribution
     step = None if log or more is None else more
     numbers = [low, high] + ([step] if step else [])
     if step and not re.fullmatch(_NUMBER, step):
-        raise UsageError(
+        raise SweepError(
             f"{flag}={low}..{high}:{more} is no range; expected LOW..HIGH, LOW..HIGH:STEP or LOW..HIGH:log"
         )
     for number in numbers:
         if len(number) > _LONGEST or abs(float(number)) > _LARGEST:
-            raise UsageError(
+            raise SweepError(
                 f"{flag} has the number {number[:30]}; expected at most {_LARGEST:g}, in {_LONGEST} characters"
             )
     kind = int if all(_WHOLE.fullmatch(number) for number in numbers) else float
@@ -135,7 +135,7 @@ def _range(flag: str, low: str, high: str, more: str | None) -> BaseDistribution
         or (log and first <= 0)
     ):
         bounds = "0 < LOW < HIGH" if log else "LOW < HIGH, and a step above 0 that fits between them"
-        raise UsageError(f"{flag}={low}..{high}{f':{more}' if more else ''} has no values; expected {bounds}")
+        raise SweepError(f"{flag}={low}..{high}{f':{more}' if more else ''} has no values; expected {bounds}")
     if step:  # to the last value of the range
         last = round(first + int((last - first) / kind(step) + 1e-9) * kind(step), _DIGITS)
     if kind is int:

@@ -20,11 +20,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from looplib import files, folders
 from looplib.console import printable
-from looplib.errors import UsageError, gist
+from looplib.errors import SweepError, UsageError
 from looplib.extras.outputs.new_folder import new_folder
 from looplib.extras.page.values import number, text
 from looplib.extras.sweep.space import Parameter
 from looplib.masks import masked
+from looplib.messages import gist
 
 SEARCHES = ("grid", "random", "tpe")
 PRUNERS = {
@@ -95,7 +96,7 @@ class Study:
         self._grid = {one.flag: one.grid() for one in parameters} if plan.search == "grid" else {}
         self.size = math.prod(one.count for one in parameters)
         if self._grid and self.size > _LARGEST_GRID:
-            raise UsageError(
+            raise SweepError(
                 f"the grid has {self.size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
                 "use --search=random"
             )
@@ -110,7 +111,7 @@ class Study:
             for name, new in dataclasses.asdict(plan).items():
                 if (old := before.get(name, SweepPlan.value if name == "value" else None)) != new:
                     old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
-                    raise UsageError(
+                    raise SweepError(
                         f"{directory} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
                         "start it as it was, or use another --dir"
                     )
@@ -290,7 +291,7 @@ def _proves_damage(error: BaseException) -> bool:
 
 
 def _damaged(path: str, error: Exception) -> UsageError:
-    return UsageError(
+    return SweepError(
         f"{path} is damaged, or no database of a sweep ({printable(gist(cause_of(error)))}); restore a copy, or move "
         "it away and run the same command: each trial then continues its run, if it draws the settings which that run "
         "was started with"

@@ -15,13 +15,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from looplib import console, files, folders
 from looplib.checkpoint.lock import LockKind, RunLock, acquire
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError, with_cure
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError, UsageError
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Study, SweepPlan, cause_of, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
 from looplib.masks import masked
+from looplib.messages import with_cure
 from looplib.task.metric_names import mode_of
 
 _TICK = 0.1
@@ -52,12 +53,12 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) ->
     try:
         plan = dataclasses.replace(plan, goal=mode_of("the sweep", plan.metric, plan.goal))
     except UsageError:
-        raise UsageError(
+        raise SweepError(
             f"--metric is {plan.metric!r}, and the name does not imply whether higher or lower is better; add "
             "--goal=max or --goal=min"
         ) from None
     if files.is_remote(directory):
-        raise UsageError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
+        raise SweepError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
     fixed, parameters = space.parse(plan.command)
     directory = os.path.abspath(directory)
     with console.guarded(), contextlib.ExitStack() as held, _sentences(directory), Signals() as signals:
@@ -80,35 +81,35 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) ->
 
 def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
     if not plan.command:
-        raise UsageError(
+        raise SweepError(
             "the command is missing; write it after --, as in -- python -m trainers.my_trainer --config.a=1,2"
         )
     for before, argument, shown in zip(["", *plan.command], plan.command, masked(plan.command)):
         if argument != shown:
             flag = argument if argument.startswith("-") and "=" in argument else before  # not a secret that begins so
             named = f"in {flag.partition('=')[0]}" if flag.startswith("-") else "in an argument"
-            raise UsageError(
+            raise SweepError(
                 f"the command has a secret {named}, which sweep.db and the results would hold; give it to the program "
                 "in an environment variable or in a file, and leave out the flag"
             )
     for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min", None)), ("value", VALUES)):
         if (value := getattr(plan, name)) not in options:
-            raise UsageError(f"--{name} is {value!r}; expected one of {', '.join(filter(None, options))}")
+            raise SweepError(f"--{name} is {value!r}; expected one of {', '.join(filter(None, options))}")
     for name, value in (("parallel", parallel), ("trials", trials)):
         if value is not None and value < 1:
-            raise UsageError(f"--{name} is {value}; expected at least 1")
+            raise SweepError(f"--{name} is {value}; expected at least 1")
     if not 0 <= plan.seeds <= _MOST_SEEDS:
-        raise UsageError(f"--seeds is {plan.seeds}; expected 1 to {_MOST_SEEDS:,}, or 0 for the command's own seed")
+        raise SweepError(f"--seeds is {plan.seeds}; expected 1 to {_MOST_SEEDS:,}, or 0 for the command's own seed")
     if trials is None and plan.search != "grid":
-        raise UsageError(f"--search={plan.search} has no end of its own; give a number of trials (--trials=20)")
+        raise SweepError(f"--search={plan.search} has no end of its own; give a number of trials (--trials=20)")
     if plan.prune != "none" and plan.seeds > 1:
-        raise UsageError("--prune compares single runs, and --seeds ranks means of several; leave out one of them")
+        raise SweepError("--prune compares single runs, and --seeds ranks means of several; leave out one of them")
     if not all(plan.metric.partition("/")):
-        raise UsageError(f"--metric is {plan.metric!r}; expected SPLIT/NAME, such as eval/accuracy")
+        raise SweepError(f"--metric is {plan.metric!r}; expected SPLIT/NAME, such as eval/accuracy")
     for argument in plan.command:
         name = argument.lstrip("-").split("=")[0] if argument.startswith("-") else ""
         if name == "model_dir" or (name == "seed" and plan.seeds):
-            raise UsageError(f"the command {shlex.join(plan.command)} has --{name}, which the sweep sets; remove it")
+            raise SweepError(f"the command {shlex.join(plan.command)} has --{name}, which the sweep sets; remove it")
 
 
 @contextlib.contextmanager
@@ -117,9 +118,9 @@ def _sentences(directory: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{with_cure(error, 'mend that')}; then the same command resumes the sweep") from error
+        raise SweepError(f"{with_cure(error, 'mend that')}; then the same command resumes the sweep") from error
     except (SQLAlchemyError, optuna.exceptions.OptunaError) as error:
-        raise UsageError(
+        raise SweepError(
             f"{os.path.join(directory, 'sweep.db')} cannot be read or written ({cause_of(error)}); mend that, and run "
             "the same command: no trial that has ended is lost, and the others resume"
         ) from error
@@ -127,7 +128,7 @@ def _sentences(directory: str) -> Iterator[None]:
 
 def _give_up() -> NoReturn:
     """Refuses the directory to another sweep of this process."""
-    raise UsageError("a sweep runs in this process; wait until it has ended")
+    raise SweepError("a sweep runs in this process; wait until it has ended")
 
 
 class _Sweep:
@@ -256,7 +257,7 @@ class _Sweep:
         space = os.statvfs(self._directory)
         full = space.f_bavail * space.f_frsize < _LEAST_SPACE
         if full or any(words in sentence for words in _OF_THE_MACHINE):
-            raise UsageError(
+            raise SweepError(
                 f"a run of the sweep ended in {job.folder}: {console.printable(sentence)}"
                 f"{', and the disk is full' if full else ''}; mend that, and run the same command: no trial that has "
                 "ended is lost, and the others resume"

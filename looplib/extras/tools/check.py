@@ -14,11 +14,12 @@ from typing import Any
 
 from looplib import files, folders
 from looplib.checkpoint.checkpointer import NUDGE
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, with_cure
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CheckError
 from looplib.extras.tools import example_checksum, preflight
 from looplib.extras.tools.children import temporary_folder
 from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
+from looplib.messages import with_cure
 
 _SHOWN = 6
 _NUDGES = 2  # runs that measure how rounding grows
@@ -85,7 +86,7 @@ def resume(
     command = _pinned(command)
     for name, value in (("kills", kills), ("baseline", baseline)):
         if value < 1:
-            raise UsageError(f"--{name} is {value}; expected at least 1")
+            raise CheckError(f"--{name} is {value}; expected at least 1")
     folder = _prepare(directory)
     whole = [os.path.join(folder, f"uninterrupted_{number + 1}") for number in range(baseline)]
     lives = [run_to_the_end(command, one, timeout) for one in whole]
@@ -139,9 +140,9 @@ def replicas(
     for flag, numbers, least in (("counts", counts, 1 if workers else 2), ("workers", workers, 0)):
         if not least <= len(set(numbers)) == len(numbers) or min(numbers, default=1) < 1:
             found, expected = ",".join(map(str, numbers)), "two or more numbers" if least == 2 else "numbers"
-            raise UsageError(f"--{flag} is {found}; expected {expected} of at least 1, each once, such as 1,2,4")
+            raise CheckError(f"--{flag} is {found}; expected {expected} of at least 1, each once, such as 1,2,4")
     if not (rtol > 0 and atol > 0):
-        raise UsageError(f"--rtol is {rtol} and --atol {atol}; expected positive numbers")
+        raise CheckError(f"--rtol is {rtol} and --atol {atol}; expected positive numbers")
     folder = _prepare(directory)
     command = [*_pinned(command), "--steps_per_loop=1"]
     launch = [sys.executable, "-m", "looplib", "launch"]
@@ -210,13 +211,13 @@ def fits(
     """
     _refuse_flags(command, "model_dir")
     if cores < 1:
-        raise UsageError(f"--cores is {cores}; expected at least 1")
+        raise CheckError(f"--cores is {cores}; expected at least 1")
     folder = _prepare(directory)
     to = os.path.join(folder, "found.json")
     request = json.dumps({"platform": platform, "cores": cores, "to": to})
     run(command, os.path.join(folder, "run"), timeout, environment={preflight.VARIABLE: request, **_NO_DEVICES})
     if not os.path.exists(to):
-        raise UsageError(f"{command[0]!r} ended without handing over its steps; name a binary that calls launch.run")
+        raise CheckError(f"{command[0]!r} ended without handing over its steps; name a binary that calls launch.run")
     result = json.loads(files.read_text(to))
     if not directory:
         folders.remove(*os.path.split(folder))
@@ -292,16 +293,16 @@ def _prepare(directory: str | None) -> str:
     try:
         folders.make_folder(directory)
         if os.listdir(directory):
-            raise UsageError(f"--dir {directory} is not empty; use an empty directory")
+            raise CheckError(f"--dir {directory} is not empty; use an empty directory")
     except OSError as error:
-        raise UsageError(f"--dir {directory} cannot be made: {with_cure(error, 'use another directory')}") from error
+        raise CheckError(f"--dir {directory} cannot be made: {with_cure(error, 'use another directory')}") from error
     return os.path.abspath(directory)
 
 
 def _refuse_flags(command: Sequence[str], *names: str) -> None:
     if not command:
-        raise UsageError("there is no command to check; write it after --, as in -- python -m trainers.my_trainer")
+        raise CheckError("there is no command to check; write it after --, as in -- python -m trainers.my_trainer")
     for argument in command:
         name = argument.lstrip("-").split("=")[0] if argument.startswith("-") else ""
         if name in names:
-            raise UsageError(f"the command {shlex.join(command)} has --{name}, which the check sets itself; remove it")
+            raise CheckError(f"the command {shlex.join(command)} has --{name}, which the check sets itself; remove it")

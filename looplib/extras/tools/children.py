@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NoReturn
 
 from looplib import folders
-from looplib.errors import UsageError
+from looplib.errors import CommandError
 
 _TICK = 0.1
 # A closed terminal sends two, and a cluster manager and a job script one each, which is no second request.
@@ -62,7 +62,7 @@ def start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, st
             preexec_fn=dying_with_parent(signal.SIGKILL),
         )
     except OSError as error:
-        raise UsageError(
+        raise CommandError(
             f"{command[0]!r} cannot be started: {error.strerror}; write the command as you type it"
         ) from error
 

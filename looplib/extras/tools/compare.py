@@ -15,7 +15,7 @@ import tensorflow as tf
 from looplib.checkpoint.commits import latest_checkpoint
 from looplib.checkpoint.restoring import peek
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError
+from looplib.errors import CheckError
 from looplib.extras.page import values
 from looplib.extras.tools import example_checksum
 from looplib.report import run_json
@@ -268,7 +268,7 @@ def final_checkpoint(folder: str | os.PathLike[str]) -> str:
     """
     path = latest_checkpoint(os.path.join(folder, "checkpoints"))
     if path is None:
-        raise UsageError(f"the command left no checkpoint in {folder}; give one that trains (--mode=train_and_eval)")
+        raise CheckError(f"the command left no checkpoint in {folder}; give one that trains (--mode=train_and_eval)")
     return path
 
 

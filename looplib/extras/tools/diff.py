@@ -5,13 +5,14 @@ import tempfile
 from typing import Any
 
 from looplib.checkpoint.commits import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names, shown
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
 from looplib.extras.page import values
 from looplib.extras.tools import example_checksum
 from looplib.extras.tools.compare import compare_tensors, is_speed
 from looplib.extras.tools.player import CHECKSUM, Order, Trace
 from looplib.extras.tools.replay import Replayable
 from looplib.extras.tools.runs import say
+from looplib.messages import join_names, shown
 from looplib.report import run_json
 from looplib.report.records import Record, key
 

@@ -7,7 +7,7 @@ from typing import Any
 from absl import flags
 
 from looplib.controller import Controller
-from looplib.errors import UsageError
+from looplib.errors import CheckError
 
 _STEPS = 2
 
@@ -26,7 +26,7 @@ def redirect(strategy: str, mode: str) -> dict[str, Any]:
       UsageError: for several processes, which would not share the directory.
     """
     if strategy in ("multi_worker", "parameter_server"):
-        raise UsageError(
+        raise CheckError(
             f"--dry_run tries the program in one process; leave out --strategy={strategy}, and give "
             "--num_virtual_devices=2 for two replicas"
         )
@@ -64,5 +64,5 @@ def try_out(controller: Controller) -> str:
     done = controller.global_step
     path = controller.save_checkpoint()
     if controller.restore_checkpoint(path) != path or controller.global_step != done:
-        raise UsageError(f"the checkpoint of step {done} was restored as one of step {controller.global_step}")
+        raise CheckError(f"the checkpoint of step {done} was restored as one of step {controller.global_step}")
     return f"dry run: all went well: {done - start} steps, {evaluated}, a save and a restore; nothing is kept"

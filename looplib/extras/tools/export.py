@@ -4,8 +4,9 @@ import os
 import subprocess
 
 from looplib.checkpoint import choice
-from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, UsageError, gist
+from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, ExportError
 from looplib.extras.tools import recorded_run
+from looplib.messages import gist
 
 
 def export(
@@ -34,5 +35,5 @@ def export(
     try:
         done = subprocess.run([*command, *flags], cwd=folder, check=False)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
+        raise ExportError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
     return EXIT_DONE if done.returncode == 0 else EXIT_UNKNOWN

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.errors import UsageError
+from looplib.errors import StepError
 
 
 @tf.autograph.experimental.do_not_convert
@@ -19,7 +19,7 @@ def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
     """
     leaves = tf.nest.flatten(inputs)
     if not all(isinstance(leaf, tf.Tensor) and leaf.shape.is_fully_defined() for leaf in leaves):
-        raise UsageError(
+        raise StepError(
             'micro_batches="auto" needs batches of static shapes, with the batch as the first dimension of each '
             "tensor; give a number"
         )
@@ -32,7 +32,7 @@ def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
             if thread.submit(_fits, function, specs).result():
                 logging.info("micro_batches=auto: a per-replica batch of %d fits into memory in %d parts", size, count)
                 return count
-    raise UsageError(
+    raise StepError(
         "the memory does not suffice for the gradients of one example; use a smaller model, or rematerialize"
     )
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from looplib import console
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CommandError
 from looplib.extras.tools.children import Signals, dying_with_parent
 
 _TICK = 0.1
@@ -56,15 +56,15 @@ def launch(
       UsageError: if the command is missing or cannot be started.
     """
     if not command:
-        raise UsageError("the command is missing; write it after --, as in: launch --workers=2 -- python train.py")
+        raise CommandError("the command is missing; write it after --, as in: launch --workers=2 -- python train.py")
     for name, value, least in (
         ("workers", workers, 1), ("parameter_servers", parameter_servers, 0), ("restarts", restarts, 0),
     ):  # fmt: skip
         if value < least:
-            raise UsageError(f"--{name} is {value}; expected at least {least}")
+            raise CommandError(f"--{name} is {value}; expected at least {least}")
     for name, value in (("grace", grace), ("backoff", backoff)):
         if not 0 <= value < math.inf:
-            raise UsageError(f"--{name} is {value}; expected seconds of at least 0")
+            raise CommandError(f"--{name} is {value}; expected seconds of at least 0")
     kinds = [("chief", 0)] * bool(parameter_servers)
     kinds += [("worker", i) for i in range(workers)] + [("ps", i) for i in range(parameter_servers)]
     with console.guarded(), hold_ports(len(kinds)) as ports, Signals() as signals:
@@ -175,7 +175,7 @@ class _LaunchedRun:
                 preexec_fn=dying_with_parent(signal.SIGTERM),  # if the launcher is killed, they save and end
             )  # fmt: skip
         except OSError as error:
-            raise UsageError(f"{shlex.join(self._command)} cannot be started ({error.strerror})") from error
+            raise CommandError(f"{shlex.join(self._command)} cannot be started ({error.strerror})") from error
         task.code, task.killed, task.due = None, False, None
         for pipe, stream in ((task.process.stdout, sys.stdout), (task.process.stderr, sys.stderr)):
             os.set_blocking(pipe.fileno(), False)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from looplib import files
-from looplib.errors import Preempted, UsageError, join_names
+from looplib.errors import Preempted, ReplayError
 from looplib.extras.diagnosis import model_table
 from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
+from looplib.messages import join_names
 from looplib.task.plain import as_array, as_bytes, as_json
 from looplib.task.state import state_of, tables_of, variables_of
 
@@ -130,9 +131,9 @@ class Player:
     def __init__(self, controller: "Controller", evaluate_every: int | None, batch_size: int | None) -> None:
         loop = controller.loops.get("train")
         if not isinstance(loop, TaskLoop):
-            raise UsageError("a replay needs a trainer whose data and steps looplib runs; one of Orbit's runs its own")
+            raise ReplayError("a replay needs a trainer whose data and steps looplib runs; one of Orbit's runs its own")
         if batch_size not in (None, loop.batches.size):
-            raise UsageError(
+            raise ReplayError(
                 f"the run had batches of {batch_size} examples in this step, and its program now makes some of "
                 f"{loop.batches.size}; set the global batch size that it had"
             )
@@ -166,7 +167,7 @@ class Player:
             if not self._run(request):
                 after, names = self.loop.reducer.first_bad()
                 bad = self._metrics_since + after
-                raise UsageError(
+                raise ReplayError(
                     f"step {bad} has values that are not finite already ({join_names(names)}); replay --step={bad}"
                 )
             if boundary.report:
@@ -185,7 +186,7 @@ class Player:
         if ran.stopped:
             raise Preempted(f"the replay was ended by a signal at step {step + ran.done}")
         if ran.finite and ran.done < request.steps:
-            raise UsageError(f"the data ends at step {step + ran.done}; name an earlier step")
+            raise ReplayError(f"the data ends at step {step + ran.done}; name an earlier step")
         return ran.finite
 
     def trace(self, end: int) -> list[Trace]:
@@ -265,7 +266,7 @@ class Player:
         iterator = stream.iterate(moment.position)
         optional = stream.next_as_optional(iterator)
         if not stream.has_value(optional):
-            raise UsageError(f"the data ends at step {moment.step}; name an earlier step")
+            raise ReplayError(f"the data ends at step {moment.step}; name an earlier step")
         batch, ids = stream.get_value(optional), None
         if (call := stream.context().asked.last) is not None and (given := call.ids) is not None:
             parts = self.loop.step.strategy.num_replicas_in_sync if stream.start_step == moment.data_step else 0

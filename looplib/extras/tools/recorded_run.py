@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.commits import Commit
-from looplib.errors import UsageError, whole_number
+from looplib.errors import ReplayError, UsageError
 from looplib.extras.page import values
 from looplib.extras.page.run_status import read_status
 from looplib.extras.writers.newest import read_newest
 from looplib.masks import MASK
+from looplib.messages import whole_number
 from looplib.report import run_json
 
 
@@ -29,15 +30,15 @@ def check_replay(
     """
     whole_number("--step", step)
     if debug and not eager:
-        raise UsageError("--pdb stops where Python runs the step; add --eager")
+        raise ReplayError("--pdb stops where Python runs the step; add --eager")
     run = Recorded(directory)
     start_of(run.report, run.directory)  # refuses here what has no command
     run.refuse_beyond(step)
     save = os.path.abspath(save) if save else ""
     if save and (not save.endswith(".npz") or os.path.lexists(save)):
-        raise UsageError(f"--save={save} is there already, or no .npz file; name a new file, such as batch.npz")
+        raise ReplayError(f"--save={save} is there already, or no .npz file; name a new file, such as batch.npz")
     if save and os.path.realpath(save).startswith(os.path.realpath(run.directory) + os.sep):
-        raise UsageError(f"--save={save} is in the run directory, which a replay does not change; name another place")
+        raise ReplayError(f"--save={save} is in the run directory, which a replay does not change; name another place")
 
 
 def report_of(directory: str) -> run_json.Report:
@@ -53,7 +54,7 @@ def report_of(directory: str) -> run_json.Report:
     if report := run_json.read_report(path):
         return report
     sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
-    raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
+    raise ReplayError(f"{path} cannot be read; name the run directory of a training{sweep}")
 
 
 def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
@@ -74,7 +75,7 @@ def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[
         start = report["starts"][number]
         started = start["program"]
         if started is None:
-            raise UsageError(
+            raise ReplayError(
                 f"the run in {directory} is of a Controller without launch.run, so that it has no command to repeat; "
                 "make the script a binary (docs/guide.md#a-binary)"
             )
@@ -82,25 +83,27 @@ def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[
     except LookupError as error:
         raise untold(directory, error) from error
     if any(MASK in str(flag) for flag in flags):
-        raise UsageError(f"the command of the run in {directory} has a secret, which run.json masks; repeat it by hand")
+        raise ReplayError(
+            f"the command of the run in {directory} has a secret, which run.json masks; repeat it by hand"
+        )
     if not (arguments and folder):
-        raise UsageError("the run was not started from a file or module, or its folder was removed; repeat it by hand")
+        raise ReplayError("the run was not started from a file or module, or its folder was removed; repeat it by hand")
     path = run_json.path_of(directory, trains=True)
     is_file = len(arguments) == 1 and os.path.isabs(arguments[0])
     is_module = len(arguments) == 2 and arguments[0] == "-m" and re.fullmatch(r"\w[\w.-]*", arguments[1])
     if not (is_file or is_module) or "\0" in "".join([*arguments, *flags, folder]):
-        raise UsageError(
+        raise ReplayError(
             f"{path} names {' '.join(arguments)!r:.200} as the program; expected the absolute path of a file, or -m "
             "and a module, as looplib writes it; repeat the run by hand"
         )
     own = os.path.realpath(directory)
     if os.path.commonpath([own, os.path.realpath(arguments[0] if is_file else folder)]) == own:
-        raise UsageError(
+        raise ReplayError(
             f"{path} names a program in the run directory itself, which may have come with it; move the program to "
             "another place and start it there by hand"
         )
     if (owner := os.stat(path).st_uid) != os.geteuid():
-        raise UsageError(
+        raise ReplayError(
             f"{path} belongs to the user of number {owner}, and says what is started; look at its command, and copy "
             "the run directory (cp -r) to make it yours"
         )
@@ -130,7 +133,7 @@ def untold(directory: str, error: Exception) -> UsageError:
     """Returns the error for a report that does not say how the run was started, from the error of reading it."""
     missing = f"{error.args[0]!r:.100} is" if isinstance(error, KeyError) else "a start of the run is"
     wrong = f"{missing} missing in it" if isinstance(error, LookupError) else "a part of it is of another kind"
-    return UsageError(
+    return ReplayError(
         f"{run_json.path_of(directory, trains=True)} does not say how the run was started: {wrong}; name the "
         "directory of a training by this version of looplib"
     )
@@ -158,7 +161,7 @@ def refuse_several_processes(report: run_json.Report, directory: str, cure: str)
     """
     strategy = report.get("strategy", "")
     if strategy.startswith(("MultiWorker", "ParameterServer")):
-        raise UsageError(f"the run in {directory} had several processes ({strategy:.200}); {cure}")
+        raise ReplayError(f"the run in {directory} had several processes ({strategy:.200}); {cure}")
 
 
 class Recorded:
@@ -177,7 +180,7 @@ class Recorded:
 
     def __init__(self, directory: str) -> None:
         if files.is_remote(directory):
-            raise UsageError(f"{directory} is remote; copy the run to a local directory")
+            raise ReplayError(f"{directory} is remote; copy the run to a local directory")
         self.directory = os.path.abspath(directory)
         self.report = report_of(self.directory)
         refuse_several_processes(self.report, self.directory, "a replay has one, so name a run of one process")
@@ -212,4 +215,4 @@ class Recorded:
             last = min(last, seen.end) if seen.end and seen.end > 0 else last
         if step > last:
             how = f"ended at step {last}" if ended else f"is known up to step {seen.step} ({seen.state})"
-            raise UsageError(f"--step is {step}, but the run {how}; expected a step of 1 to {last}")
+            raise ReplayError(f"--step is {step}, but the run {how}; expected a step of 1 to {last}")

@@ -19,13 +19,14 @@ from typing import Any
 from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.checkpoint.commits import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, ReplayError
 from looplib.extras.page import values
 from looplib.extras.tools import example_checksum, recorded_run, rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.recorded_run import Recorded
 from looplib.extras.tools.runs import say
+from looplib.messages import gist
 from looplib.report import run_json
 from looplib.report.progress import format_seconds
 
@@ -127,7 +128,7 @@ class Replayable(Recorded):
                         process.kill()
                         process.wait()
         except (OSError, ValueError) as error:
-            raise UsageError(f"{command[0]} cannot be started in {place} ({gist(error)})") from error
+            raise ReplayError(f"{command[0]} cannot be started in {place} ({gist(error)})") from error
         if code == 0 and os.path.exists(order.to):
             return Answer.from_file(order.to)
         if log:
@@ -135,11 +136,11 @@ class Replayable(Recorded):
                 last = [line.decode(errors="replace") for line in collections.deque(lines, _LAST_LINES)]
             print("".join(f"  | {line}" for line in last), end="", file=sys.stderr)
         if code == EXIT_STALLED:
-            raise UsageError(
+            raise ReplayError(
                 f"the replay of {self.directory} made no progress before step {order.step}, and was ended; the lines "
                 "above say where it hung"
             )
-        raise UsageError(f"the command of {self.directory} ended with code {code} before step {order.step}; see above")
+        raise ReplayError(f"the command of {self.directory} ended with code {code} before step {order.step}; see above")
 
     def _begins(self) -> list[int]:
         """Returns the step that each start of the run was restored at."""
@@ -164,7 +165,7 @@ class Replayable(Recorded):
         found = {step: sizes[self._start_that_did(step + 1)] for step in sorted(turns)}
         if len(set(found.values())) > 1:
             texts = [f"{size} from step {step + 1} on" for step, size in found.items()]
-            raise UsageError(
+            raise ReplayError(
                 f"the run in {self.directory} had batches of {' and '.join(texts)}, and a replay from step {start} "
                 f"to {end} has one size; there is no checkpoint between the last change and that step, so name an "
                 "earlier step"

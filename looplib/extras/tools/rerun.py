@@ -15,11 +15,12 @@ import tensorflow as tf
 
 import looplib
 from looplib import files
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, UsageError, gist, shown
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, ReplayError
 from looplib.extras.tools import code_version, example_checksum, recorded_run
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.compare import compare
 from looplib.extras.tools.runs import say
+from looplib.messages import gist, shown
 from looplib.report import program, run_json
 from looplib.report.records import each_record
 
@@ -46,7 +47,7 @@ def rerun(directory: str, to: str | None = None) -> int:
       UsageError: for a run that cannot be repeated, or a directory that is not empty.
     """
     for place in filter(files.is_remote, (directory, to or "")):
-        raise UsageError(f"{place} is remote; copy the run to a local directory, and name a local one for the new run")
+        raise ReplayError(f"{place} is remote; copy the run to a local directory, and name a local one for the new run")
     directory = os.path.abspath(directory)
     to = os.path.abspath(to or f"{directory}-rerun")
     report = recorded_run.report_of(directory)
@@ -60,7 +61,7 @@ def rerun(directory: str, to: str | None = None) -> int:
     except (KeyError, TypeError, AttributeError) as error:
         raise recorded_run.untold(directory, error) from error
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
-        raise UsageError(f"{to} is not empty; name another directory with --to, or remove it")
+        raise ReplayError(f"{to} is not empty; name another directory with --to, or remove it")
     say(f"{shlex.join(command)} (in {folder})")
     say("versions and code are those of the run" if not differences else "differs from the run:")
     for line in differences:
@@ -74,7 +75,7 @@ def rerun(directory: str, to: str | None = None) -> int:
             preexec_fn=dying_with_parent(signal.SIGTERM),
         )
     except (OSError, ValueError) as error:
-        raise UsageError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
+        raise ReplayError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
     if code := process.wait():
         print(f"looplib: error: the command ended with code {code}; its own last line says why", file=sys.stderr)
         return EXIT_UNKNOWN
@@ -88,13 +89,13 @@ def _changed(report: run_json.Report) -> dict[str, Any]:
 
 def _refuse_what_cannot_be_repeated(report: run_json.Report, directory: str) -> None:
     if report["status"] != "done":
-        raise UsageError(
+        raise ReplayError(
             f"the run in {directory} has not ended well (it is {report['status']:.50} at step {report['step']}); run "
             "its own command again until it is done, and repeat it then"
         )
     for name, (before, after) in _changed(report).items():
         if name not in _HARMLESS:
-            raise UsageError(
+            raise ReplayError(
                 f"the run in {directory} was resumed with {name}={shown(after)}, and had {shown(before)} before, so no "
                 "single command repeats it; start a new run with one of them"
             )

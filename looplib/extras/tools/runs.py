@@ -17,7 +17,7 @@ from typing import BinaryIO
 from looplib import files, folders
 from looplib.checkpoint.commits import latest_checkpoint
 from looplib.console import printable
-from looplib.errors import UsageError
+from looplib.errors import CheckError
 from looplib.extras.tools import children, example_checksum
 from looplib.extras.tools.compare import final_checkpoint
 
@@ -107,7 +107,7 @@ def run(
     if code and not life.killed:
         how = f"did not end within {timeout:g} s (--timeout)" if life.now > timeout else f"failed with code {code}"
         print("".join(f"  | {line}\n" for line in last_lines(folder)[-20:]), end="", file=sys.stderr)
-        raise UsageError(f"the command {how}; its last lines are above, all are in {folder}.log")
+        raise CheckError(f"the command {how}; its last lines are above, all are in {folder}.log")
     return life
 
 
@@ -127,7 +127,7 @@ def _hold(log: BinaryIO, folder: str) -> None:
                 if time.monotonic() > end:
                     break
                 time.sleep(0.05)
-        raise UsageError(
+        raise CheckError(
             f"another process has {folder}.log as its output, of a check that runs there or was killed; wait until it "
             "has ended, or use another directory"
         )
@@ -195,7 +195,7 @@ def run_killed(
             say(f"killed: ended after {life.now:.2f} s, before the kill; restarting from step 0")
             folders.remove(*os.path.split(folder))
     if not steps:
-        raise UsageError("the command ended before the first kill; use more steps")
+        raise CheckError("the command ended before the first kill; use more steps")
     run_to_the_end(command, folder, timeout)
     return steps
 

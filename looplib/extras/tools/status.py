@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from looplib.checkpoint import lock
 from looplib.console import printable
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CommandError, RunDirectoryError
 from looplib.extras.page.run_status import RunStatus, read_status
 from looplib.extras.writers.numbers import format_number
 from looplib.report.progress import format_seconds
@@ -53,12 +53,12 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
       UsageError: if a folder does not exist, or the interval is not a time.
     """
     if not 0 < interval <= _LONGEST_INTERVAL:
-        raise UsageError(
+        raise CommandError(
             f"--interval is {interval:g}; expected seconds above 0 and up to {_LONGEST_INTERVAL:,} (a day)"
         )
     for directory in directories:
         if not os.path.isdir(directory):
-            raise UsageError(f"{directory} is not a directory on this machine; name folders that hold runs")
+            raise RunDirectoryError(f"{directory} is not a directory on this machine; name folders that hold runs")
     try:
         while True:
             rows, cut = _rows(directories)

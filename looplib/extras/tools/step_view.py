@@ -16,12 +16,12 @@ import tensorflow as tf
 from looplib import files
 from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
-from looplib.errors import gist
 from looplib.extras.diagnosis import model_table, places
 from looplib.extras.page import values
 from looplib.extras.tools import example_checksum
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.extras.writers.numbers import format_number
+from looplib.messages import gist
 from looplib.report.records import Record
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number

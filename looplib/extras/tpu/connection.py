@@ -17,7 +17,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import runtime
-from looplib.errors import UsageError, gist
+from looplib.errors import TpuError
+from looplib.messages import gist
 
 RESTARTS = "LOOPLIB_TPU_RESTARTS"  # of the environment: "<starts since the last new checkpoint>:<its step>"
 _MOST_RESTARTS = 10
@@ -46,7 +47,7 @@ def connect(
       UsageError: if the TPU cannot be reached, or its cores cannot be divided so.
     """
     if spmd and cores_per_replica == 1:
-        raise UsageError("tpu_spmd divides a replica over its cores, and it has one; give it more (cores_per_replica)")
+        raise TpuError("tpu_spmd divides a replica over its cores, and it has one; give it more (cores_per_replica)")
     resolver, topology = _initialise(tpu)
     cores = tf.config.list_logical_devices("TPU")
     hosts = len({tf.DeviceSpec.from_string(core.name).task for core in cores})
@@ -98,7 +99,7 @@ def device_assignment(
     wanted = replicas or total // cores_per_replica
     if left != 1 or wanted * cores_per_replica > total:
         sizes = [size for size in range(1, total + 1) if total % size == 0]
-        raise UsageError(
+        raise TpuError(
             f"{wanted} replica(s) of {cores_per_replica} cores do not fit a TPU of {total} cores "
             f"({' x '.join(map(str, mesh))}); use {', '.join(map(str, sizes))} cores a replica, and no more replicas "
             "than that leaves room for"
@@ -123,7 +124,7 @@ def split_over_cores(tensor: tf.Tensor, parts: Sequence[int]) -> tf.Tensor:
     """
     sizes = tensor.shape.as_list()
     if len(parts) != len(sizes) or any(size is not None and size % part for size, part in zip(sizes, parts)):
-        raise UsageError(
+        raise TpuError(
             f"split_over_cores was given the parts {list(parts)} for a tensor of shape {sizes}; expected one number "
             "for each dimension, which divides it"
         )
@@ -163,7 +164,7 @@ def start_again(step: int) -> NoReturn:
     count, _, before = os.environ.get(RESTARTS, "").partition(":")
     count = int(count) + 1 if count and int(before) == step else 1
     if count > _MOST_RESTARTS:
-        raise UsageError(
+        raise TpuError(
             f"the TPU was lost {count} times without a new checkpoint between; check the TPU, save more often "
             "(--checkpoint_interval), and run the same command again"
         )
@@ -186,7 +187,7 @@ def _initialise(
             return resolver, tf.tpu.experimental.initialize_tpu_system(resolver)
         except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
             if time.monotonic() > deadline:
-                raise UsageError(
+                raise TpuError(
                     f"the TPU {_name(tpu)} cannot be reached ({gist(error)}); check its name and state, or use "
                     "--strategy=one_device"
                 ) from error

@@ -14,8 +14,9 @@ from looplib.checkpoint.names import NamedVariable, SavedVariables
 from looplib.checkpoint.restoring import check_contents, describe_differences, objects_of
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import UsageError, gist, join_names
+from looplib.errors import NoCheckpointError, UsageError, WarmStartError
 from looplib.extras.weights.matching import Match
+from looplib.messages import gist, join_names
 from looplib.task.record import RunRecord
 from looplib.task.state import variables_of
 
@@ -36,10 +37,10 @@ def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = F
     except UsageError:
         raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
-        raise UsageError(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
+        raise WarmStartError(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
     left_out = describe_differences(taken.others)
     if not taken.count:
-        raise UsageError(
+        raise WarmStartError(
             f"nothing in {path} fits ({left_out}); name a checkpoint of the same model, or of a part of it under the "
             "same attribute names"
         )
@@ -85,7 +86,7 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
         live.leaves = [leaf for leaf in live.leaves if not (leaf.owned or leaf.name.endswith("seed_generator_state"))]
     match = Match(saved.leaves.values(), live, record.optimizers)
     if match.ambiguous:
-        raise UsageError(
+        raise WarmStartError(
             f"values of {path} fit several layers here, whose names Keras has made and numbered: "
             f"{join_names(sorted({leaf.name for leaf in match.ambiguous}), most=4)}; give the layers that only one of "
             'the two models has names of their own, such as Dense(8, name="adapter")'
@@ -133,7 +134,7 @@ def warm_start(objects: Mapping[str, Any], path: str) -> None:
     given, (path, which) = path, choice.divided(files.resolve(path, "warm_start"))
     runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
     if path != given and not runs:
-        raise UsageError(f"there is no checkpoint in {path}, although {given} names one; name a run directory")
+        raise NoCheckpointError(f"there is no checkpoint in {path}, although {given} names one; name a run directory")
     if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
         path = os.path.join(path, "variables", "variables")
         whole = [value for value in models.values() if _keras.is_layer(value)]
@@ -160,7 +161,9 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
     """
     path = files.resolve(path, "continue_from")
     if tf.io.gfile.isdir(path) and not (path := tf.train.latest_checkpoint(folder := path)):
-        raise UsageError(f"there is no checkpoint in {folder} to continue from; specify one, or omit continue_from")
+        raise NoCheckpointError(
+            f"there is no checkpoint in {folder} to continue from; specify one, or omit continue_from"
+        )
     path = path.removesuffix(".index")
     needed = {name: value for name, value in objects.items() if _keras.is_layer(value) or _keras.is_optimizer(value)}
     try:
@@ -169,14 +172,14 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
     except UsageError:
         raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
-        raise UsageError(
+        raise WarmStartError(
             f"the run cannot continue from {path} ({gist(error)}); expected a checkpoint with global_step"
         ) from error
     ids = {id(variable) for _, variable in variables_of(needed)}
     missing = [leaf.name for leaf in taken.missing if id(leaf.variable) in ids]
     if missing or taken.reshaped:
         differences = describe_differences({**taken.others, "only here": missing})
-        raise UsageError(
+        raise WarmStartError(
             f"the run cannot continue from {path}, because its model or optimizer differs ({differences}); use "
             "warm_start to load only the matching weights"
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from absl import logging
 
-from looplib.errors import gist
+from looplib.messages import gist
 from looplib.report.shown import Shown
 from looplib.report.writers import Setting, Writer
 

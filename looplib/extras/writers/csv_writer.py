@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import tensorflow as tf
 
 from looplib import files, folders
-from looplib.errors import UsageError
+from looplib.errors import FileError
 from looplib.report.records import cut_short
 from looplib.report.writers import Writer
 
@@ -80,9 +80,9 @@ def _read(path: str) -> list[_Row]:
             text = file.read(_MOST_BYTES + 1).decode(errors="replace")
         rows = list(csv.DictReader(io.StringIO(text)))
     except (files.NotRegularError, csv.Error) as error:
-        raise UsageError(f"{path} is not a table of looplib's ({error}); move it away") from error
+        raise FileError(f"{path} is not a table of looplib's ({error}); move it away") from error
     if len(text) > _MOST_BYTES:
-        raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes; move it away")
+        raise FileError(f"{path} has more than {_MOST_BYTES:,} bytes; move it away")
     rows = rows[:-1] if cut_short(path) else rows
     rows = [{name: value for name, value in row.items() if name is not None and value is not None} for row in rows]
     return [row for row in rows if re.fullmatch("[0-9]{1,18}", row.get("step", ""))]

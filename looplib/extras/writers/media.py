@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import UsageError, whole_number
+from looplib.errors import MetricError
+from looplib.messages import whole_number
 from looplib.task.media import Media
 
 _CHANNELS = (1, 2, 3, 4)  # gray, gray and alpha, RGB, RGBA: what PNG has
@@ -30,12 +31,12 @@ def image(value: Any, most: int = 4) -> Media:
     value, most = tf.convert_to_tensor(value), whole_number("most", most)
     channels = value.shape[3] if value.shape.rank == 4 else 0
     if channels is not None and channels not in _CHANNELS:
-        raise UsageError(
+        raise MetricError(
             f"looplib.image got a tensor of shape {value.shape}; expected [batch, height, width, channels] with 1 to 4 "
             "channels; add a channel by value[..., None], or a batch by value[None]"
         )
     if not value.dtype.is_floating and value.dtype not in (tf.uint8, tf.bool):
-        raise UsageError(f"looplib.image got {value.dtype.name}; expected floats in [0, 1], uint8 or bool; cast it")
+        raise MetricError(f"looplib.image got {value.dtype.name}; expected floats in [0, 1], uint8 or bool; cast it")
     value = value[:most]
     if value.dtype != tf.uint8:
         value = tf.cast(value, tf.float32)
@@ -68,7 +69,7 @@ def text(value: Any, most: int = 4, decode: Callable[[np.ndarray], str] | None =
         expected = (
             "strings [batch]; give decode=<function> to show integers" if decode is None else "integers [batch, ...]"
         )
-        raise UsageError(
+        raise MetricError(
             f"looplib.text got {value.dtype.name} of shape {value.shape}{' with decode' if decode else ''}; expected "
             f"{expected}"
         )
@@ -91,7 +92,7 @@ def histogram(value: Any, bins: int = 30) -> Media:
     """
     value, bins = tf.convert_to_tensor(value), whole_number("bins", bins)
     if not (value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool):
-        raise UsageError(f"looplib.histogram got {value.dtype.name}; expected real numbers, integers or booleans")
+        raise MetricError(f"looplib.histogram got {value.dtype.name}; expected real numbers, integers or booleans")
     value = tf.reshape(tf.cast(value, tf.float32), [-1])
     finite = tf.math.is_finite(value)
     value = tf.where(finite, value, tf.zeros_like(value))

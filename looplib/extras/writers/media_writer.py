@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import with_cure
+from looplib.messages import with_cure
 from looplib.report.records import Record, RecordFile
 from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writers import Writer

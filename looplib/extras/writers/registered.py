@@ -5,7 +5,7 @@ The trackers among them each run in a thread of their own.
 
 import importlib.util
 
-from looplib.errors import UsageError
+from looplib.errors import PluginError
 from looplib.extras.writers.background import BackgroundWriter
 from looplib.extras.writers.console_writer import ConsoleWriter
 from looplib.extras.writers.csv_writer import CsvWriter
@@ -53,5 +53,5 @@ def wandb(directory: str) -> Writer:
 
 def _needing(package: str, kind: type[Writer]) -> type[Writer]:
     if not is_installed(package):
-        raise UsageError(f"the writer {package} needs the package {package}: pip install 'looplib[{package}]'")
+        raise PluginError(f"the writer {package} needs the package {package}: pip install 'looplib[{package}]'")
     return kind

@@ -16,7 +16,7 @@ from absl import logging
 from google.protobuf.message import DecodeError
 
 from looplib import files, folders
-from looplib.errors import gist
+from looplib.messages import gist
 from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writers import Setting, Writer
 
