@@ -10,6 +10,8 @@ import tensorflow as tf
 import toy
 from absl import logging
 from conftest import make_strategy, more, repetitions
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import looplib
 from looplib.data import input_context
@@ -22,37 +24,63 @@ def context(**changes):
     return looplib.InputContext(**{**settings, **changes})
 
 
-def global_order(n, steps, workers=1, replicas=1, **changes):
-    """The ids of each step, put together from all pipelines and replicas: [steps, global batch]."""
-    local = replicas // workers
+def pairs(n, steps, workers=1, replicas=1, **changes):
+    """(ids, seeds as one int64) of each example in order, put together from all pipelines and replicas."""
     parts = []
     for worker in range(workers):
         c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, **changes)
-        batches = list(c.indices(n).take(steps * local).as_numpy_iterator())
-        parts.append(np.stack(batches).reshape(steps, -1))
-    return np.concatenate(parts, axis=1)
+        batches = c.indices(n, seeds=True, repeat=True).take(steps * replicas // workers).as_numpy_iterator()
+        columns = [np.stack(part) for part in zip(*batches)]
+        parts.append([part.reshape(steps, -1, *part.shape[2:]) for part in columns])
+    ids, seeds = (np.concatenate(part, axis=1) for part in zip(*parts))
+    assert seeds.dtype == np.int32 and seeds.shape == (*ids.shape, 2)
+    return ids.ravel(), np.ascontiguousarray(seeds).view(np.int64).ravel()
 
 
-def test_every_epoch_is_another_permutation():
-    order = global_order(13, 13 * 5).reshape(-1, 13)  # 8 * 13 * 5 ids are 40 epochs
-    assert (np.sort(order, axis=1) == np.arange(13)).all()
-    assert len({tuple(epoch) for epoch in order}) == 40
+SIZES = dict(n=st.integers(1, 40), own=st.integers(1, 4), workers=st.integers(1, 3), local=st.integers(1, 2))
 
 
-@pytest.mark.parametrize("workers, replicas", [(1, 4), (2, 4), *more([(1, 2), (2, 2), (4, 8)])])
-def test_the_order_does_not_depend_on_replicas_or_workers(workers, replicas):
-    np.testing.assert_array_equal(global_order(37, 12, workers, replicas), global_order(37, 12))
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(**SIZES, start=st.integers(0, 12), seed=st.integers(-(2**63), 2**63 - 1))
+def test_each_epoch_is_a_permutation_and_any_pipelines_enter_one_order_at_any_step(n, own, workers, local, start, seed):
+    replicas, steps = workers * local, 4
+    size = own * replicas
+    ids, seeds = pairs(n, (start + steps) * size, seed=seed, global_batch_size=1)
+    epochs = ids[: len(ids) // n * n].reshape(-1, n)
+    assert (np.sort(epochs, axis=1) == np.arange(n)).all() and ids.max() < n
+    assert len(set(seeds)) == len(seeds)
+    found = pairs(n, steps, workers, replicas, seed=seed, start_step=start, global_batch_size=size)
+    np.testing.assert_array_equal(found, (ids[start * size :], seeds[start * size :]))
 
 
-@pytest.mark.parametrize("workers, replicas", [(1, 1), (2, 4)])
-def test_the_order_is_entered_at_any_step(workers, replicas):
-    late = global_order(37, 4, workers, replicas, start_step=1000)
-    np.testing.assert_array_equal(late, global_order(37, 1004)[1000:])
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(**SIZES)
+def test_an_evaluation_has_each_id_once_with_the_seed_of_its_position(n, own, workers, local):
+    found = []
+    for worker in range(workers):
+        replicas = workers * local
+        c = context(
+            num_replicas=replicas,
+            num_pipelines=workers,
+            pipeline_index=worker,
+            training=False,
+            global_batch_size=own * replicas,
+        )
+        found += [
+            pair
+            for batch in c.indices(n, seeds=True).as_numpy_iterator()
+            for pair in zip(batch[0], map(tuple, batch[1]))
+        ]
+    whole = next(iter(context(training=False, global_batch_size=n).indices(n, seeds=True).as_numpy_iterator()))
+    assert whole[0].tolist() == list(range(n))
+    assert dict(found) == dict(zip(whole[0], map(tuple, whole[1]))) and len(found) == n == len(
+        {seed for _, seed in found}
+    )
 
 
-def test_the_seed_decides_the_order():
-    assert not np.array_equal(global_order(37, 4, seed=1), global_order(37, 4, seed=2))
-    np.testing.assert_array_equal(global_order(37, 4, seed=1), global_order(37, 4, seed=1))
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = np.concatenate([pairs(13, 13 * 5, seed=seed)[0].reshape(-1, 13) for seed in (1, 2)])
+    assert len({tuple(epoch) for epoch in orders}) == 80
 
 
 @pytest.mark.parametrize("n", [1, 10_000, *more([3, 257, 1797, 65_537, 1_281_167, 2**40])])
@@ -177,33 +205,6 @@ def test_the_orders_of_epochs_are_independent(n):
     assert np.sqrt((correlations**2).mean() * n) < 1.6
 
 
-@pytest.mark.parametrize("workers, replicas", [(1, 1), (2, 4), *more([(1, 4), (4, 4)])])
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 65])
-def test_evaluation_ids_come_once_each(n, workers, replicas):
-    ids = []
-    for worker in range(workers):
-        c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, training=False)
-        ids += [i for batch in c.indices(n).as_numpy_iterator() for i in batch]
-    assert sorted(ids) == list(range(n))
-
-
-def pairs(n, steps, replicas=1, **changes):
-    """(ids, seeds as one int64) of each example in order."""
-    batches = context(num_replicas=replicas, **changes).indices(n, seeds=True).take(steps * replicas)
-    ids, seeds = (np.concatenate(parts) for parts in zip(*batches.as_numpy_iterator()))
-    assert seeds.dtype == np.int32 and seeds.shape == (len(ids), 2)
-    return ids, np.ascontiguousarray(seeds).view(np.int64)[:, 0]
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_seeds_come_with_the_same_ids_and_do_not_depend_on_replicas(training):
-    ids, seeds = pairs(37, 20, training=training)
-    plain = context(training=training).indices(37).take(20).as_numpy_iterator()
-    np.testing.assert_array_equal(ids, np.concatenate(list(plain)))
-    for replicas in (2, 4):
-        np.testing.assert_array_equal(pairs(37, 20, replicas, training=training), (ids, seeds))
-
-
 def test_seeds_of_training_differ_by_epoch_place_and_run():
     steps = repetitions(60, 300)
     ids, seeds = pairs(37, steps)
@@ -216,7 +217,7 @@ def test_seeds_of_training_differ_by_epoch_place_and_run():
 def test_seeds_of_an_evaluation_belong_to_the_ids():
     _, seeds = pairs(1000, 125, training=False)
     assert len(set(seeds)) == 1000 and not set(seeds) & set(pairs(1000, 125)[1])
-    np.testing.assert_array_equal(pairs(30, 4, training=False)[1], seeds[:30])
+    np.testing.assert_array_equal(pairs(32, 4, training=False)[1], seeds[:32])
     # Every bit is set half of the time.
     assert np.unpackbits(seeds.view(np.uint8)).reshape(-1, 64).mean(0) == pytest.approx(0.5, abs=0.08)
 

@@ -7,7 +7,9 @@ import flat_config
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import EVERY, make_strategy, more
+from conftest import make_strategy, more
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import looplib
 from looplib.extras.parameter_server.results import RemoteReducer
@@ -39,39 +41,78 @@ def evaluate(strategy, evaluator, global_batch_size=16, steps=-1, **settings):
     return controller.evaluate(steps)["eval"]
 
 
-@pytest.mark.slow(pairs=lambda params: params["strategy"] != "one_device" or params["n"] == 1)
-@pytest.mark.parametrize("n", [1, 1003, *more([7, 63, 64, 65])])
-@pytest.mark.parametrize("strategy", [*EVERY[:3], *more(EVERY[3:])], indirect=True)
-def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
-    found = evaluate(
-        strategy,
-        Values(
-            n,
-            lambda i, v: {
-                "value": v,
-                "pairs": tf.stack([v, 2 * v], 1),
-                "weighted": looplib.mean(v, weight=tf.cast(i % 3, tf.float64)),
-                "mean_of_mean": looplib.mean(tf.reduce_mean(v), weight=tf.size(v)),
-                "sum": looplib.total(tf.reduce_sum(v)),
-                "ids": looplib.total(tf.reduce_sum(i)),
-                "positive": v > 0,
-            },
-        ),
-    )
-    values, ids = VALUES[:n], np.arange(n)
-    weights = ids % 3
-    assert found["examples"] == n and isinstance(found["examples"], int)
-    assert found["value"] == pytest.approx(values.mean(), rel=1e-12)
-    assert found["pairs"] == pytest.approx((1.5 * values).mean(), rel=1e-12)
-    if weights.sum():
-        assert found["weighted"] == pytest.approx((values * weights).sum() / weights.sum(), rel=1e-12)
-    else:
-        assert np.isnan(found["weighted"])  # a mean over nothing
-    # The mean of an empty replica's batch is NaN and has weight 0.
-    assert found["mean_of_mean"] == pytest.approx(values.mean(), rel=1e-12)
-    assert found["sum"] == pytest.approx(values.sum(), rel=1e-12)
-    assert found["ids"] == ids.sum()
-    assert found["positive"] == pytest.approx((values > 0).mean(), rel=1e-12)
+class Sums:
+    """A `Reducer` on a strategy, with a step of each kind of metric that is traced once for batches of any sizes."""
+
+    def __init__(self, strategy):
+        self.strategy, self.reducer = strategy, Reducer(strategy, "step_fn", count_examples=True)
+
+        def on_replica(values, weights, ends):
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            own = slice(ends[number], ends[number + 1])
+            return self.reducer.run_step(self.step_fn, (values[own], weights[own]), may_be_empty=True)
+
+        kinds = (tf.TensorSpec([None], tf.float64), tf.TensorSpec([None], tf.float64), tf.TensorSpec([None], tf.int32))
+        self.step = tf.function(lambda *inputs: strategy.run(on_replica, inputs), kinds, autograph=False)
+
+    def step_fn(self, inputs):
+        v, w = inputs
+        return {
+            "value": v,
+            "rows": tf.stack([v, 2 * v], 1),
+            "weighted": looplib.mean(tf.where(w > 0, v, np.nan), weight=w),  # of weight 0, so ignored
+            "broadcast": looplib.mean(tf.stack([v, 3 * v], 1), weight=w[:, None]),
+            "sum": looplib.total(tf.reduce_sum(v)),
+            "counts": looplib.total(tf.stack([tf.size(v), tf.reduce_sum(tf.cast(v, tf.int32))])),
+            "last": looplib.last(v[0]),
+            "positive": v > 0,
+            # As many alike are summed together.
+            **{f"mean_of_mean_{k}": looplib.mean(tf.reduce_mean(v) + k, weight=tf.size(v)) for k in range(5)},
+        }
+
+    def loop(self, steps):
+        """Adds steps, of which each has lists of (value, weight) for four replicas, that fewer replicas share."""
+        for step in steps:
+            values, weights = np.array([*itertools.chain(*step)], np.float64).T
+            number = self.strategy.num_replicas_in_sync
+            ends = np.cumsum([0, *map(len, step)])[:: 4 // number]
+            contribution = self.step(values, weights, ends.astype(np.int32))
+            if not self.reducer.created:
+                self.reducer.create()
+            self.reducer.add(contribution)
+
+
+@pytest.fixture(scope="module")
+def sums():
+    return [Sums(make_strategy(name)) for name in ("default", "mirrored_x2", "mirrored_x4")]
+
+
+EXAMPLES = st.lists(
+    st.tuples(st.integers(-999, 999).map(lambda n: n / 64), st.sampled_from([0, 0, 1, 0.5, 3])), max_size=4
+)
+LOOP = st.lists(st.tuples(EXAMPLES.filter(bool), EXAMPLES, EXAMPLES, EXAMPLES), min_size=1, max_size=4)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(loops=st.lists(LOOP, min_size=1, max_size=2), data=st.data())
+def test_metrics_are_those_of_all_examples_however_they_come_in_steps_replicas_loops_and_restarts(sums, loops, data):
+    for steps in loops:
+        first, second = (data.draw(st.sampled_from(range(3))) for _ in range(2))
+        cut = data.draw(st.integers(0, len(steps) - 1))
+        sums[first].loop(steps[:cut])
+        state = sums[first].reducer.state()
+        sums[first].reducer.clear()
+        sums[second].reducer.load(state)  # of a checkpoint, on as many replicas or not
+        sums[second].loop(steps[cut:])
+        found = sums[second].reducer.packer.unpack(*sums[second].reducer.read())
+        values, weights = np.array([example for step in steps for part in step for example in part]).T
+        mean = (values * weights).sum() / weights.sum() if weights.any() else np.nan
+        assert found.pop("counts").tolist() == [len(values), sum(map(int, values))]
+        assert found == pytest.approx({
+            "value": values.mean(), "rows": 1.5 * values.mean(), "weighted": mean, "broadcast": 2 * mean,
+            "sum": values.sum(), "last": steps[-1][0][0][0], "positive": (values > 0).mean(), "examples": len(values),
+            **{f"mean_of_mean_{k}": values.mean() + k for k in range(5)},
+        }, rel=1e-12, abs=1e-12, nan_ok=True)  # fmt: skip
 
 
 @pytest.mark.slow(keep=1)
@@ -341,17 +382,6 @@ def test_metrics_stay_apart_where_a_smaller_batch_has_the_shape_of_another_metri
     found = evaluate(None, Values(12, outputs), global_batch_size=8, loop="eager")
     for k in range(3):
         assert found[f"{k}_v"] == pytest.approx(VALUES[:12].mean() + k) and found[f"{k}_fixed"] == k
-
-
-def test_what_is_not_weighted_is_ignored_even_where_it_is_not_finite():
-    masked = lambda i, v: {"m": looplib.mean(tf.where(i < 5, v, np.nan), weight=tf.cast(i < 5, tf.float32))}
-    assert evaluate(None, Values(20, masked))["m"] == pytest.approx(VALUES[:5].mean())
-
-
-def test_a_weight_that_broadcasts_counts_for_each_element():
-    per_row = lambda i, v: {"m": looplib.mean(tf.stack([v, 3 * v], 1), weight=tf.cast(i, tf.float64)[:, None])}
-    expected = (2 * VALUES[:20] * np.arange(20)).sum() / np.arange(20).sum()
-    assert evaluate(None, Values(20, per_row))["m"] == pytest.approx(expected)
 
 
 def test_evaluation_of_some_steps_of_endless_data(strategy):

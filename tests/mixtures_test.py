@@ -1,8 +1,6 @@
 """Plans (mixtures, packed rows, buckets, filters): exact, entered at any step, and one order on any number of replicas."""
 
-import collections
 import functools
-import itertools
 import pathlib
 import re
 
@@ -10,8 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import more, repetitions
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import looplib
+from looplib.data.batches import Batches
+from looplib.data.order import OrderKey
 from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
 
@@ -52,150 +54,137 @@ def read(plan, steps, workers=1, replicas=1, seeds=False, **changes):
     return [np.concatenate(columns, axis=1) for columns in zip(*parts)]
 
 
-def once(plan, workers=1, replicas=1):
-    """The elements of an evaluation, each of which is a list of arrays `[n, ...]`."""
-    found = []
-    for worker in range(workers):
-        c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, training=False)
-        found += [tf.nest.flatten(batch) for batch in c.indices(plan).as_numpy_iterator()]
-    return [np.concatenate(part) for part in zip(*found)]
-
-
 # A mixture of packed rows also has what each of the two does alone.
 @pytest.mark.parametrize("name", ["kept", "mixture of packed", "buckets", *more(["mixture", "packed"])])
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
     plan, steps = PLANS[name](), repetitions(20, 100)
-    whole = read(plan, steps, seeds=True)
+    whole = [*(part.reshape(steps, BATCH, *part.shape[1:]) for part in endless(plan, steps * BATCH))]
+    whole += read(300, steps, seeds=True)[-1:]
     for workers, replicas, first in repetitions([(2, 4, 10)], [(2, 2, 0), (1, 4, 0), (2, 4, 90)]):
         found = read(plan, steps - first, workers, replicas, seeds=True, start_step=first)
         for part, expected in zip(found, whole, strict=True):
             np.testing.assert_array_equal(part, expected[first:])
-    assert not np.array_equal(read(plan, steps, seed=4)[0], whole[0])
+    assert not np.array_equal(endless(plan, steps * BATCH, seed=4)[0].ravel(), whole[0].ravel())
     seeds = whole[-1].reshape(-1, 2)
     assert len({tuple(seed) for seed in seeds}) == len(seeds) == steps * BATCH
 
 
-SHARES = [
-    {"a": 1},
-    {"a": 3, "b": 1},
-    {"a": 0.7, "b": 0.2, "c": 0.1},
-    dict(zip("abcde", (1, 1, 1, 1, 1))),
-    {"a": 1_281_167, "b": 50_000, "c": 700},
-    dict(zip("abcdef", 10 ** np.random.default_rng(1).uniform(-2, 2, 6))),
-]
+def endless(plan, count, batch=BATCH, seed=3):
+    """The first examples of a training, by the plan alone: arrays `[count, ...]`."""
+    found = plan.endless(OrderKey(seed, Batches(batch)))(tf.range(count, dtype=tf.int64))
+    return [part.numpy() for part in tf.nest.flatten(found)]
 
 
-@pytest.mark.parametrize("weights", [SHARES[1], SHARES[-1], *more([SHARES[0], *SHARES[2:-1]])], ids=str)
-def test_every_prefix_of_a_mixture_has_of_each_source_its_share(weights):
-    order = looplib.Mixture(dict.fromkeys(weights, 1000), weights)
-    sources = read(order, repetitions(500, 5000))[1].ravel()
-    counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
-    shares = np.array(list(weights.values())) / sum(weights.values())
-    expected = np.arange(1, len(sources) + 1)[:, None] * shares
-    # Weights without a common denominator of up to 65,536 are rounded to that.
-    assert np.abs(counts - expected).max() < 1 + len(sources) / 2**16
+def once(plan, batch=BATCH):
+    """The examples of an evaluation, in batches: arrays `[size, ...]`."""
+    places = [tf.range(first, min(first + batch, plan.size), dtype=tf.int64) for first in range(0, plan.size, batch)]
+    found = [[part.numpy() for part in tf.nest.flatten(plan.once()(batch))] for batch in places]
+    return [np.concatenate(part) for part in zip(*found)]
 
 
-def test_each_source_of_a_mixture_has_epochs_and_an_order_of_its_own():
-    ids, sources = (part.ravel() for part in read(looplib.Mixture(SIZES, WEIGHTS, {40: LATER}), 200))
-    for number, size in enumerate(SIZES.values()):
-        own = ids[sources == number]
-        epochs = own[: len(own) // size * size].reshape(-1, size)  # which continue where the weights change
-        assert (np.sort(epochs, axis=1) == np.arange(size)).all()
-        assert len({tuple(epoch) for epoch in epochs}) == len(epochs) >= 2
-    web, books = (ids[sources == number][:31] for number in (0, 2))
-    assert not np.array_equal(np.argsort(web), np.argsort(books))
+def check_epochs(stream, ids):
+    """Checks that a stream has each id once in as many examples as there are ids, and returns its whole epochs."""
+    epochs = stream[: len(stream) // len(ids) * len(ids)].reshape(-1, len(ids))
+    assert (np.sort(epochs, axis=1) == np.sort(ids)).all() and set(stream) <= set(ids)
+    return epochs
 
 
-def test_a_schedule_changes_the_shares_at_its_step():
-    sources = read(looplib.Mixture(SIZES, WEIGHTS, {40: LATER, 60: WEIGHTS}), 100)[1]
-    for first, last, weights in ((0, 40, WEIGHTS), (40, 60, LATER), (60, 100, WEIGHTS)):
-        part = sources[first:last].ravel()
-        counts = np.cumsum(part[:, None] == np.arange(3), axis=0)
-        shares = np.array(list(weights.values())) / sum(weights.values())
-        assert np.abs(counts - np.arange(1, len(part) + 1)[:, None] * shares).max() < 1
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+SOURCES = st.integers(1, 20).map(np.arange) | st.lists(st.integers(0, 99), min_size=1, max_size=20, unique=True).map(
+    np.array
+)
+WEIGHT = st.sampled_from([0, 1, 2, 3, 50, 0.1, 0.7, 1 / 3])
 
 
-def test_a_filter_keeps_what_it_chose():
-    chosen = np.flatnonzero(LENGTHS > 25)
-    ids = read(looplib.Kept(LENGTHS > 25), 200)[0].ravel()
-    epochs = ids[: len(ids) // len(chosen) * len(chosen)].reshape(-1, len(chosen))
-    assert len(epochs) > 10 and (np.sort(epochs, axis=1) == chosen).all()
-    np.testing.assert_array_equal(read(looplib.Kept(chosen[::-1]), 3)[0].shape, [3, 8])
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    ids=st.lists(SOURCES, min_size=1, max_size=5),
+    starts=st.sets(st.integers(1, 30), max_size=2),
+    seed=SEEDS,
+    data=st.data(),
+)
+def test_every_prefix_of_a_mixture_has_of_each_source_its_share_and_each_source_its_own_epochs(ids, starts, seed, data):
+    names, starts = "abcde"[: len(ids)], [0, *sorted(starts), 40]
+    weights = st.lists(WEIGHT, min_size=len(ids), max_size=len(ids)).filter(any)
+    phases = [dict(zip(names, data.draw(weights))) for _ in starts[1:]]
+    plan = looplib.Mixture(
+        {name: looplib.Kept(own) for name, own in zip(names, ids)}, phases[0], dict(zip(starts[1:], phases[1:]))
+    )
+    found, sources = endless(plan, 40 * BATCH, seed=seed)
+    for first, last, phase in zip(starts, starts[1:], phases):
+        part = sources[first * BATCH : last * BATCH]
+        shares = np.array([*phase.values()]) / sum(phase.values())
+        expected = np.arange(1, len(part) + 1)[:, None] * shares
+        # Weights without a common denominator of up to 65,536 are rounded to that.
+        assert np.abs(np.cumsum(part[:, None] == np.arange(len(ids)), axis=0) - expected).max() < 1 + len(part) / 2**16
+    for number, own in enumerate(ids):
+        check_epochs(found[sources == number], own)  # which continue where the weights change
+    assert [*zip(*once(plan))] == [(one, number) for number, own in enumerate(ids) for one in own]
 
 
-def test_an_evaluation_has_each_example_once():
-    for workers, replicas in repetitions([(2, 4)], [(1, 1), (2, 4)]):
-        assert sorted(once(PLANS["kept"](), workers, replicas)[0]) == list(np.flatnonzero(LENGTHS > 25))
-        pairs = zip(*once(PLANS["mixture"](), workers, replicas))
-        assert sorted(pairs) == sorted((n, i) for i, size in enumerate(SIZES.values()) for n in range(size))
-        ids, longest = once(PLANS["buckets"](), workers, replicas)
-        assert sorted(ids) == list(range(len(LENGTHS))) and (LENGTHS[ids] <= longest).all()
-        rows = looplib.PackedRows(*once(PLANS["packed"](), workers, replicas))
-        assert sorted(rows.fill(TOKENS)[rows.segments > 0]) == list(range(LENGTHS.sum()))
+def test_epochs_of_a_mixture_differ_and_those_of_its_sources_too():
+    ids, sources = endless(looplib.Mixture(dict.fromkeys("abc", 31), dict.fromkeys("abc", 1)), 31 * 12)
+    epochs = np.concatenate([check_epochs(ids[sources == number], np.arange(31)) for number in range(3)])
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs) == 12
 
 
-def check_rows(rows, lengths, row_length):
-    """Reads rows token by token, and returns the tokens as [(document, place)]."""
-    found = []
-    for documents, places, segments, positions in zip(*rows):
-        pieces = [list(piece) for _, piece in itertools.groupby(range(row_length), key=lambda i: segments[i])]
-        assert [segments[piece[0]] for piece in pieces if segments[piece[0]]] == list(range(1, segments.max() + 1))
-        for piece in pieces:
-            if segments[piece[0]] == 0:
-                assert piece[-1] == row_length - 1  # padding comes last
-                assert not documents[piece].any() and not places[piece].any() and not positions[piece].any()
-                continue
-            (document,) = set(documents[piece])
-            assert list(positions[piece]) == list(range(len(piece)))
-            assert list(places[piece]) == list(range(places[piece[0]], places[piece[0]] + len(piece)))
-            # A piece goes on to the end of its document, or fills its row.
-            assert places[piece[-1]] == lengths[document] - 1 or len(piece) == row_length
-            found += [(document, place) for place in places[piece]]
-    return found
-
-
-def first_fit(lengths, row_length):
-    """The number of rows of plain first-fit, in the order of the lengths."""
+def best_fit(pieces, row_length):
+    """The number of rows: longest first, each into the row with the least room that is enough."""
     rooms = []
-    for length in lengths:
-        row = next((row for row, room in enumerate(rooms) if room >= length), None)
-        if row is None:
-            rooms.append(row_length - length)
-        else:
-            rooms[row] -= length
+    for length in sorted(pieces, reverse=True):
+        enough = [room for room in rooms if room >= length]
+        if enough:
+            rooms.remove(min(enough))
+        rooms.append((min(enough) if enough else row_length) - length)
     return len(rooms)
 
 
-@pytest.mark.parametrize("row_length", [32, *more([64]), 39, 1])
-def test_each_epoch_of_packed_rows_has_each_token_once_in_rows_that_are_full(row_length):
-    lengths = LENGTHS[: None if row_length > 1 else repetitions(60, None)]  # each of their tokens is a row
-    order = looplib.Packed(lengths, row_length)
-    steps = -(-3 * order.size // BATCH)
-    rows = [part.reshape(-1, row_length)[: 3 * order.size] for part in read(order, steps)]
-    expected = sorted((document, place) for document, length in enumerate(lengths) for place in range(length))
-    epochs = [[part[epoch * order.size : (epoch + 1) * order.size] for part in rows] for epoch in range(3)]
-    for epoch in epochs:
-        assert sorted(check_rows(epoch, lengths, row_length)) == expected
-    neighbours = [{frozenset(set(row)) for row in epoch[0]} for epoch in epochs]
-    assert row_length < 32 or len(neighbours[0] & neighbours[1]) < 0.6 * order.size  # other documents share a row
-    pieces = [min(row_length, length - start) for length in lengths for start in range(0, length, row_length)]
-    assert order.tokens == lengths.sum()
-    assert -(-order.tokens // row_length) <= order.size <= first_fit(pieces, row_length)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(any),
+    row_length=st.integers(1, 40),
+    seed=SEEDS,
+    data=st.data(),
+)
+def test_each_epoch_of_packed_rows_has_each_token_of_the_chosen_documents_in_as_few_rows(
+    lengths, row_length, seed, data
+):
+    overlap = data.draw(st.integers(0, row_length - 1))
+    full = st.lists(st.sampled_from([d for d, n in enumerate(lengths) if n]), min_size=1, unique=True)
+    chosen = data.draw(st.none() | full.map(np.array))
+    order = looplib.Packed(lengths, row_length, overlap, chosen)
+    pieces = []  # (document, its first token, the token after its last)
+    for document in range(len(lengths)) if chosen is None else chosen:
+        ends = [0]
+        while ends[-1] < lengths[document]:
+            start = max(0, ends[-1] - overlap)
+            ends.append(min(start + row_length, lengths[document]))
+            pieces.append((document, start, ends[-1]))
+    sizes = [last - first for _, first, last in pieces]
+    assert order.tokens == sum(sizes) and order.size == best_fit(sizes, row_length)
+    rows = endless(order, 2 * order.size, seed=seed)
+    for epoch in ([part[: order.size] for part in rows], [part[order.size :] for part in rows], once(order)):
+        found = []
+        for documents, places, segments, positions in zip(*epoch):
+            number = segments.max()
+            used = np.count_nonzero(segments)
+            assert (np.diff(segments[:used]) >= 0).all() and set(segments[:used]) == set(range(1, number + 1))
+            assert not any(part[used:].any() for part in (documents, places, segments, positions))  # padding comes last
+            for segment in range(1, number + 1):
+                here = segments == segment
+                (document,) = set(documents[here])
+                found.append((document, places[here][0], places[here][-1] + 1))
+                assert list(places[here]) == list(range(*found[-1][1:])) and list(positions[here]) == list(
+                    range(here.sum())
+                )
+        assert sorted(found) == sorted(pieces)
 
 
-def test_pieces_of_a_document_overlap_where_each_token_is_to_be_predicted():
-    order = looplib.Packed(LENGTHS, 16, overlap=1)
-    rows = once(order)
-    predicted = [(d, p) for row in zip(*rows) for d, p, _, position in zip(*row) if position > 0]
-    assert sorted(predicted) == sorted((d, p) for d, length in enumerate(LENGTHS) for p in range(1, length))
-    assert order.tokens == (rows[2] > 0).sum()
-
-
-def test_only_chosen_documents_are_packed():
-    rows = looplib.PackedRows(*once(looplib.Packed(LENGTHS, 32, chosen=LENGTHS % 2 == 0)))
-    expected = [token for length, text in zip(LENGTHS, TOKENS.to_list()) if length % 2 == 0 for token in text]
-    assert sorted(rows.fill(TOKENS)[rows.segments > 0]) == expected
+def test_other_documents_share_a_row_in_each_epoch():
+    order = looplib.Packed(LENGTHS, 32)
+    rows = endless(order, 2 * order.size)[0].reshape(2, order.size, -1)
+    first, second = ({frozenset(row) for row in epoch} for epoch in rows)
+    assert len(first & second) < 0.6 * order.size
 
 
 def test_tokens_of_packed_rows_may_be_read_for_them():
@@ -221,27 +210,36 @@ def test_batches_of_a_bucket_are_padded_to_its_boundary():
         assert [list(row[:n]) for row, n in zip(tokens, LENGTHS[ids])] == [TOKENS[i].numpy().tolist() for i in ids]
 
 
-@pytest.mark.parametrize("batch, sizes", [(8, (60, 35, 205)), (8, (3, 2, 1)), (64, (30, 5, 70))])
-def test_each_global_batch_is_of_one_bucket_and_what_is_left_comes_in_the_next_epoch(batch, sizes):
-    lengths = np.repeat([5, 20, 33], sizes)[np.random.default_rng(2).permutation(sum(sizes))]
-    order, epochs = looplib.Buckets(lengths, [8, 15, 20, 40]), 20
-    batches = [sum(epoch * size // batch for size in sizes) for epoch in range(epochs + 1)]
-    ids, longest = read(order, batches[-1], global_batch_size=batch)
-    assert (longest == longest[:, :1]).all()
-    bucket = longest[:, 0]
-    np.testing.assert_array_equal(lengths[ids], np.select([longest == 8, longest == 20, longest == 40], [5, 20, 33]))
-    streams = collections.defaultdict(list)
-    for epoch, (first, last) in enumerate(itertools.pairwise(batches), 1):
-        for number in range(first, last):
-            streams[bucket[number]].extend(ids[number])
-        for length, size in zip((8, 20, 40), sizes):
-            came = epoch * size // batch * batch
-            times = np.bincount(streams[length], minlength=len(lengths))[lengths == {8: 5, 20: 20, 40: 33}[length]]
-            assert len(streams[length]) == came == times.sum()
-            assert set(times) <= {came // size, -(-came // size)}
-    if batch == 8 and min(sizes) > 8:
-        turns = [tuple(bucket[first:last]) for first, last in itertools.pairwise(batches)]
-        assert len(set(turns)) == epochs
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=60),
+    edges=st.sets(st.integers(1, 29), max_size=4),
+    batch=st.integers(1, 12),
+    seed=SEEDS,
+)
+def test_each_global_batch_is_of_one_bucket_and_what_is_left_comes_in_the_next_epoch(lengths, edges, batch, seed):
+    boundaries, lengths = [*sorted(edges), 30], np.array(lengths)
+    bounds = np.array([min(bound for bound in boundaries if bound >= length) for length in lengths])
+    plan = looplib.Buckets(lengths, boundaries)
+    members = {bound: np.flatnonzero(bounds == bound) for bound in set(bounds)}
+    begins = [sum(epoch * len(own) // batch for own in members.values()) for epoch in range(5)]
+    ids, longest = endless(plan, max(1, begins[-1]) * batch, batch, seed)
+    np.testing.assert_array_equal(longest, bounds[ids])
+    assert (longest.reshape(-1, batch) == longest.reshape(-1, batch)[:, :1]).all()
+    for bound, own in members.items():
+        for epoch, batches in enumerate(begins):
+            came = epoch * len(own) // batch * batch
+            times = np.bincount(ids[: batches * batch][longest[: batches * batch] == bound], minlength=len(lengths))[
+                own
+            ]
+            assert times.sum() == came and set(times) <= {came // len(own), -(-came // len(own))}
+    ids, longest = once(plan, batch)
+    assert sorted(ids) == list(range(len(lengths))) and (lengths[ids] <= longest).all()
+
+
+def test_buckets_take_turns_in_another_order_each_epoch():
+    longest = endless(looplib.Buckets(np.repeat([5, 20, 30], 80), [8, 20, 40]), 240 * 20)[1][::BATCH].reshape(20, 30)
+    assert len({tuple(turns) for turns in longest}) == 20
 
 
 def test_epochs_are_known_where_there_are_any():

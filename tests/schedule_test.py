@@ -1,58 +1,42 @@
-"""The schedule: every multiple of every interval, and the end, once each and in order."""
+"""The schedule: every multiple of every interval, every stop, and the end, once each and in order."""
 
 import itertools
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from looplib.loop.schedule import Boundary, Schedule
 
-INTERVALS = (1, 3, 4, 100)
+INTERVALS = st.integers(1, 12) | st.just(100)
+SCHEDULES = st.builds(
+    Schedule, INTERVALS, INTERVALS, st.none() | INTERVALS, st.none() | st.integers(0, 50),
+    st.lists(st.integers(0, 60), max_size=3).map(tuple),
+)  # fmt: skip
 
 
-def step_by_step(schedule, start, end):
-    """What a loop over single steps finds due between two steps."""
-    for step in range(start + 1, end + 1):
-        report = step % schedule.report_every == 0
-        save = step % schedule.save_every == 0
-        evaluate = schedule.evaluate_every is not None and step % schedule.evaluate_every == 0
-        last = step == schedule.end
-        if report or save or evaluate or last:
-            yield Boundary(step, report, save, evaluate and not last, last)
+def step_by_step(schedule, start, last):
+    """What a loop over single steps finds due after one step and up to another."""
+    for step in range(start + 1, last + 1):
+        report, save = step % schedule.report_every == 0, step % schedule.save_every == 0
+        end = step == schedule.end
+        evaluate = schedule.evaluate_every is not None and step % schedule.evaluate_every == 0 and not end
+        if report or save or evaluate or end or step in schedule.stops:
+            yield Boundary(step, report, save, evaluate, end)
 
 
-@pytest.mark.parametrize("evaluate_every", (None, *INTERVALS))
-def test_boundaries_are_what_a_loop_over_single_steps_finds_due(evaluate_every):
-    for report_every, save_every in itertools.product(INTERVALS, repeat=2):
-        for start, end in itertools.product((0, 1, 4, 11, 12), (1, 4, 12, 13, 101)):
-            schedule = Schedule(report_every, save_every, evaluate_every, end)
-            assert [*schedule.boundaries(start)] == [*step_by_step(schedule, start, end)]
-
-
-def test_without_an_end_boundaries_never_stop():
-    schedule = Schedule(4, 10, 7)
-    found = [*itertools.islice(schedule.boundaries(3), 200)]
-    assert found == [*step_by_step(schedule, 3, found[-1].step)]
-    assert not any(boundary.end for boundary in found)
-
-
-@pytest.mark.parametrize("start", (12, 13))
-def test_nothing_is_due_at_or_past_the_end(start):
-    assert [*Schedule(4, 10, 7, 12).boundaries(start)] == []
-
-
-def test_a_schedule_gives_the_same_boundaries_from_wherever_it_is_entered():
-    whole = [*Schedule(4, 10, 7, 45).boundaries(0)]
-    for start in range(45):
-        assert [*Schedule(4, 10, 7, 45).boundaries(start)] == [b for b in whole if b.step > start]
-
-
-def test_an_evaluation_is_missing_at_a_multiple_on_the_way_only():
-    schedule = Schedule(4, 10, 7, 21)
-    assert [step for step in range(30) if schedule.evaluates_at(step)] == [7, 14, 28]
-    assert not any(Schedule(4, 10, None, 21).evaluates_at(step) for step in range(30))
-
-
-def test_the_horizon_is_the_end_where_it_is_known():
-    for end, horizon in ((45, 45), (None, 4)):
-        schedule = Schedule(4, 10, 7, end)
-        assert schedule.horizon(next(schedule.boundaries(0))) == horizon
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(SCHEDULES, st.integers(0, 60))
+def test_what_is_due_is_what_a_loop_over_single_steps_finds_from_wherever_it_is_entered(schedule, start):
+    last = start + 250 if schedule.end is None else schedule.end
+    found = [*itertools.takewhile(lambda boundary: boundary.step <= last, schedule.boundaries(start))]
+    assert found == [*step_by_step(schedule, start, last)]
+    every, end = schedule.evaluate_every, schedule.end
+    on_the_way = [step for step in range(1, 400) if every and step % every == 0 and step != end]
+    assert schedule.evaluates_at(start) == (start in on_the_way)
+    if end is None:
+        assert schedule.next_evaluation(start) == min((step for step in on_the_way if step > start), default=None)
+    elif start <= end:  # at the end comes the last one
+        later = [step for step in (*on_the_way, end) if every and start < step <= end]
+        assert schedule.next_evaluation(start) == min(later, default=None)
+    for boundary in found:
+        assert schedule.horizon(boundary) == (boundary.step if end is None else end)

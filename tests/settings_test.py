@@ -5,7 +5,7 @@ import datetime
 import enum
 import pathlib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import ml_collections
 import numpy as np
@@ -27,6 +27,16 @@ class Level(enum.IntEnum):
     ON = 1
 
 
+class Word(str, enum.Enum):
+    YES = "yes"
+    NUMBER = "1"
+
+
+class Pair(typing.NamedTuple):
+    count: int
+    name: str = "pair"
+
+
 # Each type with its values. Those of the first table have no NaN, so that they can be keys and members of sets.
 KEYS = {
     int: st.integers(),
@@ -35,6 +45,8 @@ KEYS = {
     | st.sampled_from(["1e-4", "no", "null", "1", "2020-01-01", "~", "a: b"]),
     Kind: st.sampled_from(Kind),
     Level: st.sampled_from(Level),
+    Word: st.sampled_from(Word),
+    typing.NewType("Count", int): st.integers(),
     typing.Literal["a", 1, True]: st.sampled_from(["a", 1, True]),
     pathlib.Path: st.text("ab/. 1", min_size=1).map(pathlib.Path),
     datetime.date: st.dates(),
@@ -50,7 +62,11 @@ WHOLE = {
     datetime.timedelta: st.timedeltas(datetime.timedelta(-10_000), datetime.timedelta(10_000)),
     np.float32: st.floats(width=32).map(np.float32),
     np.int16: st.integers(-300, 300).map(np.int16),
+    np.bool_: st.booleans().map(np.bool_),
     int | str | None: st.none() | st.integers() | st.sampled_from(["a", "1", "null"]),
+    float | bool | int: st.floats() | st.booleans() | st.integers(),
+    str | bytes: st.binary() | st.sampled_from(["a", "1", "null"]),
+    Pair: st.builds(Pair, st.integers(), st.text("a1 :")),
     typing.Any: st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text("a1-e.: "),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab1", min_size=1), inner, max_size=3),
@@ -66,11 +82,13 @@ def composed(inner):
     return st.one_of(
         inner.map(lambda one: (list[one[0]], st.lists(one[1], max_size=3))),
         inner.map(lambda one: (tuple[one[0], ...], st.lists(one[1], max_size=3).map(tuple))),
+        inner.map(lambda one: (Sequence[one[0]], st.lists(one[1], max_size=3).map(tuple))),
         inner.map(lambda one: (one[0] | None if one[0] is not typing.Any else one[0], st.none() | one[1])),
         keys.map(lambda one: (set[one[0]], st.sets(one[1], max_size=3))),
         keys.map(lambda one: (frozenset[one[0]], st.frozensets(one[1], max_size=3))),
         st.tuples(inner, inner).map(lambda two: (tuple[two[0][0], two[1][0]], st.tuples(two[0][1], two[1][1]))),
         st.tuples(keys, inner).map(lambda two: (dict[two[0][0], two[1][0]], st.dictionaries(two[0][1], two[1][1], max_size=3))),
+        keys.map(lambda one: (Mapping[one[0], str], st.dictionaries(one[1], st.text("a1: "), max_size=3))),
         st.tuples(st.lists(inner, min_size=1, max_size=3), st.booleans()).map(made),
     )  # fmt: skip
 

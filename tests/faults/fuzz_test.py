@@ -103,13 +103,11 @@ def test_no_mutation_of_the_saved_state_hangs_or_crashes_or_touches_anything_els
     assert min(outcomes.values()) > OF_THE_STATE / 20
 
 
-@pytest.mark.slow(keep=3)
-@pytest.mark.parametrize("name", ["running", "reported", "train", "engines", "optimizers", "rollbacks", "input_offset"])
-def test_a_value_of_another_type_in_the_saved_state_is_named(name, folder, victim):
-    rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", lambda values: values.update({name: [[None]]}))
+def test_a_value_of_another_type_in_the_saved_state_is_named(folder, victim):
+    rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", lambda values: values.update({"engines": [[None]]}))
     with pytest.raises(
         UsageError,
-        match=f"ckpt-6 cannot be read: its field '{name}' is .*, expected .*; name another checkpoint, or move",
+        match="ckpt-6 cannot be read: its field 'engines' is .*, expected .*; name another checkpoint, or move",
     ):
         hostile_test.start(folder)
     for path in (folder / "checkpoints").glob("ckpt-6*"):  # as it advises

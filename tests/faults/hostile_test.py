@@ -79,50 +79,14 @@ def untouched(victim):
     assert contents(victim) == before
 
 
-OUTSIDE = ["{victim}/notes", "../../victim/notes", "../metrics.jsonl", "ckpt-4.index", "", "."]
-
-
-@pytest.mark.parametrize(
-    "step, name", [(6, OUTSIDE[0]), *more([*((6, name) for name in OUTSIDE[1:]), (4, OUTSIDE[0])])]
-)
-def test_a_marker_names_files_of_its_own_checkpoint_only(step, name, folder, victim, caplog):
-    path = folder / "checkpoints" / f"ckpt-{step}.commit"
+def test_a_marker_names_files_of_its_own_checkpoint_only(folder, victim, caplog):
+    path = folder / "checkpoints" / "ckpt-6.commit"
     listed = json.loads(path.read_text())["files"]
-    rewrite_marker(path, files={**listed, name.format(victim=victim): {"bytes": 1, "sha256": "0"}})
+    rewrite_marker(path, files={**listed, f"{victim}/notes": {"bytes": 1, "sha256": "0"}})
     controller = train(folder, 12, keep=1)
     assert controller.global_step == 12
-    assert f"the checkpoint of step {step} is invalid: its marker cannot be read" in caplog.text
+    assert "the checkpoint of step 6 is invalid: its marker cannot be read" in caplog.text
     assert [saved.step for saved in looplib.checkpoints(folder)] == [12]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"step": 99},
-        {"step": "6"},
-        {"step": True},
-        {"files": []},
-        {"files": {"ckpt-6.index": 3}},
-        {"files": {"ckpt-6.index": {"bytes": -1, "sha256": "0"}}},
-        {"scores": {"eval/accuracy": "best"}},
-        {"scores": {"eval/accuracy": [[]]}},
-        {"scores": 7},
-        {"time": "now"},
-        {"versions": None},
-        {"format": "1"},
-        *({"files": {name: {"bytes": 1, "sha256": "0"}}} for name in OUTSIDE),
-    ],
-    ids=str,
-)
-def test_a_marker_of_other_types_or_names_is_damage(changes, folder, victim):
-    path = folder / "checkpoints" / "ckpt-6.commit"
-    if isinstance(changes.get("files"), dict):
-        listed = json.loads(path.read_text())["files"]
-        changes = {"files": listed | {name.format(victim=victim): value for name, value in changes["files"].items()}}
-    rewrite_marker(path, **changes)
-    newest = commits.listing(str(folder / "checkpoints"))[0]
-    assert newest.step == 6 and newest.reason.startswith("its marker cannot be read")
-    check_damage(folder)
 
 
 def test_a_size_that_no_file_has_is_damage(folder):

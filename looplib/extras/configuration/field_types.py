@@ -51,6 +51,10 @@ class _Dumper(yaml.SafeDumper):
 for _kind in (_Loader, _Dumper):
     _exponent = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _exponent, list("-+.0123456789"))
+# yaml folds text at U+0085, unless it is in double quotes.
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\x85" in text else None)
+)
 _Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_data(_shown(value)))
 
 
