@@ -1,0 +1,168 @@
+"""Faults planted one at a time, to see that the suite of `make test` catches each: `python tests/planted_faults.py`.
+
+Each fault breaks one promise in one place of a copy of the project. The tests that are named for it run there first,
+and then, with `--all_tests`, whatever else `make test` has. A fault that no test finds is printed as NOT CAUGHT.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).absolute().parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+      promise: what it breaks.
+      path: the file, in `looplib`.
+      right: a piece of its text, which occurs once.
+      wrong: what takes its place.
+      tests: the names of the test files that should notice, without `_test.py`.
+    """
+
+    promise: str
+    path: str
+    right: str
+    wrong: str
+    tests: str
+
+
+FAULTS = [
+    Fault("each epoch has an order of its own", "data/order.py", "epoch, 0 * epoch], axis=1)",
+          "0 * epoch, 0 * epoch], axis=1)", "inputs"),
+    Fault("a resumed run starts at the next batch", "data/batches.py",
+          "first = self.start_step * self.replicas_per_pipeline\n",
+          "first = (self.start_step + 1) * self.replicas_per_pipeline\n", "inputs"),
+    Fault("a resumed run keeps the metrics since the last report", "checkpoint/recorded.py",
+          "        self.loops.training.reducer.load(record.running)\n", "", "lifecycle checkpoints"),
+    Fault("a resumed run keeps the memories of actions", "checkpoint/recorded.py",
+          "        self._actions.load(record.actions)\n", "", "memories plateau"),
+    Fault("any number of replicas comes to the same weights", "task/trainer.py",
+          "return tf.reduce_sum(values) / tf.cast(self.global_batch_size, values.dtype)",
+          "return tf.reduce_mean(values)", "conformance"),
+    Fault("gradients are summed before an optimizer clips them", "cluster/updates.py",
+          "    _optimizers.leave_out_sum(optimizer)\n    if not optimizer.built",
+          "    if not optimizer.built", "optimizers"),
+    Fault("a weighted mean uses its weights", "loop/packing.py", "if group[0].weight is not None:", "if False:", "metrics"),
+    Fault("an evaluation has each example once", "data/host_stream.py",
+          "needed = optionals[:1] if self.may_be_empty else optionals", "needed = optionals", "evaluator feeds"),
+    Fault("a step trains on a batch for each replica", "data/pipelines.py",
+          "_drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset", "dataset",
+          "feeds small_data lengths controller"),
+    Fault("damage of a checkpoint's content is found", "checkpoint/commits.py",
+          'expected["sha256"] if thorough else None', "None", "markers faults/files"),
+    Fault("a damaged checkpoint is not used", "checkpoint/commits.py",
+          'reason = found.reason or (verify(found.commit) if intact is None else "")', "reason = found.reason",
+          "markers faults/files"),
+    Fault("a checkpoint of other names is refused", "checkpoint/restoring.py",
+          "status.assert_consumed()", "status.expect_partial()", "names store checkpoints"),
+    Fault("two processes do not write to one run", "checkpoint/lock.py",
+          "fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "faults/lock"),
+    Fault("the best checkpoints are kept", "checkpoint/policy.py", 'reverse=self.mode == "max"', 'reverse=self.mode == "min"',
+          "store choice"),
+    Fault("saves are at multiples of their interval", "loop/schedule.py", "save=step % self.save_every == 0",
+          "save=step % self.report_every == 0", "schedule"),
+    Fault("a signal ends a run with exit code 75", "errors.py", "EXIT_STALLED = 0, 1, 75, 76", "EXIT_STALLED = 0, 1, 1, 76",
+          "outcome preemption"),
+    Fault("a signal ends a run after the current step", "loop/device_loop.py",
+          "return Status(self._workers.any(self._stop.read_value()), self._reducer.finite())",
+          "return Status(self._workers.any(tf.constant(False)), self._reducer.finite())", "preemption"),
+    Fault("a skipped step changes nothing", "loop/step.py", "variable.assign(tf.where(finite, new, old))",
+          "variable.assign(new)", "guards"),
+    Fault("a rollback leaves out the bad data", "checkpoint/checkpointer.py",
+          "offset = fault.resume_after + self.record.input_offset - target.step", "offset = 0", "guards"),
+    Fault("a silent worker is noticed", "extras/peers/watched.py", "elif link.silence > self.silence_limit:", "elif False:",
+          "workers/peers"),
+    Fault("a run without progress is ended", "health/watchdog.py", "elif paused > self.allowed(phase):", "elif False:",
+          "preemption debuggers"),
+    Fault("the clock adds up to the wall", "report/clock.py", "            self._close_span()\n            self._stack.pop()",
+          "            self._stack.pop()", "clock"),
+    Fault("two Keras families are not mixed", "compat/keras.py", "    if len(names) > 1:\n        found", "    if False:\n        found",
+          "trainer controller keras_trainer"),
+    Fault("a record stands once in metrics.jsonl", "report/records.py",
+          "if self._key(record) in self._written or cut_short(self._path):", "if cut_short(self._path):", "writers"),
+    Fault("clipping uses the norm of all gradients", "task/gradients.py",
+          "gradients, _ = tf.clip_by_global_norm(gradients, self.global_norm)",
+          "gradients = [tf.clip_by_norm(g, self.global_norm) for g in gradients]", "gradient_trainer"),
+    Fault("averages decay as the formula says", "task/averages.py", "tf.cast(1 - self._decay, value.dtype)",
+          "tf.cast(self._decay, value.dtype)", "derived gradient_trainer evaluator"),
+    Fault("records have the order of the run's seed", "extras/records/reader.py",
+          "seed = context.order_seed(plan, name)\n            may_be_by_pieces", "seed = 7\n            may_be_by_pieces",
+          "records"),
+    Fault("a sweep starts a killed run again", "extras/sweep/jobs.py", "return self._idle < _IDLE_STARTS", "return False",
+          "sweep faults/sweep_faults"),
+    Fault("an export computes in inference mode", "task/exported.py", "model(inputs, training=False)",
+          "model(inputs, training=True)", "exports"),
+    Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "configuration program"),
+    Fault("a page runs no foreign script", "extras/page/html.py", "title=html.escape(title.encode(errors=\"replace\").decode())",
+          "title=title", "report_page faults/foreign_text faults/hostile"),
+    Fault("seeds of augmentation differ from example to example", "data/order.py",
+          "words = mix(tf.bitcast(tf.reshape(positions, [-1]), tf.uint64) + key)",
+          "words = mix(tf.bitcast(0 * tf.reshape(positions, [-1]), tf.uint64) + key)", "inputs"),
+    Fault("nothing is written outside of the run directory", "checkpoint/directory.py",
+          "        folders.check_folder(os.path.join(model_dir, name))\n", "        pass\n", "faults/hostile"),
+]  # fmt: skip
+
+
+def plant(fault, copy):
+    """Plants a fault in a copy of the project."""
+    path = copy / "looplib" / fault.path
+    text = path.read_text()
+    assert text.count(fault.right) == 1, f"{fault.path} has {fault.right!r} {text.count(fault.right)} times"
+    path.write_text(text.replace(fault.right, fault.wrong))
+
+
+def failed(copy, tests):
+    """Runs test files, until one test fails; returns its name, or None."""
+    environment = {**os.environ, "PYTHONPATH": str(copy), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not alone", *tests]
+    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    if found or result.returncode == 0:
+        return found and found[1]
+    return (result.stdout + result.stderr).strip().splitlines()[-1]
+
+
+def main():
+    """Plants the faults that are named, or all, and prints which test catches each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="a regular expression for promises")
+    parser.add_argument("--all_tests", action="store_true", help="run all of `make test` where the named tests pass")
+    options = parser.parse_args()
+    left = []
+    for fault in FAULTS:
+        if not re.search(options.only, fault.promise):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "looplib"
+            names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            for name in names.splitlines():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+            subprocess.run([sys.executable, "-c", "from setuptools import setup; setup()", "-q", "egg_info"], cwd=copy)
+            plant(fault, copy)
+            start = time.monotonic()
+            caught = None
+            for name in fault.tests.split():
+                (path,) = (copy / "tests").rglob(f"{name.rpartition('/')[2]}_test.py")
+                caught = caught or failed(copy, [str(path)])
+            if caught is None and options.all_tests:
+                caught = failed(copy, ["tests", "-n", "2", "--dist", "loadfile"])
+            if caught is None:
+                left.append(fault.promise)
+            print(f"{fault.promise} ({fault.path}): {caught or 'NOT CAUGHT'} ({time.monotonic() - start:.0f} s)", flush=True)
+    return f"not caught: {', '.join(left)}" if left else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
