@@ -39,7 +39,7 @@ test-tf221:
 	$(MAKE) test TF=2.21 PYTEST_ADDOPTS=-rs
 
 # A part of it: TensorFlow's internals, both Keras families, loops, checkpoints, evaluation, a ready trainer.
-SMOKE := tf loops checkpoints evaluator image_classification
+SMOKE := compat/tf loop/loops checkpoint/checkpoints loop/evaluator ready_trainers/image_classification
 
 smoke-tf221:
 	$(MAKE) smoke TF=2.21 PYTEST_ADDOPTS=-rs
@@ -82,4 +82,4 @@ $(VENV)/docs: setup.cfg | env
 # Debian: apt-get install bazel-bootstrap bazel-rules-java. Tests run with the environment's Python, found on the PATH.
 bazel: env
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build --config=debian //...
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test --config=debian //tests:build_test //tests:clock_test
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test --config=debian //tests:project/build_test //tests:report/clock_test

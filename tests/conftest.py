@@ -16,21 +16,20 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["LOOPLIB_CACHE"] = os.devnull  # no directory: no test depends on what an earlier one has left
 
 import pytest
-import rooms
 
 EVERY = ("default", "one_device", "mirrored_x2", "mirrored_x4")
 _REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
-    "engines", "workers/workers", "model_garden/model_garden", "gradient_trainer", "mixtures", "guards",
-    "workers/parameter_server", "conformance/conformance", "workers/faults", "language_model", "preemption",
-    "faults/kill", "feeds", "optimizers", "controller", "checks", "exports", "docs", "sources", "sweep",
-    "model_garden/binary", "keras_trainer", "preflight", "replay", "inputs", "foreign", "store",
-    "image_classification", "faults/disk", "plateau", "fine_tune", "metrics", "predictions", "faults/files",
-    "faults/hostile", "runtime", "model_garden/multi_task", "records", "generative", "faults/random_faults",
-    "lifecycle", "launch", "media", "tpu", "notebook", "faults/lock", "global_batches", "batch_sizes",
-    "report_page", "imports", "writers", "loops", "workers/ready_trainers", "last_line", "faults/power_cut",
-    "faults/fuzz", "limits", "contrastive", "rounding",
+    "engines", "workers", "model_garden", "gradient_trainer", "mixtures", "guards",
+    "parameter_server", "conformance", "faults", "language_model", "preemption",
+    "kill", "feeds", "optimizers", "controller", "checks", "exports", "docs", "sources", "sweep",
+    "binary", "keras_trainer", "preflight", "replay", "inputs", "foreign", "store",
+    "image_classification", "disk", "plateau", "fine_tune", "metrics", "predictions", "files",
+    "hostile", "runtime", "multi_task", "records", "generative", "random_faults",
+    "lifecycle", "launch", "media", "tpu", "notebook", "lock", "global_batches", "batch_sizes",
+    "report_page", "imports", "writers", "loops", "ready_trainers", "last_line", "power_cut",
+    "fuzz", "limits", "contrastive", "rounding",
 )  # fmt: skip
 # Other tests run without Model Garden too. Whole files that need it say so by `pytest.importorskip`.
 needs_models = pytest.mark.skipif(
@@ -42,7 +41,6 @@ _all = False
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="the slow tests too")
-    parser.addoption("--room", choices=sorted(rooms.TESTS), help="only the tests of a room of looplib")
 
 
 def pytest_configure(config):
@@ -76,13 +74,6 @@ def _share_fork_server(config):
     config.add_cleanup(end)
 
 
-def pytest_ignore_collect(collection_path, config):
-    room = config.getoption("room")
-    if room and collection_path.name.endswith("_test.py") and rooms.stem(collection_path) not in rooms.TESTS[room]:
-        return True
-    return None
-
-
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all"):
         left_out = {item for item in items if any(not mark.kwargs for mark in item.iter_markers("slow"))}
@@ -97,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     longest = {name: number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: longest.get(rooms.stem(item.path), len(longest)))
+    items.sort(key=lambda item: longest.get(item.path.stem.removesuffix("_test"), len(longest)))
 
 
 def _last(group, count):

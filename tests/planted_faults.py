@@ -160,7 +160,10 @@ def main():
                 caught = failed(copy, ["tests", "-n", "2", "--dist", "loadfile"])
             if caught is None:
                 left.append(fault.promise)
-            print(f"{fault.promise} ({fault.path}): {caught or 'NOT CAUGHT'} ({time.monotonic() - start:.0f} s)", flush=True)
+            print(
+                f"{fault.promise} ({fault.path}): {caught or 'NOT CAUGHT'} ({time.monotonic() - start:.0f} s)",
+                flush=True,
+            )
     return f"not caught: {', '.join(left)}" if left else None
 
 

@@ -18,7 +18,7 @@ _OF_FILES = (
 )
 _OF_PARTS = "such as that of a part of a concatenate, or one in front of a take"
 _FAIL = 2  # the op's policy: refuse what has state outside of the iterator
-# Stages that TensorFlow 2.20 and 2.21 restore exactly, by their names in its states: tests/sources_test.py tries each.
+# Stages that TensorFlow 2.20 and 2.21 restore exactly, by their names in its states, see tests/data/sources_test.py.
 TRIED = frozenset(
     """
     AssertCardinality BatchV2 Concatenate DenseToSparseBatch DirectedInterleave Filter FiniteRepeat FiniteSkip

@@ -1,7 +1,7 @@
 """The ops of traced functions, and the words in which TensorFlow names their lines; for messages to users.
 
 As in `looplib/compat`, each function returns None or nothing where another version of TensorFlow has another form, and
-`tests/tf_test.py` tries each with the TensorFlow that is installed.
+`tests/compat/tf_test.py` tries each with the TensorFlow that is installed.
 """
 
 import re

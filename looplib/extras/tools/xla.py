@@ -1,6 +1,6 @@
 """Programs of XLA, from the public `tf.function.experimental_get_compiler_ir`, and its messages.
 
-Their form may change: each function then returns None, False or nothing, which `tests/tf_test.py` tells.
+Their form may change: each function then returns None, False or nothing, which `tests/compat/tf_test.py` tells.
 """
 
 import re

@@ -1,0 +1,335 @@
+"""Who the processes of a run are, read from the environments of TensorFlow, Slurm and Kubernetes."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from looplib.cluster.environment import Cluster, resolve
+from looplib.errors import UsageError
+from looplib.extras.cluster_managers.environments import expand_hostlist
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "cluster"
+
+
+def tf_config(cluster, kind="worker", index=0):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+def test_an_environment_without_a_cluster_is_none():
+    for environ in ({}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"task": {"type": "master", "index": 0}}'},
+                    {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # a batch script's own shell
+                    {"JOB_COMPLETION_INDEX": "3"}, {"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}):  # fmt: skip
+        assert resolve(environ) is None
+
+
+def test_workers_only():
+    cluster = resolve(tf_config({"worker": ["a:1", "b:2", "c:3"]}, index=1))
+    assert cluster.workers == ("a:1", "b:2", "c:3")
+    assert (cluster.index, cluster.is_chief, cluster.source) == (1, False, "TF_CONFIG")
+    assert cluster.spec == {"worker": ["a:1", "b:2", "c:3"]}
+    assert resolve(tf_config({"worker": ["a:1", "b:2"]})).is_chief
+
+
+@pytest.mark.parametrize("kind,index,expected", [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)])
+def test_a_chief_is_the_first_worker_where_there_are_no_parameter_servers(kind, index, expected):
+    cluster = resolve(tf_config({"worker": ["a:1", "b:2"], "chief": ["c:3"]}, kind, index))
+    assert cluster.workers == ("c:3", "a:1", "b:2")
+    assert (cluster.index, cluster.is_chief, cluster.chief) == (expected, expected == 0, None)
+
+
+@pytest.mark.parametrize("kind,index", [("chief", 0), ("worker", 1), ("ps", 0)])
+def test_with_parameter_servers_the_chief_stands_apart(kind, index):
+    layout = {"chief": ["c:3"], "worker": ["a:1", "b:2"], "ps": ["p:4"]}
+    cluster = resolve(tf_config(layout, kind, index))
+    assert (cluster.chief, cluster.workers, cluster.parameter_servers) == ("c:3", ("a:1", "b:2"), ("p:4",))
+    assert (cluster.task_type, cluster.task_index, cluster.index) == (kind, index, None)
+    assert cluster.is_chief == (kind == "chief")
+    assert cluster.spec == layout
+
+
+@pytest.mark.parametrize("layout", [{"worker": ["a:1"]}, {"chief": ["c:3"], "worker": ["a:1"], "ps": ["p:4"]}])
+def test_an_evaluator_stands_beside_the_others(layout):
+    cluster = resolve(tf_config(layout, "evaluator"))
+    assert (cluster.task_type, cluster.index, cluster.is_chief) == ("evaluator", None, False)
+    assert resolve(tf_config({**layout, "evaluator": ["e:9"]}, "evaluator")).spec == cluster.spec
+
+
+@pytest.mark.parametrize("kind,index", [("worker", 1), ("chief", 0), ("ps", 1), ("evaluator", 0)])
+def test_tf_config_says_the_same_again(kind, index):
+    layout = {"chief": ["c:3"], "worker": ["a:1", "b:2"], "ps": ["p:4", "p:5"]}
+    cluster = resolve(tf_config(layout, kind, index))
+    assert resolve({"TF_CONFIG": cluster.tf_config}) == cluster
+
+
+def test_tensorflow_reads_the_same_from_it():
+    import tensorflow as tf
+
+    cluster = Cluster(("a:1", "b:2"), ("p:4",), "c:3", "worker", 1)
+    os.environ["TF_CONFIG"] = cluster.tf_config
+    try:
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        assert resolver.cluster_spec().as_dict() == cluster.spec
+        assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    finally:
+        del os.environ["TF_CONFIG"]
+
+
+WORKERS = {"worker": ["a:1", "b:2"]}
+
+
+@pytest.mark.parametrize(
+    "environ,words",
+    [
+        ({"TF_CONFIG": "{'cluster'"}, "TF_CONFIG is not JSON"),
+        ({"TF_CONFIG": "[1]"}, "a JSON list; expected an object"),
+        ({"TF_CONFIG": '{"cluster": ["a:1"], "task": {"type": "worker", "index": 0}}'}, "expected lists of addresses"),
+        ({"TF_CONFIG": '{"cluster": {"worker": {"0": "a:1"}}, "task": {}}'}, "expected lists of addresses"),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, "expected a type and an index"),
+        (tf_config(WORKERS, index=-1), "expected a type and an index"),
+        (tf_config(WORKERS, index="x"), "expected a type and an index"),
+        (tf_config(WORKERS, index=2), "worker 2, but lists only 2; expected an index from 0 to 1"),
+        (tf_config({**WORKERS, "chief": ["c:3"]}, index=2), "worker 2, but lists only 2; expected an index from 0"),
+        (tf_config(WORKERS, "chief"), "a chief, but its \"cluster\" lists none"),
+        (tf_config(WORKERS, "ps"), "a ps, but its \"cluster\" lists none"),
+        (tf_config(WORKERS, "master"), "a 'master'; expected one of"),
+        (tf_config({"worker": ["a:1"], "master": ["m:1"]}), "has 'master'; expected chief, worker, ps and evaluator"),
+        (tf_config({"worker": ["a:1", "a:1"]}), "lists the address a:1 twice"),
+        (tf_config({"worker": ["a:1"], "chief": ["a:1"]}), "lists the address a:1 twice"),
+        (tf_config({"worker": ["a:1"], "chief": ["c:1", "d:1"]}), "lists 2 chiefs; expected one"),
+        (tf_config({"worker": ["a:1"], "ps": ["p:1"]}), "lists 0 chiefs; expected one"),
+        (tf_config({"worker": [], "chief": ["c:1"], "ps": ["p:1"]}, "chief"), "lists no worker"),
+        (tf_config({"worker": ["a"]}), "the address 'a'; expected host:port"),
+        (tf_config({"worker": ["grpc://a:1"]}), "expected host:port"),
+        (tf_config({"worker": ["a:0"]}), "expected host:port"),
+        (tf_config({"worker": ["a:70000"]}), "expected host:port"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_right_is_refused_in_one_sentence(environ, words):
+    with pytest.raises(UsageError) as error:
+        resolve(environ)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_ipv6_addresses_are_taken():
+    assert resolve(tf_config({"worker": ["[fd00::1]:2222", "[fd00::2]:2222"]})).workers[1] == "[fd00::2]:2222"
+
+
+# Slurm.
+
+
+@pytest.mark.parametrize(
+    "text,hosts",
+    [
+        ("login", ["login"]),
+        ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
+        ("node[9-11]", ["node9", "node10", "node11"]),
+        ("n[1-2],m5,o[3-4,6,7-9]", ["n1", "n2", "m5", "o3", "o4", "o6", "o7", "o8", "o9"]),
+        ("rack[1-2]-n[01-02]", ["rack1-n01", "rack1-n02", "rack2-n01", "rack2-n02"]),
+        ("a[1-2].cluster.local", ["a1.cluster.local", "a2.cluster.local"]),
+        ("[8-9]", ["8", "9"]),
+    ],
+)
+def test_slurms_host_lists_are_expanded(text, hosts):
+    assert expand_hostlist(text) == hosts
+
+
+def test_host_lists_are_expanded_as_tensorflow_does():
+    from tensorflow.python.distribute.cluster_resolver import slurm_cluster_resolver
+
+    for text in ("n[1-2],m5,o[3-4,6,7-9]", "gnode[10,20,25,37]", "node[001-012]", "a,b,c"):
+        assert expand_hostlist(text) == slurm_cluster_resolver.expand_hostlist(text)
+
+
+@pytest.mark.parametrize("text", ["", "node[1-", "node[a-b]", "a,,b", "node[1-3]]", "a b", "node[]"])
+def test_other_host_lists_are_refused(text):
+    with pytest.raises(UsageError, match="cannot be read; expected a form such as"):
+        expand_hostlist(text)
+
+
+def slurm(nodes, tasks_per_node, count, rank, **more):
+    return {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": nodes, "SLURM_PROCID": str(rank),
+            "SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_STEP_NUM_TASKS": str(count), **more}  # fmt: skip
+
+
+def test_a_slurm_step_in_the_order_of_its_nodes():
+    cluster = resolve(slurm("node[9-11]", "1(x3)", 3, 2, SLURMD_NODENAME="node11"))
+    assert cluster.workers == ("node9:2222", "node10:2222", "node11:2222")
+    assert (cluster.index, cluster.source) == (2, "the Slurm step")
+
+
+def test_several_tasks_on_a_node_have_a_port_each():
+    cluster = resolve(slurm("a,b", "2,1", 3, 1, LOOPLIB_PORT="5000", SLURMD_NODENAME="a"))
+    assert cluster.workers == ("a:5000", "a:5001", "b:5000")
+    cyclic = slurm("a,b", "2,1", 3, 1, SLURM_DISTRIBUTION="cyclic", SLURMD_NODENAME="b")
+    assert resolve(cyclic).workers == ("a:2222", "b:2222", "a:2223")
+
+
+@pytest.mark.parametrize(
+    "environ,words",
+    [
+        (slurm("a,b", "1(x3)", 3, 0), "Slurm's variables disagree"),
+        (slurm("a,b", "1(x2)", 3, 0), "Slurm's variables disagree"),
+        (slurm("a,b", "1x2", 2, 0), "expected a form such as 2(x3),1"),
+        (slurm("a,b", "1(x2)", 2, 5), "worker 5, but lists only 2"),
+        (slurm("a,b", "1(x2)", 2, 1, SLURMD_NODENAME="a", SLURM_DISTRIBUTION="arbitrary"), "use srun --distribution=block"),
+        (slurm("a,b", "1(x2)", 2, "one"), "SLURM_PROCID is 'one'; expected a whole number"),
+    ],
+)  # fmt: skip
+def test_a_slurm_step_that_cannot_be_right_is_refused(environ, words):
+    with pytest.raises(UsageError) as error:
+        resolve(environ)
+    assert words in str(error.value)
+
+
+# A stand-in for Slurm's srun, of which there is none here: it starts a process for each task, with the variables that
+# srun's manual names, and returns the highest exit code.
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+command = [word for word in sys.argv[1:] if not word.startswith("--")]
+hosts = ["node9", "node10", "node11", "node12"]
+step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[9-12]", "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+        "SLURM_STEP_NUM_TASKS": "4", "SLURM_DISTRIBUTION": "block"}}
+tasks = [subprocess.Popen(command, env={{**os.environ, **step, "SLURM_PROCID": str(i), "SLURMD_NODENAME": host}})
+         for i, host in enumerate(hosts)]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+TASK = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+import without_tensorflow
+from looplib.cluster.environment import resolve
+cluster = resolve()
+folder = pathlib.Path(sys.argv[1])
+path = folder / f"worker{{cluster.index}}"
+lives = len(path.read_text().splitlines()) if path.exists() else 0
+with path.open("a") as file:
+    print(*cluster.workers, file=file)
+codes = sys.argv[2].split(",")
+sys.exit(int(codes[lives]) if cluster.index == 2 else 0)
+"""
+
+
+def run_sbatch(folder, codes):
+    tools = folder / "bin"
+    tools.mkdir()
+    scontrol = f'#!/bin/sh\necho "$@" >> {folder}/scontrol\n'  # a stand-in too: it notes what it is asked
+    for name, text in (("srun", SRUN), ("scontrol", scontrol)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    (folder / "task.py").write_text(TASK.format(tests=str(ROOT / "tests" / "workers")))
+    environ = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_NTASKS": "4",
+        "RESTART_PAUSE": "0",
+    }
+    result = subprocess.run(
+        ["bash", DOCS / "train.sbatch", sys.executable, folder / "task.py", folder, codes],
+        env=environ, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    asked = (folder / "scontrol").read_text() if (folder / "scontrol").exists() else ""
+    starts = [(folder / f"worker{i}").read_text().splitlines() for i in range(4)]
+    return result.returncode, asked, starts
+
+
+@pytest.mark.parametrize(
+    "codes,code,asked,lives",
+    [("0", 0, "", 1), ("1,0", 0, "", 2), ("1,1,1,1", 1, "", 4), ("75", 75, "requeue 4711\n", 1)],
+)
+def test_the_sbatch_file_starts_all_workers_again_after_a_failure_and_requeues_a_preempted_job(
+    codes, code, asked, lives, tmp_path
+):
+    addresses = "node9:2222 node10:2222 node11:2222 node12:2222"
+    assert run_sbatch(tmp_path, codes) == (code, asked, [[addresses] * lives] * 4)
+
+
+def test_the_sbatch_files_options_are_slurms():
+    lines = (DOCS / "train.sbatch").read_text().splitlines()
+    options = [line.removeprefix("#SBATCH --").partition("=")[0] for line in lines if line.startswith("#SBATCH")]
+    assert options == ["job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "open-mode"]
+    last_option = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
+    first_command = min(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert last_option < first_command  # Slurm reads no further
+
+
+# Kubernetes.
+
+
+def pod_environ(container, metadata, index):
+    """What Kubernetes would give a pod (a stand-in: there is no cluster here), from the manifest."""
+    environ = {"JOB_COMPLETION_INDEX": str(index)}
+    for variable in container["env"]:
+        if "value" in variable:
+            environ[variable["name"]] = variable["value"]
+        else:
+            kind, _, key = variable["valueFrom"]["fieldRef"]["fieldPath"].removeprefix("metadata.").partition("['")
+            environ[variable["name"]] = metadata[kind][key.removesuffix("']")]
+    return environ
+
+
+def test_the_indexed_jobs_manifest_gives_each_pod_its_place():
+    service, job = yaml.safe_load_all((DOCS / "kubernetes_indexed_job.yaml").read_text())
+    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert service["spec"]["clusterIP"] == "None" and service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    count = job["spec"]["completions"]
+    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == count
+    metadata = {"labels": {"batch.kubernetes.io/job-name": name}}
+    port = container["ports"][0]["containerPort"]
+    addresses = tuple(f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(count))  # as Kubernetes names pods
+    for i in range(count):
+        cluster = resolve(pod_environ(container, metadata, i))
+        assert (cluster.workers, cluster.index, cluster.source) == (addresses, i, "the Indexed Job")
+
+
+def test_the_jobsets_manifest_gives_each_pod_its_place():
+    jobset = yaml.safe_load((DOCS / "kubernetes_jobset.yaml").read_text())
+    name, (jobs,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
+    assert jobset["spec"]["network"]["enableDNSHostnames"]
+    job = jobs["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    port, count = container["ports"][0]["containerPort"], job["completions"]
+    places = [(i, j) for i in range(jobs["replicas"]) for j in range(count)]
+    addresses = tuple(f"{name}-{jobs['name']}-{i}-{j}.{name}:{port}" for i, j in places)  # as JobSet names pods
+    for index, (i, j) in enumerate(places):
+        marks = {"jobset-name": name, "replicatedjob-name": jobs["name"], "job-index": str(i), "restart-attempt": "2",
+                 "replicatedjob-replicas": str(jobs["replicas"])}  # fmt: skip
+        metadata = {"annotations": {f"jobset.sigs.k8s.io/{key}": value for key, value in marks.items()}}
+        cluster = resolve(pod_environ(container, metadata, j))
+        assert (cluster.workers, cluster.index, cluster.job_id) == (addresses, index, "2")
+        assert cluster.source == "the JobSet"
+
+
+INDEXED = {"JOB_COMPLETION_INDEX": "1", "LOOPLIB_NUM_WORKERS": "4", "LOOPLIB_SERVICE": "s", "JOB_NAME": "j"}
+JOBSET = {"JOB_COMPLETION_INDEX": "1", "LOOPLIB_NUM_WORKERS": "4", "JOBSET_NAME": "t", "REPLICATED_JOB_NAME": "w"}
+
+
+@pytest.mark.parametrize(
+    "environ,words",
+    [
+        ({**INDEXED, "LOOPLIB_SERVICE": ""}, "LOOPLIB_SERVICE is missing"),
+        ({**INDEXED, "JOB_COMPLETION_INDEX": "4"}, "worker 4, but lists only 4"),
+        ({**INDEXED, "LOOPLIB_NUM_WORKERS": "four"}, "LOOPLIB_NUM_WORKERS is 'four'; expected a whole number"),
+        ({**INDEXED, "LOOPLIB_NUM_WORKERS": "0"}, "lists no worker"),
+        ({**JOBSET, "REPLICATED_JOB_NAME": ""}, "REPLICATED_JOB_NAME is missing"),
+        ({**JOBSET, "LOOPLIB_NUM_JOBS": "3"}, "expected a multiple of the 3 jobs"),
+        ({**JOBSET, "LOOPLIB_NUM_JOBS": "2", "JOB_INDEX": "2"}, "expected less than 2 and 2"),
+    ],
+)
+def test_a_pod_that_cannot_be_right_is_refused(environ, words):
+    with pytest.raises(UsageError) as error:
+        resolve(environ)
+    assert words in str(error.value)
+
+
+def test_tf_config_goes_before_the_rest():
+    environ = {**INDEXED, **slurm("a,b", "1(x2)", 2, 0), **tf_config({"worker": ["x:1"]})}
+    assert resolve(environ).source == "TF_CONFIG"

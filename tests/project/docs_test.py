@@ -1,0 +1,349 @@
+"""The documents are true: their programs run as printed, their tables are the code's."""
+
+import concurrent.futures
+import configparser
+import inspect
+import itertools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import more, needs_models, repetitions
+
+import looplib
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def programs(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def run(python, program, folder, *arguments, timeout=600, **environment):
+    path = folder / "program.py"
+    seeded = "import keras; keras.utils.set_random_seed(0)  # the pages leave the initial weights to chance\n"
+    path.write_text(seeded + program.replace("/tmp/", f"{folder}/"))
+    return subprocess.run(
+        [python, path, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=timeout,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment},
+    )
+
+
+def readme(python, folder):
+    """The README's three programs, and the first once more with more steps."""
+    all_three, first = "\n\n".join(programs("README.md")), programs("README.md")[0]
+    return run(python, all_three, folder), run(python, first.replace("steps=500", "steps=600"), folder)
+
+
+def guide(python, folder):
+    flags = [f"--model_dir={folder}/binary", "--config.learning_rate=0.02"]
+    return run(python, "\n\n".join(programs("docs/guide.md")), folder, *flags)
+
+
+def experiments(python, folder):
+    return run(python, whole("experiments"), folder, "--experiment=large", "--config.model.width=64", "--print_config")
+
+
+# What differs in the tests: the TPU guide's network takes minutes, and a machine may or may not have the internet.
+NETWORK = ("filters, epochs = 256, 3", "filters, epochs = 8, 2")
+REPLACED = {
+    "tpu_guide": [NETWORK, ("storage.googleapis.com", "host.invalid")],
+    "tpu_course": [("keras.datasets.mnist.load_data()", 'keras.utils.get_file(origin="http://host.invalid/mnist")')],
+}
+
+
+def whole(name):
+    """Returns the program of a page, on the digits that need no download, with a small network in the TPU guide."""
+    program = "\n\n".join(programs(f"docs/{name}.md"))
+    for printed, replacement in REPLACED.get(name, []):
+        assert printed in program
+        program = program.replace(printed, replacement)
+    return program
+
+
+def page(name, after=""):
+    return lambda python, folder: run(python, whole(name) + after, folder)
+
+
+# The end of a program: would the steps of its trainer and evaluator run on a TPU?
+LOWER = """
+trainer = {trainer}()
+evaluator = {evaluator}
+controller = looplib.Controller(
+    looplib.RunConfig(global_batch_size=64), trainer=trainer, evaluator=evaluator, writers=[]
+)
+report = looplib.preflight.look(controller, "TPU", cores=8)
+faults = [finding["text"] for finding in report["findings"] if finding["fault"]]
+print("lowered:", {{split: step["lowered"] for split, step in report["steps"].items()}}, faults)
+"""
+CLASSIFIER = LOWER.format(trainer="Classifier", evaluator="ClassifierEvaluator(trainer.model)")
+
+TPU_PAGES = {
+    "tpu_guide": CLASSIFIER,
+    "tpu_strategy": LOWER.format(trainer="Separation", evaluator="None"),
+    "tpu_course": CLASSIFIER,
+}
+MIGRATIONS = ("from_orbit", "from_keras", "from_tf_distribute", "from_lightning")
+PAGES = {
+    "readme": readme,
+    "guide": guide,
+    "experiments": experiments,
+    **{name: page(name, after) for name, after in TPU_PAGES.items()},
+    **{name: page(name) for name in MIGRATIONS},
+    **{name: page(name) for name in ("recipes", "after_training")},
+}
+
+
+# Run with --all: a TPU's page also runs with a stand-in for it, one migration shows what the others do, and the tests of exports
+# and predictions what the page about them does.
+REPETITIONS = ("tpu_guide", "tpu_course", "tpu_strategy", "from_orbit", "from_tf_distribute", "from_lightning",
+               "recipes", "after_training")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    left_out = repetitions(REPETITIONS, ())
+    return {name: tmp_path_factory.mktemp(name) for name in PAGES if name not in left_out}
+
+
+@pytest.fixture(scope="module")
+def results(folders, python):
+    """What the programs of each page print, two at a time, as many as the smallest machine has cores."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(folders, pool.map(lambda name: PAGES[name](python, folders[name]), folders)))
+
+
+def test_the_readmes_three_ways_to_start_run_as_printed_and_resume(results):
+    ways = programs("README.md")
+    assert len(ways) == 3 and all(len(program.strip().splitlines()) <= 25 for program in ways)
+    first, again = results["readme"]
+    assert first.returncode == 0, first.stderr
+    loss, compiled, step = (line for line in first.stdout.splitlines() if line.startswith("{"))
+    assert float(re.search(r"'loss': ([\d.]+)", loss)[1]) < 0.2
+    assert float(re.search(r"'accuracy': ([\d.]+)", compiled)[1]) > 0.7
+    assert float(re.search(r"'accuracy': ([\d.]+)", step)[1]) > 0.9
+    assert [line.split()[1] for line in again.stdout.splitlines() if line.startswith("step")] == ["600"]
+
+
+def test_the_guides_programs_run_as_printed(results, folders):
+    result = results["guide"]
+    assert result.returncode == 0, result.stderr
+    assert "stopped at step" in result.stdout and "done at step 400" in result.stdout
+    assert (folders["guide"] / "binary" / "run.json").exists()
+
+
+def test_the_experiments_program_prints_the_settings_as_the_page_has_them(results):
+    (shown,) = re.findall(r"--print_config\n((?:    .*\n)+)", (ROOT / "docs" / "experiments.md").read_text())
+    assert printed(results["experiments"]) == textwrap.dedent(shown)
+
+
+def printed(result):
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def shown(pattern, text, count=1):
+    """Returns the numbers that a pattern with one group finds in a text."""
+    found = [float(number) for number in re.findall(pattern, text, re.MULTILINE)]
+    assert len(found) == count, (pattern, text)
+    return found
+
+
+def check_the_guide(out):
+    product = np.array([[1, 2, 3], [4, 5, 6]]) @ np.array([[1, 2], [3, 4], [5, 6]])
+    assert out.count("[22. 28.]") == out.count("[49. 64.]") == 3
+    assert (
+        f"the sum of c: {product.sum():.1f}" in out
+        and f"products of 2 replicas: {[product.tolist()] * 2}" in out.replace(".0", "")
+    )
+    assert "squares: [0.0, 1.0]\ntheir sum: 1.0" in out and "the sum of squares: 1.0" in out
+    assert "three readers, the same examples" in out and "padded lists give the means of TPUEmbedding's lookup" in out
+    assert min(shown(r"steps_per_execution=\d+: (\S+) ms a step", out, count=2)) > 0
+    # The metrics are reset between epochs: a mean over all steps would be near that of the first ones.
+    losses = shown(r"training loss: (\S+),", out, count=len(re.findall("Current step", out)))
+    assert losses[-1] < losses[0] / 2
+    return [
+        *shown(r"fit\{.*\}: accuracy (\S+)", out, 2),
+        *shown(r"\naccuracy: (\S+) of 360", out),
+        *shown(r"accuracy by hand: (\S+)", out),
+    ]
+
+
+@pytest.mark.slow
+def test_the_tpu_guides_program_runs_without_a_tpu(results):
+    assert min(check_the_guide(printed(results["tpu_guide"]))) > 0.6
+    assert "lowered: {'train': True, 'eval': True} []" in results["tpu_guide"].stdout
+
+
+@pytest.mark.slow
+def test_the_tpu_guides_program_with_its_own_network_is_as_accurate_as_the_page_says(python, tmp_path):
+    """Takes five minutes on two cores."""
+    result = run(python, whole("tpu_guide").replace(*reversed(NETWORK)), tmp_path, timeout=3600)
+    assert min(check_the_guide(printed(result))) > 0.9
+
+
+def check_the_reference(out):
+    assert "copies of the counter: [3.0, 3.0]" in out and "both data sets give the weights of numpy" in out
+    assert out.count("[[[0, 0, 0, 0], [0, 0, 0, 1]]]") == 2 and "4 replicas of two cores" in out
+    assert "device:CPU:0 and /job:localhost/replica:0/task:0/device:CPU:1" in out
+    assert "a number, not a symbol: 40.0" in out and re.search(r"losses: \[\d", out)
+
+
+@pytest.mark.slow
+def test_the_tpu_strategys_program_runs_without_a_tpu(results):
+    check_the_reference(printed(results["tpu_strategy"]))
+    assert "lowered: {'train': True} []" in results["tpu_strategy"].stdout
+
+
+def check_the_course(out):
+    found, ways = {}, ("fit", "Classifier")
+    for way, dtype in [*itertools.product(ways, ("float32", "bfloat16")), ("FromLoss", "float32")]:
+        (found[way, dtype],) = shown(rf"{way}, {dtype}: train_accuracy \S+ test accuracy (\S+)", out)
+    assert min(found.values()) > 0.94
+    assert found["FromLoss", "float32"] == found["Classifier", "float32"]
+    for way in ways:
+        assert abs(found[way, "float32"] - found[way, "bfloat16"]) <= 0.01
+    assert "the copies of each variable are equal" in out and "the mean loss of the first step" in out
+
+
+@pytest.mark.slow
+def test_the_courses_program_runs_without_a_tpu(results):
+    check_the_course(printed(results["tpu_course"]))
+    assert "lowered: {'train': True, 'eval': True} []" in results["tpu_course"].stdout
+
+
+CHECKS = {"tpu_guide": check_the_guide, "tpu_strategy": check_the_reference, "tpu_course": check_the_course}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_tpu_pages_run_with_the_connection_by_hand(name, python, tmp_path):
+    CHECKS[name](printed(run(python, whole(name), tmp_path, "--by_hand")))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tpu_strategy --one_replica",
+        *more(["tpu_strategy --one_replica --by_hand", "tpu_guide", "tpu_guide --by_hand", "tpu_course",
+               "tpu_course --by_hand"]),
+    ],
+)  # fmt: skip
+def test_the_tpu_pages_connect_once_and_run_where_there_is_a_tpu(command, python, tmp_path):
+    """With a stand-in for the TPU, two CPU devices."""
+    name, *arguments = command.split()
+    program = "import tpu_stand_in\n\ntpu_stand_in.install()\n" + whole(name)
+    log = tmp_path / "calls"
+    result = run(python, program, tmp_path, *arguments, TPU_NAME="mine", TPU_STAND_IN_LOG=str(log))
+    CHECKS[name](printed(result))
+    assigned = ["assign [[[0, 0, 0, 0], [0, 0, 0, 1]]]"] if "--one_replica" in arguments else []
+    assert log.read_text().splitlines() == ["resolve mine", "initialize", *assigned]
+
+
+@pytest.mark.slow
+def test_the_recipes_run_as_printed(results):
+    out = printed(results["recipes"])
+    assert "stopped early; the weights are the best" in out
+    accuracies = [float(value) for value in re.findall(r"step +40  train  accuracy ([\d.]+)", out)]
+    by_age, neither, by_city = map(float, re.search(r"bought: \[(.*)\]", out)[1].split())
+    assert by_age > 0.9 > 0.1 > neither and by_city > 0.9
+    assert len(accuracies) >= 6 and min(accuracies) > 0.8 and max(accuracies) > 0.95
+
+
+@pytest.mark.slow
+def test_the_programs_of_after_training_run_as_printed(results, folders):
+    out = printed(results["after_training"])
+    assert min(shown(r"accuracy of the second hundred: (\S+)", out)) > 0.9
+    served, labels = (line.split() for line in re.search(r"classes: \[(.*)\] labels: \[(.*)\]", out).groups())
+    assert len(served) == 5 and sum(a == b for a, b in zip(served, labels)) >= 4
+    assert re.search(r"by the signature: \[(.*)\]", out)[1].split() == served
+    kept = {path.name for path in (folders["after_training"] / "after_training" / "export").iterdir()}
+    assert kept and kept <= {"step-100", "step-200"}
+
+
+@pytest.mark.slow
+@needs_models
+def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
+    out = printed(results["from_orbit"])
+    found = dict(re.findall(r"^(adapter|ported): ([\d.]+)$", out, re.MULTILINE))
+    assert float(found["adapter"]) > 0.9 and float(found["ported"]) > 0.9
+
+
+def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
+    out = printed(results["from_keras"])
+    before, after = (
+        [float(number) for number in re.search(rf"^{name}: (.*)$", out, re.MULTILINE)[1].split()]
+        for name in ("fit", "KerasTrainer")
+    )
+    np.testing.assert_allclose(after, before, rtol=1e-5)
+    first, *_ = programs("docs/from_keras.md")
+    assert "stopped by Keras after 2 epochs" in out and first.count("\n") < 30
+
+
+@pytest.mark.slow
+def test_the_hand_written_loop_and_its_trainer_come_to_the_same_loss(results):
+    found = dict(re.findall(r"^(by hand|looplib): (\S+)$", printed(results["from_tf_distribute"]), re.MULTILINE))
+    assert float(found["by hand"]) < 0.3
+    np.testing.assert_allclose(float(found["looplib"]), float(found["by hand"]), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_program_ported_from_lightning_learns(results):
+    assert shown(r"^looplib: (\S+)$", printed(results["from_lightning"]))[0] > 0.95
+
+
+@pytest.mark.slow
+def test_the_lightning_program_learns_as_its_port_does(tmp_path):
+    pytest.importorskip("lightning")
+    (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/from_lightning.md").read_text(), re.DOTALL)
+    assert shown(r"^lightning: (\S+)$", printed(run(sys.executable, program, tmp_path)))[0] > 0.95
+
+
+def test_the_readme_says_what_each_package_is_for():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    lists = [settings["options"]["install_requires"], *settings["options.extras_require"].values()]
+    packages = {re.match(r"[\w-]+", line)[0] for one in lists for line in one.split("\n") if line}
+    table = (ROOT / "README.md").read_text().split("## Dependencies")[1].split("\n\n")[1]
+    assert packages <= set(re.findall(r"[\w-]+", table)), packages - set(re.findall(r"[\w-]+", table))
+
+
+def test_the_examples_in_docstrings_run():
+    namespace = {"looplib": looplib, "np": np, "tf": tf, "keras": __import__("keras")}
+    for kind in (looplib.Trainer, looplib.Evaluator):
+        (example,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(kind), re.DOTALL)
+        exec(textwrap.dedent(example), namespace)
+    trainer = namespace["Line"]()
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=32),
+        trainer=trainer,
+        evaluator=namespace["LineError"](trainer.model),
+        writers=[],
+    )
+    assert controller.train_and_evaluate(200, 100)["eval"]["error"] < 0.05
+
+
+def test_every_public_name_has_a_docstring():
+    for name in looplib.__all__:
+        value = getattr(looplib, name)
+        assert inspect.getdoc(value), name
+        if inspect.isclass(value):
+            for method, function in vars(value).items():
+                if not method.startswith("_") and callable(function):
+                    assert function.__doc__, f"{name}.{method}"
+
+
+def test_the_architecture_in_the_readme_names_every_room():
+    screen = (ROOT / "README.md").read_text().split("## On one screen")[1].split("##")[0]
+    for path in (ROOT / "looplib").iterdir():
+        assert path.name in screen or path.name in ("__init__.py", "__pycache__"), path.name

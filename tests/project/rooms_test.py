@@ -1,0 +1,203 @@
+"""The rooms of looplib: imports go downward only, by folder, and every room says what it is for."""
+
+import ast
+import collections
+import functools
+import graphlib
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+import rooms
+
+import looplib
+
+ROOT = pathlib.Path(__file__).absolute().parents[2]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+FILES = sorted((ROOT / "looplib").rglob("*.py"))
+FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() and path.name != "__pycache__")
+# A room may import from the levels below its own; files and rooms of one level do not import each other, except the
+# ground level, whose files are small and have an order of their own.
+LEVELS = [
+    {"errors", "messages", "files", "folders", "masks", "console", "plugins", "settings", "diagnosis", "compat"},
+    {"cluster", "run_config"},
+    {"data"},
+    {"task", "report", "health"},
+    {"runtime"},
+    {"loop"},
+    {"checkpoint"},
+    {"command_line"},
+    {"controller"},
+    {"outcome"},
+    {"launch"},
+]
+
+
+def room_of(module: str) -> str:
+    """looplib.loop.step -> loop; looplib.errors -> errors; looplib -> __init__."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def module_of(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
+    """Yields the modules of looplib that a file imports, and whether it does so inside of a function."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if exists(name) else node.module for name in names]
+        else:
+            continue
+        yield from ((name, id(node) in inside) for name in names if name.split(".")[0] == "looplib")
+
+
+def exists(module: str) -> bool:
+    path = ROOT.joinpath(*module.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def level(room: str) -> int:
+    return next((number for number, rooms in enumerate(LEVELS) if room in rooms), len(LEVELS))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_downward_by_room(path: pathlib.Path) -> None:
+    importer = room_of(module_of(path))
+    wrong = []
+    for module, _ in imports(path):
+        room = room_of(module)
+        if room == importer or room == "__init__":
+            continue
+        if room == "extras":
+            allowed = False  # they are plug-ins, which the core names by entry points alone
+        elif importer == "extras" or importer in ("__init__", "__main__"):
+            allowed = True
+        else:
+            allowed = level(room) < level(importer) or level(room) == level(importer) == 0
+        if not allowed:
+            wrong.append(module)
+    assert not wrong, f"{importer} imports {wrong}, which stand above it or beside it; LEVELS has the order"
+
+
+def test_there_are_no_circles() -> None:
+    graph = {module_of(path): {module for module, _ in imports(path)} - {module_of(path), "looplib"} for path in FILES}
+    graph.pop("looplib")
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_every_folder_and_file_has_a_level() -> None:
+    named = set().union(*LEVELS) | {"extras", "__init__", "__main__"}
+    assert {room_of(module_of(path)) for path in FILES} == named
+    assert len(FOLDERS) <= 10
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places = collections.defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module_of(path))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+@functools.cache
+def used_from_outside() -> dict[str, set[str]]:
+    """The names of each module that files of other rooms, or the public names of looplib, use."""
+    names = collections.defaultdict(set)
+    for name, home in looplib._HOMES.items():
+        names[f"looplib.{home}"].add(name)
+    for group in ("commands", "writers", "backends", "parts"):
+        for place in rooms.plug_ins(f"looplib.{group}").values():
+            module, name = place.rsplit(".", 1)
+            names[f"looplib.{module}"].add(name)
+    for path in FILES:
+        room, tree, modules = room_of(module_of(path)), ast.parse(path.read_text()), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "looplib":
+                for alias in node.names:
+                    if exists(f"{node.module}.{alias.name}"):
+                        modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                    elif room_of(node.module) != room:
+                        names[node.module].add(alias.name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = modules.get(node.value.id)
+                if module and room_of(module) != room:
+                    names[module].add(node.attr)
+    return names
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_room_says_what_it_is_for_and_which_names_others_use(folder: pathlib.Path) -> None:
+    used = used_from_outside()
+    for init in sorted(folder.rglob("__init__.py")):
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        assert len(text.splitlines()[0].split()) >= 5, f"{init} has to say what the room is for"
+        listed = {}
+        for file, names in re.findall(r"^ {2,4}(\w+): ((?:.|\n {6,})*?)(?=\n {2,4}\w+:|\Z)", text, re.MULTILINE):
+            listed[file] = set(re.findall(r"\w+", names)) - {"none"}
+        files = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
+        expected = {file: used[f"{module_of(init)}.{file}"] for file in files}
+        assert listed == expected, f"{init.relative_to(ROOT)} should list {expected}"
+
+
+def test_every_room_has_tests_of_its_own_to_run_while_one_works_on_it() -> None:
+    for room in {folder.name for folder in FOLDERS} | {"house"}:
+        assert list((ROOT / "tests" / room).rglob("*_test.py")), room
+
+
+def picture() -> str:
+    """Returns the rooms as a Mermaid graph.
+
+    Arrows are imports, without those that a chain of other arrows implies; dotted ones are made inside a function.
+    """
+    below = collections.defaultdict(set)
+    for path in FILES:
+        room = room_of(module_of(path))
+        below[room] |= {room_of(module) for module, _ in imports(path)} - {room, "__init__"}
+    lazy = sorted(room for room in below if "extras" in below[room])
+    below = {room: others - {"extras"} for room, others in below.items() if room not in ("__init__", "__main__")}
+
+    def reached(room: str) -> set[str]:
+        return below[room].union(*map(reached, below[room]))
+
+    arrows = []
+    for room in sorted(below):
+        implied = set().union(*map(reached, below[room]))
+        arrows += [f"    {room} --> {other}" for other in sorted(below[room] - implied)]
+    arrows += [f"    {room.strip('_')} -.-> extras" for room in lazy]
+    return "\n".join(["```mermaid", "graph TD", *arrows, "```"])
+
+
+def test_the_picture_in_the_architecture_shows_the_imports() -> None:
+    assert picture() in ARCHITECTURE.read_text(), "run `python tests/project/rooms_test.py --write`"
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    names = set(re.findall(r"`([\w/]+(?:\.py|/))`", ARCHITECTURE.read_text()))
+    assert len(names) > 30
+    missing = [name for name in names if not (ROOT / name).exists() and not (ROOT / "looplib" / name).exists()]
+    assert not missing, f"docs/architecture.md names {missing}, which are not there"
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--write"], "usage: python tests/project/rooms_test.py --write"
+    text = ARCHITECTURE.read_text()
+    ARCHITECTURE.write_text(re.sub(r"```mermaid.*?```", lambda _: picture(), text, flags=re.DOTALL))
+
+
+def test_the_readme_has_the_levels_of_the_rooms():
+    readme = (ROOT / "README.md").read_text()
+    (line,) = re.findall(r"`(errors, messages[^`]*)`", readme)
+    assert [set(level.split(", ")) for level in " ".join(line.split()).split(" < ")] == LEVELS
