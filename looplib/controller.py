@@ -19,7 +19,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.data.dataset_requests import BadRecords
 from looplib.diagnosis import diagnosis
-from looplib.errors import MissingPartError, SettingError, UsageError
+from looplib.errors import MissingPartError, UsageError
 from looplib.health.guards import Diverged, Guards
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
@@ -29,7 +29,7 @@ from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
 from looplib.loop.schedule import Schedule
 from looplib.loop.window import Window
-from looplib.messages import shown, whole_number
+from looplib.messages import whole_number
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
 from looplib.report.run_json import RunReport
@@ -95,13 +95,13 @@ class Controller:
         config: Any = None,
     ) -> None:
         files.check_temporary()
-        if not isinstance(run_config, RunConfig):
-            raise SettingError(
-                f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument"
-            )
         strategy = strategy or tf.distribute.get_strategy()
         policy, actions = checkpoints or CheckpointPolicy(), actions or ()
         self.guards, start = guards or Guards(), start or Start()
+        checks.check_settings(
+            run_config=(run_config, RunConfig), checkpoints=(policy, CheckpointPolicy), guards=(self.guards, Guards),
+            start=(start, Start),
+        )  # fmt: skip
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
         steps = run_config.steps_per_loop

@@ -1,6 +1,8 @@
 """Settings: fields of frozen dataclasses, each declared once with its default, its check, its text and its flag."""
 
 import dataclasses
+import numbers
+import os
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -8,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from absl import flags
 
 from looplib.errors import SettingError
-from looplib.messages import whole_number
+from looplib.messages import shown, whole_number
 
 _Settings = TypeVar("_Settings")
 _AS_THE_FIELD: Any = object()
@@ -20,6 +22,8 @@ _DEFINE = {
     list: flags.DEFINE_list,
     tuple: flags.DEFINE_multi_string,
 }
+_EXPECTED = {bool: "True or False", float: "a number", str: "a text"}  # of a field without a check of its own
+_KINDS = {bool: bool, float: numbers.Real, str: (str, os.PathLike)}
 flags.disclaim_key_flags()  # --help lists them under the module that calls `Flag.make`
 
 
@@ -100,12 +104,16 @@ def check(settings: Any) -> None:
         name, value = field.name, getattr(settings, field.name)
         if value is None and field.default is None:
             continue
-        if declared.choices and value not in declared.choices:
-            raise SettingError(f"{name} is {value!r}; expected one of {', '.join(declared.choices)}")
-        if declared.least is not None:
+        kind = _type(field)
+        if declared.choices:
+            if value not in declared.choices:
+                raise SettingError(f"{name} is {value!r}; expected one of {', '.join(declared.choices)}")
+        elif declared.least is not None:
             value = whole_number(name, value, least=declared.least)
-        if declared.check:
+        elif declared.check:
             value = declared.check(name, value)
+        elif not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind is not bool):
+            raise SettingError(f"{name} is {shown(value)}; expected {_EXPECTED[kind]}")
         object.__setattr__(settings, name, value)
 
 

@@ -468,10 +468,11 @@ class Checkpointer:
         if program and program.arguments and self.directory.workers.count == 1:
             folder = shlex.quote(self.directory.model_dir or "")
             advice += f"; python -m looplib replay {folder} --step={fault.resume_after} shows that step"
+        may_skip = fault.flag == "--non_finite" and self._guards.non_finite != "skip"
         if fault.policy == "halt":
             raise DivergenceError(
                 f"{fault.what}; {advice}; check the data and the learning rate, or use the policy "
-                f"{'skip or ' * (fault.flag == '--non_finite')}rollback to continue automatically ({fault.flag})"
+                f"{'skip or ' * may_skip}rollback to continue automatically ({fault.flag})"
             ) from None
         if done >= self._guards.rollbacks:
             raise DivergenceError(f"{fault.what}, and the run has used all {done} rollbacks; {advice}") from None

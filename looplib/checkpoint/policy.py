@@ -198,6 +198,7 @@ class Start:
     checkpoint: str | int | None = None
 
     def __post_init__(self) -> None:
+        settings.check(self)
         if self.warm_start and self.continue_from:
             raise SettingError(
                 f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "

@@ -25,6 +25,11 @@ def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *
 
     Gradients belong to one replica, or with `summed` to all. The optimizer is of either Keras family.
     """
+    if not _keras.is_optimizer(optimizer):
+        raise OptimizerError(
+            f"apply_gradients got a {type(optimizer).__name__} as its optimizer; expected a Keras optimizer, and then "
+            "pairs of a gradient and its variable"
+        )
     pairs = list(grads_and_vars)
     if _keras.family(optimizer) == "keras":
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]

@@ -1,16 +1,16 @@
 """Checks that a trainer and evaluators can run together; makes missing optimizer slots; collects the state."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
 from looplib.cluster import remote
 from looplib.compat import keras as _keras
-from looplib.errors import ActionError, StateError, StrategyError, TaskError, VariableError
+from looplib.errors import ActionError, SettingError, StateError, StrategyError, TaskError, VariableError
 from looplib.folders import is_name
-from looplib.messages import join_names
+from looplib.messages import join_names, shown
 from looplib.task.adapter import Adapter, OwnLoop
 from looplib.task.evaluator import Evaluator
 from looplib.task.state import state_of
@@ -57,15 +57,25 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
     return dict(evaluators)
 
 
-def check_kinds(strategy: Any, actions: Iterable[Any]) -> None:
+def check_kinds(strategy: Any, actions: Any) -> None:
     """Raises `UsageError` if the strategy is not one, or an action cannot be called."""
     if not isinstance(strategy, tf.distribute.Strategy):
         raise StrategyError(
             f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
         )
+    if isinstance(actions, str) or not isinstance(actions, Sequence):
+        raise ActionError(f"actions is {shown(actions)}; expected a list of functions of one looplib.Event")
     for action in actions:
-        if not callable(action):
-            raise ActionError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
+        if not callable(action) or isinstance(action, type):
+            found = "a class, of which an instance is needed" if isinstance(action, type) else "not callable"
+            raise ActionError(f"the action {action!r} is {found}; expected a function of one looplib.Event")
+
+
+def check_settings(**settings: tuple[Any, type]) -> None:
+    """Raises `UsageError` if an argument, by name, is of another type than the one beside it."""
+    for name, (value, kind) in settings.items():
+        if not isinstance(value, kind):
+            raise SettingError(f"{name} is {shown(value)}; expected a looplib.{kind.__name__}")
 
 
 def check_together(

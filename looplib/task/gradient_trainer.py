@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import plugins
-from looplib.cluster import replicas, updates
+from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.messages import join_names, whole_number
@@ -218,7 +218,7 @@ class GradientTrainer(Trainer):
             weight = tf.reduce_sum(weights)
         else:
             target = self.global_mean(losses)
-            if self.batch_size_varies:
+            if self.batch_size_varies and replicas.current() is None:  # a share knows the size of its global batch
                 weight = tf.cast(tf.shape(losses)[0], target.dtype)
         auxiliary, metrics = None, {}
         if own := list(self.model.losses) if _keras.is_layer(self.model) else []:
@@ -313,7 +313,7 @@ class GradientTrainer(Trainer):
             if _keras.family(optimizer) == "keras":
                 # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
                 own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
-            updates.apply_gradients(optimizer, zip(own, variables), summed=True)
+            self.apply_gradients(optimizer, zip(own, variables), summed=True)
         if self.averages is not None:
             self.averages.update()
 

@@ -142,7 +142,9 @@ class Trainer(abc.ABC):
         seed = tf.random.fold_in(tf.random.fold_in(seed, replica), tf.constant(salt, tf.int64))
         return tf.bitcast(seed, tf.int32)[:, 0] if seed.dtype == tf.int64 else seed
 
-    def apply_gradients(self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+    def apply_gradients(
+        self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, summed: bool = False
+    ) -> None:
         """Updates weights with the sum of the gradients over all replicas, as one device does; in `step_fn`.
 
         The guards see the gradients as each replica computed them. They are summed before the optimizer clips or
@@ -152,8 +154,9 @@ class Trainer(abc.ABC):
         Args:
           optimizer: Keras optimizer of either family.
           grads_and_vars: pairs of a gradient, of a loss by `global_mean`, and its variable.
+          summed: whether the gradients are those of the global batch already, as `GradientTrainer` passes them.
         """
-        updates.apply_gradients(optimizer, grads_and_vars)
+        updates.apply_gradients(optimizer, grads_and_vars, summed=summed)
 
     @tf.autograph.experimental.do_not_convert
     def global_mean(self, values: Any, weights: Any = None) -> tf.Tensor:

@@ -224,3 +224,39 @@ def test_batch_normalization_stays_finite_on_a_replica_without_examples():
     with toy.controller(strategy, trainer, global_batch_size=12) as controller:
         assert np.isfinite(controller.train(8)["loss"])
     assert all(np.isfinite(weight).all() for weight in trainer.weights())
+
+
+class Small(looplib.GradientTrainer):
+    """A linear model on global batches of 6 of 24 examples, whose size is said to vary."""
+
+    batches, batch_size_varies = "global", True
+
+    def __init__(self, **settings):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        super().__init__(model, keras.optimizers.SGD(0.1), **settings)
+
+    def dataset(self, context):
+        return tf.data.Dataset.from_tensors((self.x, self.y)).repeat()
+
+    def loss_fn(self, inputs):
+        x, y = inputs
+        return tf.reduce_sum((self.model(x) - y) ** 2, axis=1)
+
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("parts", [1, *more([3])])
+@pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
+def test_the_gradient_of_a_smaller_global_batch_is_of_its_mean_where_sizes_vary(strategy, parts):
+    strategy = make_strategy(strategy)
+    with strategy.scope():
+        trainer = Small(micro_batches=parts)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=24, steps_per_loop=1), trainer=trainer, strategy=strategy, writers=[]
+    ) as controller:
+        controller.train(2)
+    kernel = np.zeros((3, 1))
+    for _ in range(2):
+        kernel -= 0.1 * 2 * Small.x.T @ (Small.x @ kernel - Small.y) / 6
+    np.testing.assert_allclose(trainer.model.get_weights()[0], kernel, rtol=1e-5)

@@ -13,6 +13,7 @@ from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.checkpoint import directory as run_directory
+from looplib.errors import ActionError, SettingError
 from looplib.report.records import read_jsonl
 
 DEFAULT = make_strategy("default")
@@ -560,3 +561,39 @@ def test_a_closed_controller_evaluates_and_trains_no_more(tmp_path):
     with pytest.raises(looplib.UsageError, match="closed controller.*build a new one"):
         controller.train(6)
     assert controller.global_step == 3
+
+
+@pytest.mark.parametrize(
+    "settings, kind, name",
+    [
+        ({"guards": "halt"}, SettingError, "guards"),
+        ({"guards": looplib.CheckpointPolicy()}, SettingError, "guards"),
+        ({"checkpoints": 100}, SettingError, "checkpoints"),
+        ({"start": "latest"}, SettingError, "start"),
+        ({"run_config": {"global_batch_size": 8}}, SettingError, "run_config"),
+        ({"actions": print}, ActionError, "actions"),
+        ({"actions": [looplib.EarlyStopping]}, ActionError, "EarlyStopping"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(settings, kind, name):
+    with pytest.raises(kind, match=name):
+        looplib.Controller(
+            **{"run_config": looplib.RunConfig(global_batch_size=8), **settings}, trainer=toy.Regression()
+        )
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda: looplib.RunConfig(overfit_batch="false"), "overfit_batch"),
+        (lambda: looplib.RunConfig(overfit_batch=1), "overfit_batch"),
+        (lambda: looplib.RunConfig(overfit_batch=None), "overfit_batch"),
+        (lambda: looplib.Start(partial="no"), "partial"),
+        (lambda: looplib.Start(warm_start=5), "warm_start"),
+        (lambda: looplib.Guards(loss_limit="x"), "loss_limit"),
+        (lambda: looplib.Guards(loss_limit=True), "loss_limit"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_name_where_it_is_made(make, name):
+    with pytest.raises(SettingError, match=name):
+        make()

@@ -17,6 +17,7 @@ import looplib
 from looplib import UsageError
 from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
+from looplib.errors import OptimizerError
 from looplib.extras.diagnosis import model_table
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
@@ -933,3 +934,26 @@ def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, e
     assert done.returncode == 0, done.stderr[-3000:]
     parts, moved = done.stdout.split()[-3], done.stdout.split()[-1]
     assert int(parts) in expected and moved == "False", done.stdout
+
+
+def test_an_apply_gradients_of_ones_own_is_called():
+    class Own(Tagger):
+        def apply_gradients(self, optimizer, grads_and_vars, *, summed=False):
+            pairs = [(2 * gradient, variable) for gradient, variable in grads_and_vars]
+            super().apply_gradients(optimizer, pairs, summed=summed)
+
+    once, twice = Tagger(), Own()
+    for trainer in (once, twice):
+        with flat_config.controller(
+            trainer=trainer, global_batch_size=BATCH, writers=[], steps_per_loop=1
+        ) as controller:
+            before = trainer.model.get_weights()
+            controller.train(1)
+            trainer.moves = [new - old for new, old in zip(trainer.model.get_weights(), before)]
+    for one, two in zip(once.moves, twice.moves):
+        np.testing.assert_allclose(two, 2 * one, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_no_optimizer_is_refused_by_its_type():
+    with pytest.raises(OptimizerError, match="str"):
+        Tagger().apply_gradients("adam", [])
