@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["LOOPLIB_CACHE"] = os.devnull  # no directory: no test depends on what an earlier one has left
@@ -77,7 +78,7 @@ def _share_fork_server(config):
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all"):
         left_out = {item for item in items if any(not mark.kwargs for mark in item.iter_markers("slow"))}
-        for kind, choose in (("pairs", _pairs), ("keep", _last)):
+        for kind, choose in (("pairs", _pairs), ("keep", _last), ("spread", _spread)):
             groups = collections.defaultdict(list)
             for item in items:
                 if item not in left_out and any(kind in mark.kwargs for mark in item.iter_markers("slow")):
@@ -94,6 +95,22 @@ def pytest_collection_modifyitems(config, items):
 def _last(group, count):
     """Chooses the last cases: lists of cases go from the simple to the hard."""
     return set(group[-count:])
+
+
+def _spread(group, count):
+    """Chooses cases in which as many values as possible occur; other tests begin with other values."""
+    chosen, seen = [], set()
+    rest = sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    while rest and len(chosen) < count:
+        best = max(rest, key=lambda item: len(_values(item) - seen))
+        chosen.append(best)
+        rest.remove(best)
+        seen |= _values(best)
+    return set(chosen)
+
+
+def _values(item):
+    return {(key, repr(value)) for key, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
 
 
 def _pairs(group, possible):
