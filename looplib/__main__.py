@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from looplib.console import printable, say
 
-        is_ours = isinstance(error, UsageError)
-        text = printable((str(error) if is_ours else with_cure(error))[:_MOST_SHOWN])
-        say(f"looplib: error: {text}" + f" ({type(error).__name__})" * is_ours)
+        text = error.line if isinstance(error, UsageError) else with_cure(error)
+        say(f"looplib: error: {printable(text[:_MOST_SHOWN])}")
         return EXIT_UNKNOWN
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)

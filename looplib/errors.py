@@ -17,6 +17,11 @@ class UsageError(ValueError):
     Binaries print it as one last line, without a stack trace, and exit with `EXIT_FAILED`.
     """
 
+    @property
+    def line(self) -> str:
+        """The message, and in parentheses the class by which docs/api/errors.md explains it."""
+        return f"{self} ({type(self).__name__})" if type(self) is not UsageError else f"{self}"
+
 
 # Settings and commands.
 

@@ -126,7 +126,7 @@ def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[s
     try:
         return _configuration().define(config, experiments, sys.argv if argv is None else argv)
     except UsageError as error:
-        Session().end(failed(str(error), error))
+        Session().end(failed(str(error), error.line))
     except flags.Error:
         app.parse_flags_with_usage(sys.argv if argv is None else argv)  # prints it, and ends
         raise
@@ -145,7 +145,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     try:
         return command_line.parse(argv)
     except UsageError as error:
-        Session().end(failed(str(error), error))
+        Session().end(failed(str(error), error.line))
 
 
 def _main(binary: _Binary, argv: Sequence[str]) -> None:

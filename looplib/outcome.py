@@ -70,10 +70,9 @@ def preempted(error: Preempted) -> Outcome:
     return Outcome(EXIT_PREEMPTED, "preempted", f"looplib: {sentence}", sentence, error.alone, at_once=True)
 
 
-def failed(sentence: str, error: UsageError | None = None) -> Outcome:
-    """Returns the outcome of a run that has failed, from the sentence that says why, and the error with its class."""
-    line = f"looplib: error: {sentence}" + (f" ({type(error).__name__})" if error else "")
-    return Outcome(EXIT_FAILED, "failed", line, sentence, alone=True)
+def failed(sentence: str, line: str = "") -> Outcome:
+    """Returns the outcome of a run that has failed, from the sentence that says why; the last line may say more."""
+    return Outcome(EXIT_FAILED, "failed", f"looplib: error: {line or sentence}", sentence, alone=True)
 
 
 def broken(error: Exception, place: str, advice: str) -> Outcome:
@@ -131,7 +130,7 @@ class Session:
             logging.debug("where it was raised:", exc_info=error)
             kept = isinstance(error, DataError) and self.controller and self.controller.latest_checkpoint
             advice = f"; after that, the same command resumes from {kept}" if kept else ""
-            self.end(failed(f"{error}{advice}", error))
+            self.end(failed(f"{error}{advice}", f"{error.line}{advice}"))
         elif isinstance(error, Exception):  # other ends, such as a `SystemExit` of the program's own, pass through
             self.end(self._broken(error))
 
@@ -207,7 +206,7 @@ class Session:
             try:
                 tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
             except UsageError as refusal:
-                return failed(str(refusal), refusal)
+                return failed(str(refusal), refusal.line)
         if kept:
             return broken(error, place, f"run the same command to resume from {kept}")
         advice = "no checkpoint was saved" if self.controller else "then run the same command again"
