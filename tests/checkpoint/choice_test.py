@@ -167,7 +167,7 @@ def test_a_binary_and_the_commands_take_what_is_named(trained, run, nursery, tmp
     assert start("--mode=eval", f"--checkpoint={KEPT}")[1][-1].startswith(f"done at step {KEPT};")
     code, lines = start("--mode=train", "--checkpoint=best")
     assert code == 1 and "--checkpoint=best is for jobs that evaluate, predict or export a checkpoint" in lines[-1]
-    assert start("--mode=eval", "--checkpoint=first")[1][-1].endswith("--checkpoint is 'first'; expected final, latest, best, or a step such as 1000")  # fmt: skip
+    assert start("--mode=eval", "--checkpoint=first")[1][-1].endswith("--checkpoint is 'first'; expected final, latest, best, or a step such as 1000 (SettingError)")  # fmt: skip
     served = tf.saved_model.load(f"{tmp_path}/latest/saved_model")
     assert served.serve(tf.ones((1, 1))).numpy().item() == LAST
     assert cli(["inspect", str(run)]) == 0

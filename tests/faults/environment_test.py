@@ -261,7 +261,7 @@ def test_python_without_docstrings_is_refused_in_a_sentence(tmp_path):
         [sys.executable, "-OO", "-m", "looplib", "inspect", tmp_path], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.endswith("cannot be imported under python -OO, which leaves out docstrings; use -O\n"), (
+    assert done.stderr.endswith("cannot be imported under python -OO, which leaves out docstrings; use -O (DeviceError)\n"), (
         done.stderr
     )
 

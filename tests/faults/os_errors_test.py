@@ -87,7 +87,7 @@ def test_a_path_that_cannot_be(make, cure, writer, tmp_path):
 
 def in_a_process(code, *arguments, **settings):
     """What a process prints that runs some code with looplib's files, which takes no TensorFlow."""
-    code = f"import os, sys, resource\nfrom looplib import files\nfrom looplib.errors import with_cure\n{code}"
+    code = f"import os, sys, resource\nfrom looplib import files\nfrom looplib.messages import with_cure\n{code}"
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, **settings
     )
