@@ -31,8 +31,11 @@ def measure_gradients(gradients: list[tuple[str, Any]]) -> tuple[list[str], list
     noted = [(GRADIENT_OF + name, gradient) for name, gradient in gradients]
     groups: dict[Any, list[tuple[str, tf.Tensor]]] = {}
     for name, gradient in noted:
-        gradient = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-        if gradient is None or not gradient.dtype.is_floating:
+        if gradient is None:
+            continue
+        # A step that accumulates gradients itself may apply variables.
+        gradient = gradient.values if isinstance(gradient, tf.IndexedSlices) else tf.convert_to_tensor(gradient)
+        if not gradient.dtype.is_floating:
             continue
         if not tf.executing_eagerly() and gradient.graph is not tf.compat.v1.get_default_graph():
             continue
