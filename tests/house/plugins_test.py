@@ -167,8 +167,8 @@ def core(tmp_path_factory):
     """A copy of looplib without its extras, which are registered all the same."""
     copy = tmp_path_factory.mktemp("core") / "looplib"
     shutil.copytree(pathlib.Path(looplib.__file__).parent, copy, ignore=shutil.ignore_patterns("extras", "__pycache__"))
-    (path,) = pathlib.Path(looplib.__file__).parents[1].glob("looplib.egg-info")
-    shutil.copytree(path, copy.parent / path.name)
+    for path in pathlib.Path(looplib.__file__).parents[1].glob("looplib.egg-info"):
+        shutil.copytree(path, copy.parent / path.name)
 
     def run(code, *arguments):
         return subprocess.run(
