@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from looplib import plugins
 from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
@@ -39,16 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(prog="python -m looplib", description="Tools for looplib's binaries and run directories.")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
-    names = plugins.names(_GROUP)
-    for name in argv[:1] if set(argv[:1]) <= set(names) else names:  # all of them only to be listed
-        plugins.load(_GROUP, name)(tools)
-    options = parser.parse_args(argv[:split])
-    options.command = argv[split + 1 :]
-    tool: plugins.Command = options.tool
     for name in ("stdin", "stdout", "stderr"):  # in this order, so that a stream that is closed gets its own number
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     try:
+        _add_tools(tools, argv[:1])
+        options = parser.parse_args(argv[:split])
+        options.command = argv[split + 1 :]
+        tool: plugins.Command = options.tool
         with contextlib.ExitStack() as stack:
             if not tool.own_signals:
                 tool.check(options)
@@ -72,6 +70,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _add_tools(tools: Any, wanted: list[str]) -> None:
+    """Adds the parser of the tool that is wanted, or of all to be listed; of these, broken ones are left out."""
+    names = plugins.names(_GROUP)
+    chosen, broken = wanted if wanted and wanted[0] in names else names, []
+    for name in chosen:
+        try:
+            plugins.load(_GROUP, name)(tools)
+        except Exception as error:  # of any package
+            broken.append(error if isinstance(error, UsageError) else plugins.failure(_GROUP, name, error))
+    if broken and len(broken) == len(chosen):
+        raise broken[0]
+    for error in broken:
+        print(f"looplib: warning: {error}", file=sys.stderr)
 
 
 def _import_tensorflow() -> None:

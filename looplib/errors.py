@@ -42,7 +42,7 @@ class CommandError(UsageError):
     """A command of `python -m looplib` was used wrongly, or the program that it was given cannot be started."""
 
 
-class PluginError(UsageError):
+class PluginError(UsageError, AttributeError):  # so that `hasattr(looplib, name)` is False for a part that is missing
     """A part of looplib, or a package that it needs, is not installed. Install the package that the message names."""
 
 

@@ -93,7 +93,10 @@ def run(
         flag.make(defaults.pop(flag.name, flag.default), modes or {} if flag.name == "mode" else ())
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
-    configuration = None if settings or config is None else _configuration()
+    try:
+        configuration = None if settings or config is None else _configuration()
+    except UsageError as error:
+        Session().end(failed(str(error), error))
     own = configuration.FLAGS if configuration else (PRINT_FLAG,)
     for flag in own:
         flag.make(flag.default)
@@ -159,11 +162,10 @@ def _main(binary: _Binary, argv: Sequence[str]) -> None:
 
 
 def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> None:
-    dry_run, preflight, replayer = (
-        plugins.find("looplib.parts", name) for name in ("dry_run", "preflight", "replayer")
-    )
+    preflight, replayer = (plugins.find("looplib.parts", name) for name in ("preflight", "replayer"))
     values = session.values
     if values["dry_run"]:
+        dry_run = plugins.load("looplib.parts", "dry_run")
         redirected = dry_run.redirect(values["strategy"], values["mode"])
         session.temporary = redirected["model_dir"]
         values.update(redirected)

@@ -11,7 +11,8 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
-from looplib.errors import PluginError
+from looplib.errors import PluginError, UsageError
+from looplib.messages import parse_error
 
 
 @functools.cache
@@ -19,39 +20,59 @@ def _all() -> importlib.metadata.EntryPoints:
     return importlib.metadata.entry_points()  # takes about 20 ms, for one group or all
 
 
-def _registered(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    return {one.name: one for one in _all().select(group=group)}
-
-
 def names(group: str) -> list[str]:
     """Returns the names of the plug-ins of a group, such as "looplib.commands", sorted."""
-    return sorted(_registered(group))
+    return sorted(_all().select(group=group).names)
 
 
 def load(group: str, name: str) -> Any:
     """Returns the object of a plug-in, imported now.
 
     Raises:
-      UsageError: if no installed package registers it.
+      UsageError: if no installed package registers it, if two do, or if it cannot be imported.
     """
-    if (found := find(group, name)) is None:
-        others = ", ".join(names(group)) or "none"
-        raise PluginError(
-            f"there is no plug-in {name!r} in {group}; installed are: {others}; install the package that has it, or "
-            "install looplib again"
-        )
-    return found
+    try:
+        return _registered(group, name).load()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise failure(group, name, error) from error
 
 
 def find(group: str, name: str) -> Any | None:
     """Returns the object of a plug-in, imported now, or None if it is not installed."""
-    found = _registered(group).get(name)
+    if name not in names(group):
+        return None
     try:
-        return found.load() if found else None
-    except ModuleNotFoundError as error:
-        if error.name and f"{found.module}.".startswith(f"{error.name}."):  # not a missing dependency
-            return None
+        return load(group, name)
+    except PluginError as error:
+        cause, module = error.__cause__, _registered(group, name).module
+        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{module}.".startswith(f"{cause.name}."):
+            return None  # the plug-in itself is missing, and not a package that it needs
         raise
+
+
+def failure(group: str, name: str, error: Exception) -> PluginError:
+    """Returns the error for a plug-in that is registered, but broken; it names the package that registers it."""
+    entry = _registered(group, name)
+    package = entry.dist.name
+    return PluginError(
+        f"the plug-in {name!r} in {group} is registered by the package {package}, but {entry.value} cannot be used "
+        f"({parse_error(error)}); install {package} again, with the packages that it needs"
+    )
+
+
+def _registered(group: str, name: str) -> importlib.metadata.EntryPoint:
+    found = list(_all().select(group=group, name=name))
+    if not found:
+        raise PluginError(
+            f"there is no plug-in {name!r} in {group}; installed are: {', '.join(names(group)) or 'none'}; install the "
+            "package that has it, or install looplib again"
+        )
+    if len(found) > 1:
+        packages = " and ".join(sorted(entry.dist.name for entry in found))
+        raise PluginError(f"the plug-in {name!r} in {group} is registered by {packages}; uninstall all but one of them")
+    return found[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The other workers that train in step with this one: a plug-in meets and watches them, where there are any."""
 
 import threading
+from collections.abc import Callable
 
 from looplib import plugins
 from looplib.cluster.environment import Cluster
@@ -20,6 +21,9 @@ class Peers:
 
         The thread must need no other worker.
         """
+
+    def let_note(self, end: Callable[[str, str], None]) -> None:
+        """Lets an exit for the failure of another worker write how the run ended: its status, and a sentence."""
 
     def first_cause(self, seconds: float) -> None:
         """Waits some seconds for the news that another worker failed first, with whose cause this process exits here.

@@ -13,7 +13,7 @@ from absl import logging
 
 from looplib import plugins
 from looplib.diagnosis import diagnosis
-from looplib.errors import MissingPartError, WriterError
+from looplib.errors import MissingPartError, SettingError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.page import make_page
 from looplib.report.progress import Progress
@@ -290,16 +290,20 @@ def make_writers(writers: Sequence[Writer | str] | None, model_dir: str | None, 
     """Returns the writers of a run as one.
 
     Args:
-      writers: the user's, or names of some; None for `DEFAULT_WRITERS`, of which those that are not installed, and
-        without a run directory those of files, are left out.
+      writers: the user's, or names of some; None for `DEFAULT_WRITERS`. Of these, those of files are left out without
+        a run directory, and those that are not installed if the writers have all of them.
       model_dir: the run directory, or None.
       check: raises if the run directory is not the run's any more.
 
     Raises:
-      UsageError: for something else among the user's.
+      UsageError: for something else among the user's, or a writer that the user names and that is not installed.
     """
+    if isinstance(writers, str | Writer):
+        raise SettingError(f"writers is {writers!r}; expected a list of writers and of names, such as ['csv']")
+    writers = DEFAULT_WRITERS if writers is None else list(writers)
+    has_defaults = set(DEFAULT_WRITERS) <= {writer for writer in writers if isinstance(writer, str)}
     made, in_files, missing = [], [], []
-    for writer in DEFAULT_WRITERS if writers is None else writers:
+    for writer in writers:
         if isinstance(writer, Writer):
             made.append(writer)
         elif not isinstance(writer, str):
@@ -307,11 +311,12 @@ def make_writers(writers: Sequence[Writer | str] | None, model_dir: str | None, 
         elif writer == "jsonl":
             in_files += [JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))] if model_dir else []
         elif writer not in DEFAULT_WRITERS:
+            make = plugins.load(GROUP, writer)
             if not model_dir:
                 raise MissingPartError(f"the writer {writer!r} needs a run directory; give Controller(model_dir=...)")
-            made.append(plugins.load(GROUP, writer)(model_dir))
+            made.append(make(model_dir))
         elif model_dir or writer == _ON_SCREEN:
-            if make := plugins.find(GROUP, writer):
+            if make := (plugins.find if has_defaults else plugins.load)(GROUP, writer):
                 (made if writer == _ON_SCREEN else in_files).append(make(model_dir))
             else:
                 missing.append(writer)

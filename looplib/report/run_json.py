@@ -22,6 +22,7 @@ import numpy as np
 from absl import logging
 
 from looplib import console, files, folders
+from looplib.cluster import peers
 from looplib.errors import Preempted, UsageError
 from looplib.files import failures, parse_json, read_text
 from looplib.masks import masked, masked_text
@@ -304,12 +305,14 @@ class RunReport:
             self._begin(restored_from)
         self._traceback = ""
         self.write("running")
+        peers.current.let_note(self.write)
         try:
             yield
         except Preempted:
             self.write("preempted")
             raise
         except BaseException as error:
+            peers.current.first_cause(0)  # ends here, and writes that cause, if it is known that another failed first
             self._traceback = masked_text("".join(traceback.format_exception(error)))[-_MOST_TRACEBACK:]
             self.write("failed", gist(error))
             raise

@@ -10,7 +10,9 @@ from cluster_harness import Namespaces
 from conftest import more, repetitions
 
 from looplib.checkpoint import commits
+from looplib.extras.page import run_status
 from looplib.extras.tools.compare import compare
+from looplib.report import run_json
 
 # Long enough to strike in the middle; a step is a collective op of both. Each worker has a pipeline of its own, whose
 # iterator's state is saved.
@@ -76,6 +78,12 @@ def causes(process):
     return re.findall(r"^looplib: error: .*", process.output(), re.M)
 
 
+def assert_written_as_failed(folder, cause):
+    report = run_json.read_report(run_json.path_of(str(folder), trains=True))
+    assert (report["status"], f"looplib: error: {report['error']}") == ("failed", cause)
+    assert run_status.read_status(str(folder)).state == "failed"
+
+
 def compare_with_whole(whole, folder):
     result = compare(whole, folder)
     assert result.differences == [] and result.examples
@@ -98,6 +106,7 @@ def test_an_error_in_one_worker_ends_the_other_with_the_first_error_in_words(nur
         assert "this example is broken" in cause, process.output()
     assert "worker 1" in causes(processes[0])[0]
     assert "Traceback" in processes[1].output()
+    assert_written_as_failed(struck, causes(processes[0])[0])
 
 
 @pytest.mark.parametrize("victim", [0, *more([1])])
@@ -108,6 +117,8 @@ def test_a_killed_worker_ends_the_other(victim, nursery, struck):
     assert found[victim] == -signal.SIGKILL and found[1 - victim] == 1
     (cause,) = causes(processes[1 - victim])
     assert f"worker {victim}" in cause and "died" in cause
+    if victim:  # the chief, which writes the report, has survived
+        assert_written_as_failed(struck, cause)
 
 
 @pytest.mark.parametrize("victim", [1, *more([0])])

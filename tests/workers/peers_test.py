@@ -129,6 +129,23 @@ def test_a_worker_whose_main_thread_hangs_leaves_too(workers, network):
     assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; see its log{AGAIN}", [0, 1])
 
 
+@pytest.mark.parametrize("how", ["killed", "preempted"])
+def test_a_worker_that_leaves_for_the_end_of_another_notes_how_the_run_ended(how, workers, network, tmp_path):
+    workers.tell(0, f"note {tmp_path / 'end'}")
+    workers.tell(2, "note")  # which never ends
+    for index in (0, 2):
+        workers.wait_for(index, "notes")
+    if how == "killed":
+        workers.kill(1)
+        sentence = f"{name(network, 1)} died; see its log{AGAIN}"
+        assert_all_leave(workers, f"looplib: error: {sentence}", [0, 2])
+        assert (tmp_path / "end").read_text() == f"failed | {sentence}"
+    else:
+        workers.tell(1, "preempted")
+        assert workers.codes(15) == [75, 75, 75]
+        assert (tmp_path / "end").read_text() == "preempted | "
+
+
 def test_a_child_that_outlives_its_worker_does_not_hide_the_death(workers, network):
     workers.tell(1, "fork 30")
     workers.wait_for(1, "forked")

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pathlib
 import sys
 import time
 
@@ -52,6 +53,9 @@ def main(join_limit, silence_limit):
                 time.sleep(float(rest))
                 os._exit(0)
             print("forked", flush=True)
+        elif order == "note":  # in a file, or for ever
+            peers.let_note(lambda *end: pathlib.Path(rest).write_text(" | ".join(end)) if rest else time.sleep(1000))
+            print("notes", flush=True)
         elif order == "hang":  # for ever in a write, which holds the lock of standard output
             print("hangs", flush=True)
             sys.stdout = io.TextIOWrapper(io.BufferedWriter(_Stuck()))

@@ -22,6 +22,7 @@ from looplib.extras.peers import rendezvous
 
 _DRAIN = 2.0  # seconds that the last messages have to arrive
 _SAVE = 20.0  # seconds that a save under way has to end; all processes have to exit within a minute of the failure
+_NOTE = 5.0  # seconds that the report of the run has to be written
 _AGAIN = "run the same command on all workers to resume from the newest checkpoint"
 
 
@@ -68,6 +69,7 @@ class WatchedPeers(Peers):
         self._done = threading.Event()  # the others have noted it, or none is left
         self._named = threading.Event()  # another worker has failed, and this process is about to exit
         self._save: threading.Thread | None = None
+        self._note: Callable[[str, str], None] = lambda status, sentence: None
         self._orders: collections.deque[Callable[[], None]] = collections.deque()  # for the thread to call
         self._links = rendezvous.meet(cluster, join_limit, silence_limit)
         self._ear, self._mouth = socket.socketpair()
@@ -78,6 +80,10 @@ class WatchedPeers(Peers):
     def let_end(self, save: threading.Thread) -> None:
         """See `Peers`."""
         self._save = save
+
+    def let_note(self, end: Callable[[str, str], None]) -> None:
+        """See `Peers`."""
+        self._note = end
 
     def first_cause(self, seconds: float) -> None:
         """See `Peers`; silence is noticed after `silence_limit`."""
@@ -213,11 +219,15 @@ class WatchedPeers(Peers):
 
     def _exit(self, cause: _Cause) -> None:
         role = ", the chief," if cause.index == 0 else ""
-        error = "" if cause.code == EXIT_PREEMPTED else "error: "
-        name = f"worker {cause.index} ({self.cluster.workers[cause.index]}){role}"
-        console.last_line(f"looplib: {error}{name} {cause.what}")
+        error, status = ("", "preempted") if cause.code == EXIT_PREEMPTED else ("error: ", "failed")
+        sentence = f"worker {cause.index} ({self.cluster.workers[cause.index]}){role} {cause.what}"
+        console.last_line(f"looplib: {error}{sentence}")
         if self._save:
             self._save.join(_SAVE)
+        # In a thread, because the main one may hold what this needs, such as the lock of a stream or a device.
+        note = threading.Thread(target=self._note, args=(status, sentence if error else ""), daemon=True)
+        note.start()
+        note.join(_NOTE)
         os._exit(cause.code)
 
     def _close(self) -> None:
