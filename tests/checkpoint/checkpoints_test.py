@@ -21,6 +21,7 @@ def test_models_optimizers_and_metrics_are_state_and_plain_attributes_are_not(ke
     assert set(state_of(trainer)) == {"model", "optimizer", "accuracy", "ema"}
 
 
+@pytest.mark.slow(spread=1)
 def test_everything_is_restored(keras, tmp_path):
     """Weights, slots, a variable in a dict, dropout's seeds; the running metrics have a test of their own."""
 
@@ -56,6 +57,7 @@ def test_everything_is_restored(keras, tmp_path):
     assert float(second.extra["ema"]) == 6
 
 
+@pytest.mark.slow
 def test_running_metrics_of_keras_are_in_the_checkpoint(keras, tmp_path):
     """Half a window before the stop and half after it make the metric of a whole window."""
 
@@ -179,6 +181,7 @@ def contained(steps, **settings):
     return trainer
 
 
+@pytest.mark.slow
 def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, caplog):
     whole = contained(12)
     contained(6, model_dir=tmp_path)
@@ -189,6 +192,7 @@ def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, 
     assert "not saved" not in caplog.text
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "scaled"])
 def test_an_optimizer_that_makes_its_variables_late_resumes_in_the_eager_loop(kind, tmp_path):
     legacy = tf_keras.optimizers.legacy
@@ -211,6 +215,7 @@ def test_an_optimizer_that_makes_its_variables_late_resumes_in_the_eager_loop(ki
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow(spread=1)
 def test_variables_that_no_attribute_holds_are_named(caplog, keras):
     hidden = tf.Variable(1.0, name="hidden_scale")
 

@@ -100,6 +100,7 @@ def test_a_controller_goes_to_any_checkpoint_that_is_named(run):
     assert job(run) == (LAST, LAST)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "entry", [{"final_step": True}, {"final_step": "20"}, {"final_step": 10**30}, {"status": "running"}]
 )
@@ -118,6 +119,7 @@ def test_a_damaged_checkpoint_that_is_meant_is_refused(run):
     assert job(run, which="latest") == (LAST, LAST)
 
 
+@pytest.mark.slow
 def test_a_longer_training_continues_from_the_newest_and_is_then_what_jobs_take(run):
     def controller(**start):
         trainer = counting.Counting()

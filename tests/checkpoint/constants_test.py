@@ -97,6 +97,7 @@ def trained(request, tmp_path_factory):
     return keras, path, weights(trainer.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sequential", "functional", "subclass"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_evaluation_and_an_export_compute_with_the_restored_statistics(name, kind, tmp_path):
@@ -110,6 +111,7 @@ def test_an_evaluation_and_an_export_compute_with_the_restored_statistics(name, 
     np.testing.assert_allclose(loaded.serve(tf.constant(X)), by_hand(trainer.model), rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_statistics_of_its_checkpoint(trained):
     keras, path, (kernel, bias) = trained
     trainer = Line(keras, make_model(keras, data=OTHER))
@@ -119,6 +121,7 @@ def test_a_resumed_run_continues_with_the_statistics_of_its_checkpoint(trained):
     assert [part.tolist() for part in weights(trainer.model)] == [kernel.tolist(), bias.tolist()]
 
 
+@pytest.mark.slow(spread=1)
 def test_a_warm_start_trains_with_the_statistics_that_it_takes(trained, tmp_path):
     keras, path, pretrained = trained
     trainer = Line(keras, make_model(keras))
@@ -130,6 +133,7 @@ def test_a_warm_start_trains_with_the_statistics_that_it_takes(trained, tmp_path
     assert run.train(1)["loss"] == pytest.approx(before, rel=1e-4)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_initialize_adapts_is_what_the_step_and_the_data_compute_with(name):
     class Adapts(Line):
@@ -151,6 +155,7 @@ def test_what_initialize_adapts_is_what_the_step_and_the_data_compute_with(name)
     assert run.train(1)["loss"] == pytest.approx(before, rel=1e-4)
 
 
+@pytest.mark.slow(spread=1)
 def test_a_function_that_keeps_earlier_constants_is_refused(trained):
     keras, path, _ = trained
     evaluator = Error(make_model(keras))
@@ -160,6 +165,7 @@ def test_a_function_that_keeps_earlier_constants_is_refused(trained):
         controller(path, evaluator=evaluator)
 
 
+@pytest.mark.slow(spread=1)
 def test_a_layer_that_adapts_in_a_training_is_refused_at_the_next_step(trained):
     keras, _, _ = trained
     trainer = Line(keras, make_model(keras, data=X))
@@ -168,6 +174,7 @@ def test_a_layer_that_adapts_in_a_training_is_refused_at_the_next_step(trained):
         run.train(STEPS)
 
 
+@pytest.mark.slow(spread=1)
 def test_statistics_that_are_the_same_trace_nothing_again(trained, caplog):
     keras, path, _ = trained
     with caplog.at_level(logging.INFO):
@@ -220,6 +227,7 @@ def embedding(keras, kind, words):
     return keras.Model(inputs, keras.layers.Flatten()(embedded))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", ["given", "adapted", "text"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_vocabulary_than_that_of_the_training_is_refused(name, kind, tmp_path):
@@ -260,6 +268,7 @@ class Tables(Line):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_other_tables_and_boundaries_are_refused_by_name(name, tmp_path):
     keras = FAMILIES[name]

@@ -121,6 +121,7 @@ class Saved:
         return found
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 @pytest.mark.parametrize(
     "before, after",
@@ -147,6 +148,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(

@@ -200,6 +200,7 @@ def checkpoint(tmp_path_factory):
     return write
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("offset", [-5, 2**53, 10**30])
 def test_a_position_that_no_run_can_have_is_refused(offset, checkpoint, tmp_path):
     with pytest.raises(UsageError, match=r"the position in the data of .*ckpt-4 is -?\d+ \(step 4, input_offset"):

@@ -49,7 +49,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "keep, expected",
     [
@@ -65,6 +65,7 @@ def test_rules_are_composed_and_the_newest_is_always_kept(keep, expected, tmp_pa
     assert run_scored(tmp_path, 10, *keep) == expected
 
 
+@pytest.mark.slow
 def test_the_best_is_remembered_over_restarts(tmp_path):
     keep = KeepLast(1), KeepBest("eval/score", "max")
     assert run_scored(tmp_path, 3, *keep) == [2, 3]
@@ -77,6 +78,7 @@ def test_the_best_is_remembered_over_restarts(tmp_path):
     assert run_scored(tmp_path, 10, *keep) == [8, 10]
 
 
+@pytest.mark.slow
 def test_foreign_files_are_never_touched(tmp_path):
     """Names close to those of checkpoints, a checkpoint of TensorFlow's own and folders stay as they are."""
     folder = tmp_path / "checkpoints"
@@ -129,7 +131,7 @@ SAVED = {
 }
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_path):
@@ -155,6 +157,7 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_p
         np.testing.assert_array_equal(again.weights()[0], trained[0])
 
 
+@pytest.mark.slow(spread=1)
 def test_an_export_of_normalization_and_dropout_finds_its_places(keras, tmp_path):
     def build():
         layers = keras.layers
@@ -175,6 +178,7 @@ def other_model(keras, units=9):
     return keras.Sequential([keras.layers.InputLayer((toy.NUM_FEATURES,)), keras.layers.Dense(units)])
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "case, sentence",
     [
@@ -228,7 +232,7 @@ def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_p
         np.testing.assert_array_equal(third.weights()[0], second.weights()[0])
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_partial_restore_and_a_warm_start_leave_a_new_head_as_it_is_and_name_it(keras, tmp_path, caplog):
     def build(classes):
         trainer = toy.Regression(keras)
@@ -290,6 +294,7 @@ def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
             toy.controller(make_strategy("default"), trainer, evaluator, **settings).train_and_evaluate(4, 2)
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("text", ["accuracy", "eval/score", "most:eval/score", "max:score"])
 def test_a_best_checkpoint_that_is_asked_for_wrongly_is_answered_with_the_form_of_the_flag(text):
     with pytest.raises(UsageError) as refused:
@@ -323,6 +328,7 @@ def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
             toy.controller(make_strategy("default"), trainer, Metrics(trainer.model), **settings)
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "metric, mode",
     [
@@ -469,6 +475,7 @@ def assert_same_tensors(one, other):
         assert one[key].tobytes() == other[key].tobytes() or one[key].tolist() == other[key].tolist(), key
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_snapshot_holds_what_tensorflow_would_have_saved_at_that_time(name, keras, tmp_path):
     """Dense and sparse updates of the same variables follow before it is written."""
@@ -489,6 +496,7 @@ def test_a_snapshot_holds_what_tensorflow_would_have_saved_at_that_time(name, ke
     assert len(changed) >= 9  # three variables, each with two slots
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_many_snapshots_held_at_once_do_not_disturb_each_other(name, keras, tmp_path):
     run = Embedded(keras, make_strategy(name))
@@ -504,6 +512,7 @@ def test_many_snapshots_held_at_once_do_not_disturb_each_other(name, keras, tmp_
         assert_same_tensors(read(tmp_path / f"expected-{i}"), read(tmp_path / f"found-{i}"))
 
 
+@pytest.mark.slow(spread=1)
 def test_what_a_snapshot_wrote_is_restored_by_tensorflow_alone(keras, tmp_path):
     run, fresh = (Embedded(keras, make_strategy("default")) for _ in range(2))
     run.checkpoint.write(str(tmp_path / "first"))
@@ -556,6 +565,7 @@ def test_another_tensorflow_waits_for_saves_and_refuses_a_partial_restore_in_a_s
         restored.restore(path, RestoreMode.INTERSECTION)
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "saved",
     [

@@ -36,6 +36,7 @@ def test_workers_only():
     assert resolve(tf_config({"worker": ["a:1", "b:2"]})).is_chief
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("kind,index,expected", [("chief", 0, 0), ("worker", 0, 1), ("worker", 1, 2)])
 def test_a_chief_is_the_first_worker_where_there_are_no_parameter_servers(kind, index, expected):
     cluster = resolve(tf_config({"worker": ["a:1", "b:2"], "chief": ["c:3"]}, kind, index))
@@ -43,6 +44,7 @@ def test_a_chief_is_the_first_worker_where_there_are_no_parameter_servers(kind, 
     assert (cluster.index, cluster.is_chief, cluster.chief) == (expected, expected == 0, None)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("kind,index", [("chief", 0), ("worker", 1), ("ps", 0)])
 def test_with_parameter_servers_the_chief_stands_apart(kind, index):
     layout = {"chief": ["c:3"], "worker": ["a:1", "b:2"], "ps": ["p:4"]}
@@ -60,6 +62,7 @@ def test_an_evaluator_stands_beside_the_others(layout):
     assert resolve(tf_config({**layout, "evaluator": ["e:9"]}, "evaluator")).spec == cluster.spec
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("kind,index", [("worker", 1), ("chief", 0), ("ps", 1), ("evaluator", 0)])
 def test_tf_config_says_the_same_again(kind, index):
     layout = {"chief": ["c:3"], "worker": ["a:1", "b:2"], "ps": ["p:4", "p:5"]}
@@ -83,6 +86,7 @@ def test_tensorflow_reads_the_same_from_it():
 WORKERS = {"worker": ["a:1", "b:2"]}
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "environ,words",
     [
@@ -123,6 +127,7 @@ def test_ipv6_addresses_are_taken():
 # Slurm.
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "text,hosts",
     [
@@ -146,6 +151,7 @@ def test_host_lists_are_expanded_as_tensorflow_does():
         assert expand_hostlist(text) == slurm_cluster_resolver.expand_hostlist(text)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("text", ["", "node[1-", "node[a-b]", "a,,b", "node[1-3]]", "a b", "node[]"])
 def test_other_host_lists_are_refused(text):
     with pytest.raises(UsageError, match="cannot be read; expected a form such as"):
@@ -170,6 +176,7 @@ def test_several_tasks_on_a_node_have_a_port_each():
     assert resolve(cyclic).workers == ("a:2222", "b:2222", "a:2223")
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "environ,words",
     [
@@ -239,6 +246,7 @@ def run_sbatch(folder, codes):
     return result.returncode, asked, starts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codes,code,asked,lives",
     [("0", 0, "", 1), ("1,0", 0, "", 2), ("1,1,1,1", 1, "", 4), ("75", 75, "requeue 4711\n", 1)],
@@ -312,6 +320,7 @@ INDEXED = {"JOB_COMPLETION_INDEX": "1", "LOOPLIB_NUM_WORKERS": "4", "LOOPLIB_SER
 JOBSET = {"JOB_COMPLETION_INDEX": "1", "LOOPLIB_NUM_WORKERS": "4", "JOBSET_NAME": "t", "REPLICATED_JOB_NAME": "w"}
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "environ,words",
     [

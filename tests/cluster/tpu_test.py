@@ -30,6 +30,7 @@ class StandInResolver:
         StandInResolver.given = given
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "name, given",
     [
@@ -108,6 +109,7 @@ def topology(x=2, y=2, cores=2):
     return tf.tpu.experimental.Topology(mesh_shape=[x, y, 1, cores], device_coordinates=chips)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("cores, replicas", [(1, 8), (2, 4), (4, 2), (8, 1)])
 def test_each_replica_has_a_compact_block_of_cores_of_its_own(cores, replicas):
     found = tpu.device_assignment(topology(), cores).core_assignment
@@ -146,6 +148,7 @@ def test_the_references_assignment_is_reached_by_setup(monkeypatch):
         runtime.setup("tpu", tpu="mine", tpu_replicas=0)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("cores, replicas", [(3, None), (16, None), (2, 5)])
 def test_what_does_not_fit_is_a_sentence(cores, replicas):
     with pytest.raises(UsageError, match=rf"of {cores} cores do not fit a TPU of 8 cores .2 x 2 x 1 x 2.; use 1, 2, 4"):

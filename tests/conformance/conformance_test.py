@@ -58,6 +58,7 @@ def check_weights(found, expected, exact=False):
         np.testing.assert_array_equal(a, b) if exact else np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("strategy", ["default", "one_device", "mirrored_x2", *more(["mirrored_x4"])], indirect=True)
@@ -85,6 +86,7 @@ def test_a_run_equals_numpy_and_resumes_bit_by_bit(strategy, keras, loop, optimi
 
 
 # Pairs of each option, strategy, family and engine; not all of their product.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, name, family, loop",
     [
@@ -117,7 +119,7 @@ def test_optimizers_that_clip_decay_average_and_accumulate(optimizer, name, fami
     check_weights(resumed.weights(), whole.weights(), exact=True)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, family", [("adam", "tf_keras"), ("accumulate", "keras"), *more([("adam", "keras")])]
 )
@@ -178,8 +180,7 @@ def noisy(strategy, keras, pipeline, steps, model_dir):
     return trainer
 
 
-@pytest.mark.slow(keep=2)
-@pytest.mark.slow(pairs=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["indices", "ordinary"])
 def test_all_that_is_random_resumes_bit_by_bit(strategy, keras, pipeline, tmp_path, caplog):
     whole = noisy(strategy, keras, pipeline, (STOP, STEPS), tmp_path / "whole")
@@ -189,7 +190,7 @@ def test_all_that_is_random_resumes_bit_by_bit(strategy, keras, pipeline, tmp_pa
     assert "cannot be saved" not in caplog.text and "are not saved" not in caplog.text
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, family",
     [

@@ -75,6 +75,7 @@ def test_positions_and_epochs_are_those_of_examples_that_are_counted_one_by_one(
         assert batches.trained(step, epoch) >= examples > batches.trained(step - 1, epoch)
 
 
+@pytest.mark.slow
 @given(lives(), st.sampled_from([1, 2]), st.booleans())
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_pipelines_make_the_batches_that_follow_on_any_number_of_replicas(life, replicas, late):
@@ -114,6 +115,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_continue_with_the_example_that_follows(name):
     # The schedule of the mixture: steps 0 to 5 have 8 examples, those from 6 on 12.
@@ -128,6 +130,7 @@ def test_plans_continue_with_the_example_that_follows(name):
     np.testing.assert_array_equal(np.concatenate([batch[-1] for batch in late.as_numpy_iterator()]), seeds[48:168])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("block", [1, 7, None])
 def test_records_continue_with_the_example_that_follows_however_they_are_read(block):
     records = [b"%d" % i for i in range(300)]
@@ -168,6 +171,7 @@ def start(folder, size, strategy="default", log=None, trainer=None, **others):
     ), trainer  # fmt: skip
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "strategy, settings",
     [("default", {}), ("mirrored_x2", {}), *more([("default", {"loop": "graph"}), ("mirrored_x2", {"loop": "graph"})])],
@@ -193,6 +197,7 @@ def test_a_run_sees_each_example_of_an_epoch_once_whatever_its_batch_sizes_are(s
         assert controller.global_step == 9 + math.ceil((3 * N - 3 * sum(sizes)) / 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine, batch", [("xla", 8), *more([("auto", 8), ("graph", 8)])])
 def test_batches_that_xla_draws_begin_at_the_next_example(engine, batch, tmp_path):
     found = []
@@ -233,6 +238,7 @@ ROLLBACKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])
 @pytest.mark.parametrize("name", ROLLBACKS)
 def test_a_rollback_leaves_out_what_was_read_and_no_more(name, strategy, tmp_path):
@@ -301,6 +307,7 @@ def read_plain(folder, size, end, varies=False, distribute="auto"):
     return sum(trainer.seen, [])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("distribute", ["auto", "tf"])
 def test_a_pipeline_that_skips_leaves_out_the_examples_that_were_read_and_says_so(distribute, tmp_path, caplog):
     first = read_plain(tmp_path, 8, 4, distribute=distribute)

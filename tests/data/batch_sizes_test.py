@@ -53,6 +53,7 @@ LARGE = lambda n: ids(960).repeat().batch(2 * n)
 SMALL = lambda n: ids(960).repeat().batch(n - 1)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("found", ["larger", "smaller"])
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device"])])
@@ -71,6 +72,7 @@ def test_on_every_strategy(distribute, name, found):
         train(trainer, strategy, distribute=distribute)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 def test_in_every_engine(loop):
     with pytest.raises(looplib.UsageError, match="larger batches .* 16 examples on average"):
@@ -81,6 +83,7 @@ def ragged(i):
     return tf.RaggedTensor.from_tensor(dense(i))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("element", [
     lambda i: {"ids": i, "x": dense(i)}, ragged, lambda i: tf.sparse.from_dense(dense(i)), lambda i: (ragged(i), dense(i)),
 ])  # fmt: skip
@@ -105,6 +108,7 @@ def test_it_is_noticed_before_a_save(tmp_path):
 # What is right.
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("make", [
     lambda n: ids(20 * n + 3).batch(n),  # ends with a smaller one

@@ -35,6 +35,7 @@ CASES = [("default", shuffled, 5), ("mirrored_x2", ending, 5)]
 OTHERS = [("default", ending, 1), ("mirrored_x2", shuffled, 1), ("mirrored_x4", ending, 3), ("one_device", ending, 4)]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, make, first", [*CASES, *more(OTHERS)])
 def test_a_run_resumes_from_the_state_of_the_iterator_after_any_call(name, make, first, caplog):
     """No batch that was fetched ahead is left over at the end of a call."""
@@ -66,6 +67,7 @@ def test_batches_are_copied_to_the_device_of_their_replica(name):
         data.end(iterator)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("n", [17, 37])
 def test_every_example_is_evaluated_once(name, n):

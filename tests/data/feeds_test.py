@@ -112,6 +112,7 @@ def read(stream, iterator, steps):
     return taken
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("make", [parallel, interleaved, nested, finite])
 @pytest.mark.parametrize("stop", [*more([1]), 3, 11])
@@ -131,7 +132,7 @@ def test_a_pipeline_resumes_from_its_saved_state(strategy, make, stop, files, ca
     assert f"resumes after step {stop} from its saved state ({len(position)} bytes" in caplog.text
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("make", [parallel, nested])
 def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
     caplog.set_level(logging.INFO, logger="absl")
@@ -144,6 +145,7 @@ def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
     assert read(again, again.iterate(skipped.position(iterator)), 5) == whole[7:]
 
 
+@pytest.mark.slow(spread=1)
 def test_state_outside_of_the_iterator_is_skipped_to(strategy, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     whole = expected(strategy, random, 9)
@@ -165,6 +167,7 @@ def no_shuffle(context):
     return data.map(square, num_parallel_calls=4).prefetch(tf.data.AUTOTUNE)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "changed", [other_elements, no_shuffle, lambda c: parallel(c, buffer=10), *more([lambda c: parallel(c, buffer=30)])]
 )
@@ -225,6 +228,7 @@ def test_a_cache_in_files_is_not_kept(tmp_path, caplog):
     assert cached.position(iterator) is None and "it caches in files" in caplog.text
 
 
+@pytest.mark.slow(spread=1)
 def test_indices_need_no_state(strategy, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     make = lambda context: context.indices(37)
@@ -237,6 +241,7 @@ def test_indices_need_no_state(strategy, caplog):
     assert "resumes after step 5 from its position" in caplog.text and "skipping" not in caplog.text
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("n", [17, *more([24, 29])])
 def test_every_example_is_evaluated_once_in_elements_of_any_kind(strategy, n):
     def every_kind(ids):
@@ -333,6 +338,7 @@ def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     assert "resumes after step 7 by skipping" in caplog.text
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("n, training, steps", [(37, True, 5), (37, False, 5), (33, False, 5), (32, True, 4)])
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default", "one_device", "mirrored_x4"])])
 def test_tf_distribute_hands_out_the_last_batches_alike(name, n, training, steps):
@@ -387,6 +393,7 @@ class Unseeded(toy.Regression):
         return data.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(7, 12, 20), *more([((3, 20),)])])  # an epoch has 4.6 steps
 def test_shuffles_without_a_seed_resume_in_later_epochs_where_the_run_is_seeded(stops, tmp_path):
     def order(folder, *stops):
@@ -403,6 +410,7 @@ def test_shuffles_without_a_seed_resume_in_later_epochs_where_the_run_is_seeded(
     assert len(whole) == 20 and whole == order(tmp_path / "parts", *stops)
 
 
+@pytest.mark.slow(spread=1)
 def test_an_iterator_that_is_let_go_ends_by_itself(strategy):
     def tuned(context):
         data = tf.data.Dataset.range(10**9).map(lambda i: i + 1, num_parallel_calls=tf.data.AUTOTUNE)
@@ -425,6 +433,7 @@ def between_epochs(context, files=None):
     return tf.data.Dataset.range(37).shuffle(37, seed=context.seed).batch(context.per_replica_batch_size).repeat()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("steps", [*more([1, 2, 3, 6, 8, 9]), 4, 5, 7])  # an epoch has 5
 def test_a_position_between_epochs_is_saved_only_if_the_next_epochs_keep_their_order(steps):
     whole = stream(make_strategy("default"), between_epochs)

@@ -58,6 +58,7 @@ def trained(strategy, size, steps, seed=0, **settings):
         return trainer, [event.metrics for event in reports], controller.evaluate()["eval"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2", *more(["mirrored_x4", "one_device"])])
 @pytest.mark.parametrize("size", [12, *more([8, 16])])  # 37 examples: the last batch has 1 (or 5, or 5)
 def test_each_global_batch_is_trained_on_exactly(strategy, size):
@@ -75,6 +76,7 @@ def test_each_global_batch_is_trained_on_exactly(strategy, size):
     assert evaluated["accuracy"] == pytest.approx(toy.numpy_accuracy(weights))
 
 
+@pytest.mark.slow
 def test_a_keras_metric_counts_only_real_examples():
     one, two = (
         [metrics["keras_accuracy"] for metrics in trained(name, 12, 4)[1]] for name in ("default", "mirrored_x2")
@@ -87,6 +89,7 @@ def whole():
     return trained("mirrored_x2", 12, 9)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [5, *more([1, 2, 3, 4, 6, 7, 8])])  # an epoch has 4 steps
 @pytest.mark.parametrize("distribute", ["auto", "tf"])
 def test_a_resumed_run_continues_with_the_next_global_batch(distribute, first, whole, tmp_path):
@@ -99,6 +102,7 @@ def test_a_resumed_run_continues_with_the_next_global_batch(distribute, first, w
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.slow
 def test_finite_data_is_trained_on_to_the_last_example():
     strategy = make_strategy("mirrored_x4")
     with strategy.scope():
@@ -138,6 +142,7 @@ class Collected(looplib.Evaluator):
         self.found += [output["all"] for output in outputs]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_every_structure_are_divided_in_order(kind):
     evaluator = Collected(kind)

@@ -83,6 +83,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert len({tuple(epoch) for epoch in orders}) == 80
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("n", [1, 10_000, *more([3, 257, 1797, 65_537, 1_281_167, 2**40])])
 def test_ids_that_xla_draws_are_those_of_the_pipeline(n):
     c = context(seed=2**31 + 5, num_replicas=2, start_step=n // 3)
@@ -118,6 +119,7 @@ def test_each_call_has_an_order_of_its_own_or_names_the_one_that_it_shares():
         np.testing.assert_array_equal(np.concatenate(parts, axis=1).ravel(), unnamed[1][80:])
 
 
+@pytest.mark.slow
 def test_seeds_and_what_xla_draws_are_those_of_the_call():
     c = context()
     (_, first), (_, second) = (next(iter(c.indices(24, seeds=True))) for _ in range(2))
@@ -142,6 +144,7 @@ def test_a_name_of_an_order_is_a_text_and_of_one_number_of_examples():
         c.indices(24, name=3)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("sizes", [(48, 1000), (1000, 48)])
 def test_an_epoch_of_several_calls_has_each_example_of_all(sizes, caplog):
     class Zipped(toy.Regression):
@@ -169,6 +172,7 @@ def test_an_epoch_that_is_no_number_of_steps_is_refused():
             context().steps_per_epoch = steps
 
 
+@pytest.mark.slow
 def test_fewer_examples_than_a_batch_are_refused_where_none_is_to_repeat():
     few = "asked for 7 examples, and a global batch has 8.*use a global batch size of up to 7.*or pass repeat=True"
     for ask in (
@@ -197,6 +201,7 @@ def test_a_permutation_of_imagenet_size_is_one():
     assert np.abs(np.diff(ids)).mean() == pytest.approx(n / 3, rel=0.01)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("n", [1437, 60_000, *more([1_000_003])])
 def test_the_orders_of_epochs_are_independent(n):
     epochs = [next(iter(context(global_batch_size=n, start_step=epoch).indices(n))).numpy() for epoch in range(6)]
@@ -240,6 +245,7 @@ def test_batches_have_the_size_that_was_asked_for():
     assert next(iter(few)).shape == [2]
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "size, replicas, message",
     [
@@ -300,6 +306,7 @@ def shuffled(context):
     return data.batch(context.per_replica_batch_size, drop_remainder=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])], indirect=True)
 def test_an_ordinary_pipeline_resumes_by_skipping(strategy, tmp_path):
     whole, _ = run(strategy, pipeline(shuffled), 12)
@@ -316,6 +323,7 @@ def test_an_ordinary_pipeline_gives_one_order_on_any_number_of_replicas():
         np.testing.assert_array_equal(np.stack(runs[0].order), np.stack(other.order))
 
 
+@pytest.mark.slow(spread=1)
 @chosen("strategy, loop", [STRATEGIES, ["graph", "eager"]], [("default", "graph"), ("mirrored_x2", "eager")])
 def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path):
     finite = lambda context: examples(32).batch(context.per_replica_batch_size, drop_remainder=True)
@@ -327,6 +335,7 @@ def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path
     assert controller.global_step == 4
 
 
+@pytest.mark.slow(spread=1)
 @chosen(
     "strategy, loop_n_end",
     [STRATEGIES, [(3, 32, 4), (4, 32, 4), (100, 32, 4), (2, 37, 5)]],
@@ -378,6 +387,7 @@ def nothing(i, x, y):
     return i[0] < 0
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -435,6 +445,7 @@ class Behind(looplib.Trainer):
         return metrics
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("stage", BEHIND)
 def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(stage, tmp_path):
     batches = list(BEHIND[stage](context(global_batch_size=4).indices(40)).take(20).as_numpy_iterator())
@@ -448,6 +459,7 @@ def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(
     np.testing.assert_array_equal(np.reshape(seen, [20, 4]), batches)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", DOUBTFUL)
 def test_a_map_that_may_not_repeat_its_results_is_warned_of(kind, tmp_path, caplog, monkeypatch):
     stage, words = DOUBTFUL[kind]

@@ -52,6 +52,7 @@ def expected(ids):
     return {"rows": rows.sum(), "products": (ids[:, None] * rows).sum(), "examples": len(ids)}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("engine", ["graph", "xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("name", ["default", "mirrored_x4", *more(["one_device", "mirrored_x2"])])
 def test_an_evaluation_has_each_row_once(engine, name):
@@ -62,6 +63,7 @@ def test_an_evaluation_has_each_row_once(engine, name):
         assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("change", list(CHANGES)[1:])
 def test_ids_that_do_not_follow_one_another_get_their_own_rows(change):
     data = tf.data.Dataset.range(EXAMPLES).batch(BATCH)
@@ -70,6 +72,7 @@ def test_ids_that_do_not_follow_one_another_get_their_own_rows(change):
         assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("replicas, pipelines", [(1, 1), (4, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("start_step", [0, 1, 3, 30])
 def test_an_evaluation_continues_with_the_ids_behind_a_step(replicas, pipelines, start_step):

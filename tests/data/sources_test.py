@@ -374,6 +374,7 @@ def case(make):
     return whole, rests, log.text, stages
 
 
+@pytest.mark.slow(spread=4)
 @pytest.mark.parametrize("name", [*FEW, *more(REPEATED)])
 def test_resumes_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])
@@ -406,7 +407,7 @@ SEEDS = {
 }
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", SEEDS)
 def test_an_epoch_keeps_its_order_wherever_the_one_before_was_left(name, monkeypatch):
     """By the state where it has all seeds, and else by skipping."""
@@ -432,6 +433,7 @@ def test_a_shuffle_of_files_that_are_all_open_is_explained_and_the_advice_helps(
         assert ("repeat() directly behind that shuffle" in log) == ("by skipping" in log) == (first is once)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", [*(name for name in BY_SKIPPING if name not in SKIP_ALIKE), *more(SKIP_ALIKE)])
 def test_skips_and_says_why(name):
     why, make = BY_SKIPPING[name]
@@ -443,6 +445,7 @@ def test_skips_and_says_why(name):
     assert why in log.partition("a resumed run will skip the data already used: ")[2] and "by skipping" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [False, *more([True])])
 def test_a_run_on_a_csv_file_resumes_exactly(repeated, tmp_path):
     """The case that was seen: one epoch of 80 steps, stopped at step 30 and continued, ended at step 41."""
@@ -464,6 +467,7 @@ def test_a_run_on_a_csv_file_resumes_exactly(repeated, tmp_path):
     assert order("parts", 30, end) == whole
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, make", [
     ("interleave", lambda: numbers(10).interleave(tens(), cycle_length=3, num_parallel_calls=2, deterministic=False)),
     ("sloppy", lambda: numbers(10).apply(X.parallel_interleave(tens(), cycle_length=3, sloppy=True))),
@@ -527,6 +531,7 @@ def test_a_stage_that_is_not_known_and_cannot_be_tried_out_skips(monkeypatch):
     )
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, doubt", [
     ("from_generator", "its Python code depends on its arguments only"),
     ("map, random", "its random ops have seeds"),

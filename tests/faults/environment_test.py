@@ -62,6 +62,7 @@ def tool(python, *arguments, **options):
 # Paths.
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "path, environment, line",
     [
@@ -87,6 +88,7 @@ def test_a_path_that_cannot_be_is_refused_in_a_sentence_and_nothing_is_made(path
     assert sorted(os.listdir(tmp_path)) == found
 
 
+@pytest.mark.slow
 def test_a_tilde_is_the_home_directory_in_every_flag_and_argument(nursery, python, tmp_path):
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
@@ -108,6 +110,7 @@ def test_a_tilde_is_the_home_directory_in_every_flag_and_argument(nursery, pytho
     assert {"run", "predicted", "exported", "second", "page.html"} <= set(os.listdir(home)) and not os.listdir(work)
 
 
+@pytest.mark.slow
 def test_no_home_directory_is_no_cache_and_no_folder_named_tilde(nursery, monkeypatch, tmp_path):
     open_to_all(tmp_path, 0o777)
     environment = {"HOME": None, "LOOPLIB_CACHE": None, "XDG_CACHE_HOME": None}
@@ -144,6 +147,7 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
 # The umask, and secrets.
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("umask", [0o077, 0o027, 0o000], ids=oct)
 def test_files_are_no_wider_than_the_umask_says(umask, nursery, tmp_path):
     folder = tmp_path / "run"
@@ -183,6 +187,7 @@ def secret(nursery, tmp_path_factory):
     return folder, output
 
 
+@pytest.mark.slow
 def test_secrets_are_in_no_file_of_a_run_and_on_no_console(secret):
     folder, output = secret
     assert not shown(output)
@@ -215,6 +220,7 @@ def test_an_error_with_secrets_in_it_is_masked(nursery, tmp_path):
     assert f"{masks.MASK} is wrong at pg://me:{masks.MASK}@host" in last_line(life)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["password", "db.password", "apiKey", "API_KEY", "hf_token", "token", "client-secret",
                                   "aws_secret_access_key", "dbPassword", "auth_tokens", "credentials"])  # fmt: skip
 def test_names_of_secrets(name):
@@ -222,6 +228,7 @@ def test_names_of_secrets(name):
     assert masks.masked({name: ["secret", 3, ""]}) == {name: [masks.MASK, 3, ""]}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["num_tokens", "max_tokens", "pad_token", "tokenizer", "passes", "key", "image_key",
                                   "password_file", "monkey", "tokens"])  # fmt: skip
 def test_names_of_no_secrets(name):
@@ -239,6 +246,7 @@ def test_a_text_is_masked_in_linear_time():
 # Python's options and the locale.
 
 
+@pytest.mark.slow
 def test_optimized_python_in_an_ascii_locale_trains_the_same(trained, tmp_path):
     settings = tmp_path / "settings.yaml"
     settings.write_text("letter: ünï→日本\n", encoding="utf-8")
@@ -261,14 +269,15 @@ def test_python_without_docstrings_is_refused_in_a_sentence(tmp_path):
         [sys.executable, "-OO", "-m", "looplib", "inspect", tmp_path], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.endswith("cannot be imported under python -OO, which leaves out docstrings; use -O (DeviceError)\n"), (
-        done.stderr
-    )
+    assert done.stderr.endswith(
+        "cannot be imported under python -OO, which leaves out docstrings; use -O (DeviceError)\n"
+    ), done.stderr
 
 
 # Another user's files.
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("which", ["run directory", "files"])
 def test_the_files_of_another_user_that_may_not_be_read_are_named(which, trained, nursery, tmp_path):
     open_to_all(tmp_path)
@@ -303,6 +312,7 @@ def test_another_user_predicts_and_exports_from_a_readable_run_into_a_folder_of_
 # Clocks.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", [1.0, 4102444800.0], ids=["1970", "2100"])
 def test_a_run_of_a_clock_that_was_wrong_is_resumed_and_its_events_stay_in_order(
     time, trained, nursery, python, tmp_path
@@ -390,6 +400,7 @@ def test_the_time_of_a_marker_that_cannot_be_is_damage(trained, tmp_path):
 # Limits, and what a process may lack.
 
 
+@pytest.mark.slow
 def test_a_run_without_current_directory_and_standard_input_and_with_few_open_files_is_equal(
     trained, nursery, tmp_path
 ):
@@ -406,6 +417,7 @@ def test_a_run_without_current_directory_and_standard_input_and_with_few_open_fi
     assert life.code() == 2 and "its folder was removed; repeat it by hand" in last_line(life)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_read_only_current_directory_is_equal(trained, nursery, tmp_path):
     work, run = tmp_path / "work", tmp_path / "run"
     work.mkdir(mode=0o555)

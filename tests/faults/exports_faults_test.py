@@ -126,6 +126,7 @@ def best(folder, steps, directory=None):
         controller.train_and_evaluate(steps, 2)
 
 
+@pytest.mark.slow
 def test_what_is_no_export_is_not_removed_although_the_saved_state_names_it(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     best(run, 2, out)
@@ -148,6 +149,7 @@ def test_what_is_no_export_is_not_removed_although_the_saved_state_names_it(tmp_
     assert (out / "step-1" / "thesis.tex").read_text() == (tmp_path / "thesis" / "export.json").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_directory_for_the_best_is_for_one_run(tmp_path):
     out = tmp_path / "out"
     best(tmp_path / "run", 4, out)
@@ -175,6 +177,7 @@ def test_a_dry_run_exports_into_its_own_directory(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["run"] and os.listdir(tmp_path / "run" / "export") == ["step-2"]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["step-4", ""])
 def test_exports_of_a_run_never_follow_a_link(name, tmp_path):
     run, outside = tmp_path / "run", tmp_path / "outside"
@@ -189,6 +192,7 @@ def test_exports_of_a_run_never_follow_a_link(name, tmp_path):
     assert contents(outside) == {"notes": b"mine"}
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_a_training_at_the_export_and_it_resumes(disk, tmp_path):
     whole = tmp_path / "whole" / "export"
     best(whole.parent, 6)

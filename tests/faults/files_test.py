@@ -188,6 +188,7 @@ def test_a_run_stopped_and_started_again_equals_one_that_was_not(folder, whole, 
 KINDS_BY_TURNS = dict(zip([case for case in DAMAGES if case[1] not in PARTS[1:]], itertools.cycle(FILES)))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "kind, damage, how",
     [
@@ -203,7 +204,7 @@ def test_a_damaged_file_of_the_newest_checkpoint_costs_that_checkpoint_only(kind
     check_it_resumes(folder, whole, caplog, 6, [NEWEST])
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=1)
 @each_damage
 def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder, whole, caplog):
     damage(folder / "checkpoints" / "checkpoint", how)
@@ -263,6 +264,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_records_are_kept(fo
     assert compare(whole, folder).differences == []
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "kind, damage, how",
     [
@@ -326,6 +328,7 @@ MOMENTS = [(moment, number % 2 == 0) for number, moment in enumerate(half_writte
 
 
 # Each moment once, by turns with the note that a save is under way and, as an earlier looplib left it, without.
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "moment, noted",
     [

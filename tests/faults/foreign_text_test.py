@@ -138,6 +138,7 @@ def mutate(run, chance):
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_every_tool_answers_for_any_mutation_of_the_texts_of_a_run(run, tmp_path, capsys):
     chance = random.Random(3)
     for number in range(MUTATIONS):
@@ -147,6 +148,7 @@ def test_every_tool_answers_for_any_mutation_of_the_texts_of_a_run(run, tmp_path
         shutil.rmtree(changed)
 
 
+@pytest.mark.slow
 def test_a_start_goes_well_after_any_mutation_of_the_texts_of_a_run(run, tmp_path):
     chance = random.Random(4)
     for number in range(STARTS):
@@ -248,6 +250,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_no_run_has_are_a_short_sentence_at_once(case, tmp_path):
     text, sentence = REFUSED[case]
@@ -265,6 +268,7 @@ def test_aliases_and_merges_of_a_few_values_are_taken():
     assert made == Settings(1e-3, "some words", Part(3, ["some words", "b"]), {"a": 1, "b": 2}, (1, 2.5))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("make", [make_fifo, make_directory, make_endless])
 def test_a_config_file_that_is_no_file_is_refused_at_once(make, tmp_path):
     make(tmp_path / "settings.yaml")
@@ -332,6 +336,7 @@ def test_bad_text_on_a_command_line_ends_in_a_sentence(nursery, tmp_path):
             assert code == 0, output[-500:]
 
 
+@pytest.mark.slow
 def test_jobs_of_a_run_whose_record_somebody_has_forged_end_well(nursery, tmp_path):
     flags = ["--train_steps=1", "--eval_interval=1", "--config.shows"]
     assert nursery.life(tmp_path / "run", *flags).code() == 0
@@ -349,6 +354,7 @@ def test_jobs_of_a_run_whose_record_somebody_has_forged_end_well(nursery, tmp_pa
     assert report["status"] == "done" and report["config"]["letter"] == "" and report["restarts"] == 1
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("value", [1e300, 10**400, float("inf"), float("nan"), "1e999", "9" * 400, True, [], 1e10])
 def test_a_time_that_no_timer_can_wait_for_is_refused(value):
     with pytest.raises(UsageError, match="expected seconds above 0 and up to 1e\\+09"):
@@ -378,6 +384,7 @@ WRONG_REPORTS = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", WRONG_REPORTS)
 @pytest.mark.parametrize("name", ["run.json", "run_eval.json"])
 def test_a_run_record_of_other_types_is_left_out_part_by_part(name, case, folder, run, capsys):
@@ -408,6 +415,7 @@ def test_a_run_record_is_read_by_its_types(tmp_path):
         assert run_json.read_report(str(path)) == {}
 
 
+@pytest.mark.slow
 def test_a_start_takes_the_times_and_the_restarts_from_a_record_whose_old_starts_have_no_room(folder):
     report = json.loads((folder / "run.json").read_text())
     first = report["starts"][0]
@@ -446,6 +454,7 @@ def test_metrics_are_numbers_whatever_the_file_has(tmp_path, caplog):
     assert len(warnings) == 11 and "1006 lines are not records" in warnings[-1].getMessage()
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("content", [b"x" * 200_000, b"step,loss\n" + b"9" * 5000 + b",1\n", b'\xff\0\n"', b"", "FIFO"])
 def test_a_table_of_somebody_else_is_taken_or_refused(content, tmp_path):
     (tmp_path / "csv").mkdir()
@@ -516,6 +525,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_a_line_of_198_mb_takes_little_memory(folder, run, python):
     for name in ("metrics.jsonl", "media.jsonl"):
         with open(folder / name, "ab") as file:
@@ -541,6 +551,7 @@ def test_records_share_the_names_of_their_metrics(run):
     assert len(one) > 2 and {id(name) for name in one} == {id(name) for name in other}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("field", ["command", "program", "strategy", "status"])
 def test_of_a_long_text_in_a_run_record_the_beginning_is_shown(field, folder, run, capsys):
     report, long = json.loads((folder / "run.json").read_text()), "MultiWorker" + "x\n" * 1_500_000

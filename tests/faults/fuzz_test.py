@@ -82,6 +82,7 @@ def mutate_state(run, chance):
         rewrite_run_state(marker, lambda values: mutate_fields(values, chance))
 
 
+@pytest.mark.slow
 def test_no_mutation_of_the_saved_state_hangs_or_crashes_or_touches_anything_else(stopped, victim, tmp_path):
     """With checksums that fit, so that the state itself is read."""
     chance = random.Random(2)

@@ -79,6 +79,7 @@ def untouched(victim):
     assert contents(victim) == before
 
 
+@pytest.mark.slow
 def test_a_marker_names_files_of_its_own_checkpoint_only(folder, victim, caplog):
     path = folder / "checkpoints" / "ckpt-6.commit"
     listed = json.loads(path.read_text())["files"]
@@ -159,6 +160,7 @@ def test_a_link_in_place_of_a_file_is_not_followed(names, folder, victim):
         assert controller.global_step == 10
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("name", ["checkpoints", "checkpoints/set_aside", "train", "eval"])
 def test_a_link_in_place_of_a_folder_is_refused(name, folder, victim):
     path = folder / name
@@ -177,6 +179,7 @@ SIDE_FILES = [
 ]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     "names",
@@ -195,6 +198,7 @@ def test_side_files_never_block_a_start(names, make, folder):
     assert json.loads((folder / "run.json").read_text())["status"] == "done"
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_read_is_kept_aside(folder, caplog):
     (folder / "run.json").write_text('{"starts": [')
     train(folder, 7)
@@ -211,6 +215,7 @@ def test_a_fifo_blocks_no_start_of_a_directory_that_is_given_as_a_url(nursery, t
     assert life.code() == 0, life.output()
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["ckpt-6.commit", "ckpt-6.index", "ckpt-6.data-00000-of-00001"])
 def test_a_file_of_a_checkpoint_that_is_none_is_damage(name, make, folder, capsys):
@@ -222,6 +227,7 @@ def test_a_file_of_a_checkpoint_that_is_none_is_damage(name, make, folder, capsy
     check_damage(folder)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, make", [("ckpt-6.commit", make_directory), ("ckpt-6.index", make_fifo)])
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(name, make, folder):
     (folder / "checkpoints" / name).unlink()
@@ -296,6 +302,7 @@ def left(python, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
     shutil.copytree(left, folder, dirs_exist_ok=True)
     checkpoints = folder / "checkpoints"
@@ -401,6 +408,7 @@ def fault(what, folder):
     return strike
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("what", ["lock removed", "lock replaced", "moved", "removed", "made again"])
 def test_a_directory_that_is_not_its_own_any_more_ends_a_training(what, tmp_path):
     folder = tmp_path / "run"
@@ -430,6 +438,7 @@ def test_a_directory_is_recognized_by_another_spelling(tmp_path, monkeypatch):
     assert [r["step"] for r in read_jsonl(str(tmp_path / "run/metrics.jsonl"))] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("name", ["[a]", "a[", "b\\c", "d*e", "f?g"])
 def test_a_name_that_tensorflow_takes_for_a_pattern_is_refused_at_the_start(name, tmp_path):
     with pytest.raises(UsageError, match="in its name, which TensorFlow interprets as a file pattern"):
@@ -482,6 +491,7 @@ def test_records_that_other_processes_append_while_one_rewrites_are_not_lost(tmp
 # A failed step.
 
 
+@pytest.mark.slow(spread=1)
 def test_after_a_failed_step_nothing_is_saved_or_trained_on_before_a_restore(keras, tmp_path):
     """A step that updates one variable and fails before the next one."""
 

@@ -54,12 +54,14 @@ WRITERS = {
 }
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_full_disk(writer, disk):  # noqa: F811
     fill(disk)
     check(raised(lambda: WRITERS[writer](disk / "file")), disk / "file", "free space on that disk")
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_read_only_file_system(writer, disk):  # noqa: F811
     if subprocess.run(["mount", "-o", "remount,ro", str(disk)]).returncode:
@@ -68,6 +70,7 @@ def test_a_read_only_file_system(writer, disk):  # noqa: F811
     check(raised(lambda: WRITERS[writer](disk / "file")), disk / "file", cure)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("writer", ["whole", "by TensorFlow"])
 @pytest.mark.parametrize(
     "make, cure",
@@ -148,6 +151,7 @@ def test_a_program_that_runs(tmp_path):
         process.wait()
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "error",
     [

@@ -211,6 +211,7 @@ def write(writers, steps):
             writer.write(step, "train", {"loss": step})
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("options", RUNS.values())
 def test_records_that_a_resume_rewrites_or_finds_survive_a_cut(options, tmp_path):
     """Void ones, which are kept beside them, too; and those of a process that was killed before it could sync them."""

@@ -103,6 +103,7 @@ DAMAGES = {
 FEW = ["removed", "a bit flipped", "a link", "a FIFO", "swapped with another", "grown to 60 GB"]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "damage, kind",
     [*((damage, "jsonl") for damage in FEW), ("truncated", "tfrecord"), ("emptied", "parquet")]
@@ -129,6 +130,7 @@ def test_two_damaged_pieces_and_the_first_and_the_last_are_predicted_again(copy,
     assert contents(folder) == contents(whole["jsonl"])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["piece-00099.jsonl", "piece-00001.parquet", "piece-\udcff"])
 def test_what_is_no_piece_but_looks_like_one_is_named_and_left_where_it_is(name, copy, whole):
     folder = copy()
@@ -176,6 +178,7 @@ FORGED = {
 EQUAL = ("a size of a whole disk", "an unknown field")
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("how", FORGED)
 def test_a_forged_index_is_refused_in_a_sentence_or_changes_nothing(how, copy, whole, victim):
     folder = copy()
@@ -194,7 +197,7 @@ def test_a_forged_index_is_refused_in_a_sentence_or_changes_nothing(how, copy, w
     assert not (refused and how in EQUAL), refused
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("make", [*MAKE, lambda path: path.symlink_to(path.parents[2] / "victim" / "_index.json")])
 def test_something_else_in_the_place_of_the_index_is_refused_in_a_sentence(make, copy, victim):
     folder = copy()
@@ -206,6 +209,7 @@ def test_something_else_in_the_place_of_the_index_is_refused_in_a_sentence(make,
         again(folder.parent)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "make", [make_fifo, make_directory, lambda path: path.symlink_to(path.parents[2] / "victim" / "_lock")]
 )
@@ -222,6 +226,7 @@ def test_something_else_in_the_place_of_the_lock_is_refused_in_a_sentence(make, 
     assert contents(folder) == contents(whole["jsonl"])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["predictions", "predictions/eval"])
 def test_a_folder_of_predictions_that_is_a_link_is_refused(name, tmp_path, victim, nursery, trained):
     run = shutil.copytree(trained, tmp_path / "run")
@@ -238,6 +243,7 @@ def test_a_folder_of_predictions_that_is_a_link_is_refused(name, tmp_path, victi
     assert life.code() == 1 and "is a symbolic link" in last_line(life)
 
 
+@pytest.mark.slow
 def test_no_mutation_of_an_index_or_of_names_of_pieces_hangs_or_crashes_or_is_accepted_in_silence(copy, whole, victim):
     chance, expected = random.Random(4), contents(whole["jsonl"])
     outcomes = {"equal": 0, "refused": 0}
@@ -307,6 +313,7 @@ def wait_for_a_piece(life, folder):
         assert time.monotonic() < until and not life.ended(0.005), life.output()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jsonl", "tfrecord", "parquet"])
 def test_a_prediction_killed_between_and_in_its_pieces_ends_equal_and_leaves_nothing_else(
     kind, nursery, trained, undisturbed, tmp_path
@@ -347,6 +354,7 @@ def test_a_prediction_killed_between_and_in_its_pieces_ends_equal_and_leaves_not
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.slow
 def test_a_second_prediction_is_refused_by_name_and_another_output_and_a_killed_one_disturb_nobody(
     nursery, trained, undisturbed, tmp_path
 ):
@@ -370,6 +378,7 @@ def test_a_second_prediction_is_refused_by_name_and_another_output_and_a_killed_
     assert contents(tmp_path / "one" / "eval") == undisturbed["jsonl"]
 
 
+@pytest.mark.slow
 def test_two_predictions_started_at_once_are_one_that_writes_and_one_that_is_refused(
     nursery, trained, undisturbed, tmp_path
 ):
@@ -380,6 +389,7 @@ def test_two_predictions_started_at_once_are_one_that_writes_and_one_that_is_ref
     assert contents(tmp_path / "eval") == undisturbed["jsonl"]
 
 
+@pytest.mark.slow
 def test_a_prediction_beside_a_training_and_an_evaluation_beside_a_prediction_disturb_nobody(nursery, tmp_path):
     run = tmp_path / "run"
     training = nursery.life(run, *LONG, "--config.state_mb=0.01")

@@ -2,11 +2,13 @@
 
 import os
 
+import pytest
 from random_faults import trials
 
 FAULTS = int(os.environ.get("LOOPLIB_FAULTS", 20))
 
 
+@pytest.mark.slow
 def test_after_random_faults_the_end_the_next_start_and_the_surroundings_are_right(nursery, tmp_path):
     for parent in tmp_path.parents:
         parent.chmod(parent.stat().st_mode | 0o001)  # some starts are of another user

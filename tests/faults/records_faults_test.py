@@ -90,6 +90,7 @@ def put(kind, path):
         path.symlink_to(kind)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", ["FIFO", "directory", "socket", "/dev/null", "/dev/zero"])
 def test_only_a_regular_file_is_read_as_records(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -105,6 +106,7 @@ def test_only_a_regular_file_is_read_as_records(kind, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_link_to_data_is_read_and_one_to_nothing_is_named(name, tmp_path):
     (tmp_path / "data").mkdir()
@@ -117,6 +119,7 @@ def test_a_link_to_data_is_read_and_one_to_nothing_is_named(name, tmp_path):
         opened(f"{tmp_path}/[a].{name[2:]}")
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_of_no_bytes_is_said_and_the_others_are_read(name, tmp_path, caplog):
     caplog.set_level("WARNING", logger="absl")
@@ -226,6 +229,7 @@ FORGED = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["a.tfrecord", "a.txt"])
 def test_an_index_that_does_not_fit_its_file_is_made_again(name, indexed, caplog):
     path, place, good = indexed(name)
@@ -315,6 +319,7 @@ def test_an_index_of_a_file_that_was_rewritten_with_its_time_is_made_again(index
         caplog.clear()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["a.tfrecord", "a.txt"])
 def test_a_few_wrong_offsets_of_an_index_are_not_counted_as_damaged_records(name, indexed, tmp_path):
     path, place, good = indexed(name)
@@ -360,6 +365,7 @@ def test_of_a_sparse_index_of_60_gigabytes_no_more_is_read_than_fits(indexed, py
         assert place.read_bytes() == good
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("what", ["link", "link to an index", "FIFO", "directory", "dangling", "/dev/zero", "socket"])
 def test_what_stands_in_place_of_an_index_is_not_followed_or_waited_for(what, indexed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -380,6 +386,7 @@ def test_what_stands_in_place_of_an_index_is_not_followed_or_waited_for(what, in
         assert place.read_bytes() == good and not place.is_symlink()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("what", ["link", "FIFO", "directory", "dangling", "socket"])
 def test_what_stands_in_place_of_the_lock_of_an_index_is_not_followed_or_waited_for(
     what, indexed, tmp_path, monkeypatch
@@ -433,6 +440,7 @@ def test_two_processes_that_make_an_index_at_once_leave_a_whole_one(indexed, pyt
     assert sorted(other.name for other in place.parent.iterdir()) == sorted([place.name, path.name])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("cache", ["absent", "a file", "FIFO", "link", "full of directories", os.devnull])
 def test_a_folder_that_cannot_be_written_takes_the_cache_directory_or_none(cache, indexed, tmp_path, monkeypatch):
     """The place beside the data is taken by a directory, as root may write to any folder."""
@@ -466,6 +474,7 @@ def length_of(count):
     return raw + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("count", [2**40, 2**60, 2**63, 2**64 - 16, 2**64 - 1])
 def test_a_length_that_no_file_has_is_named(count, tmp_path):
     path = tmp_path / "a.tfrecord"
@@ -603,6 +612,7 @@ def by_a_folder(path):
 CHANGES = (truncated, appended, replaced, pathlib.Path.unlink, by_a_fifo, by_a_folder)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("training", [True, *more([False])])
 def test_a_file_that_changes_inside_an_epoch_ends_it_in_a_sentence(name, training, tmp_path, monkeypatch):
@@ -627,6 +637,7 @@ def test_a_file_that_changes_inside_an_epoch_ends_it_in_a_sentence(name, trainin
         tmp_path.mkdir()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", READ_BY_LOOPLIB)
 def test_a_file_that_is_replaced_before_it_is_opened_is_not_waited_for(name, tmp_path):
     for change in CHANGES:
@@ -741,6 +752,7 @@ NOTES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", NOTES)
 def test_the_count_of_damaged_records_over_restarts_is_that_of_an_undisturbed_run(what, undisturbed, tmp_path):
     path, run = damaged(tmp_path / "a.tfrecord"), tmp_path / "run"
@@ -753,6 +765,7 @@ def test_the_count_of_damaged_records_over_restarts_is_that_of_an_undisturbed_ru
         train(run, path, 45, most=2)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("what", ["link", "FIFO", "file"])
 def test_notes_of_damaged_records_are_written_inside_of_the_run_directory(what, tmp_path, caplog):
     path, run, victim = damaged(tmp_path / "a.tfrecord"), tmp_path / "run", tmp_path / "victim"
@@ -782,6 +795,7 @@ def test_notes_that_cannot_be_written_are_counted_in_the_process_and_said(undist
         train(tmp_path / "other", path, 30, most=2)
 
 
+@pytest.mark.slow
 def test_no_record_that_a_filter_leaves_out_comes_in_place_of_a_damaged_one(tmp_path):
     path, other = damaged(tmp_path / "a.tfrecord"), write(tmp_path / "b.tfrecord", 100, 1000)
     chosen = np.arange(TOTAL) % 4 == 3  # with 3, but not 4; without 17 and 150

@@ -143,6 +143,7 @@ def test_a_folder_that_goes_while_it_is_watched_leaves_a_line(
     assert capsys.readouterr().out.count("there is no run in") == 3
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("interval", ["nan", "inf", "-1", "0", "1e300"])
 def test_an_interval_that_is_no_time_is_refused(
     interval: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture

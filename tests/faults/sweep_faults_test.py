@@ -160,6 +160,7 @@ DATABASES = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", DATABASES)
 def test_a_damaged_database_is_a_sentence_and_without_it_the_trials_continue(
     case: str, folder: pathlib.Path, victim: pathlib.Path, program: str, capsys: pytest.CaptureFixture
@@ -210,6 +211,7 @@ FORGED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", FORGED)
 def test_a_database_with_what_no_sweep_writes_is_a_sentence(
     case: str, folder: pathlib.Path, program: str, capsys: pytest.CaptureFixture
@@ -267,6 +269,7 @@ BESIDE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", BESIDE)
 def test_what_stands_in_the_place_of_a_file_is_named_and_the_sweep_resumes_without_it(
     case: str, folder: pathlib.Path, victim: pathlib.Path, program: str, capsys: pytest.CaptureFixture
@@ -303,6 +306,7 @@ METRICS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_no_finite_number_fails_its_trial_alone(tmp_path: pathlib.Path, program: str) -> None:
     values = ",".join(METRICS)
     assert main(of_a_sweep(tmp_path / "all", program, "--rate=1", f"--value={values}")) == EXIT_DONE
@@ -313,6 +317,7 @@ def test_a_metric_that_is_no_finite_number_fails_its_trial_alone(tmp_path: pathl
         assert code == EXIT_DONE or rows[value]["error"] == "eval/score is not a finite number at the end"
 
 
+@pytest.mark.slow
 def test_steps_that_are_none_stop_no_rule_that_compares_them(tmp_path: pathlib.Path, program: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(pathlib.Path(program).read_text().replace('"step": 1', '"step": %s').replace(
@@ -325,6 +330,7 @@ def test_steps_that_are_none_stop_no_rule_that_compares_them(tmp_path: pathlib.P
         assert sorted(row["state"] for row in csv.DictReader(file)) == ["done", "done", "failed", "failed"]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("make", [os.mkfifo, pathlib.Path.mkdir, link_outside])
 def test_metrics_that_cannot_be_read_fail_their_trial_by_name(
     make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture
@@ -385,6 +391,7 @@ def test_two_checks_in_one_directory_the_second_is_refused(
     assert not runs.run(["true"], str(tmp_path / "run"), 10).killed
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("make", [link_outside, os.mkfifo, pathlib.Path.mkdir])
 def test_a_log_of_a_check_that_leads_elsewhere_is_refused(
     make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path, victim: pathlib.Path
@@ -491,6 +498,7 @@ def fill(folder: pathlib.Path, leave: int) -> pathlib.Path:
     return path
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("moment", ["before the first start", "in a trial", "between two starts", "in the results"])
 def test_a_full_disk_ends_a_sweep_with_a_sentence_and_it_resumes_once_there_is_space(
     moment: str, disk: pathlib.Path, begun: pathlib.Path, program: str, capsys: pytest.CaptureFixture
@@ -519,6 +527,7 @@ def test_a_full_disk_ends_a_sweep_with_a_sentence_and_it_resumes_once_there_is_s
     assert table(folder) == WHOLE
 
 
+@pytest.mark.slow
 def test_runs_that_train_on_a_disk_that_gets_full_resume_once_there_is_space(
     disk: pathlib.Path, tmp_path: pathlib.Path, python: str
 ) -> None:

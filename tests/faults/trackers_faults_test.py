@@ -137,6 +137,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], float]:
     return records(directory / "run"), time.monotonic() - started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("way", ["dies", "hangs", "fails", "resets", "is slow"])
 def test_a_server_in_trouble_costs_a_run_a_bounded_wait_and_one_warning(
@@ -215,6 +216,7 @@ FILES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FILES)
 def test_tables_that_somebody_else_has_put_there_cost_the_table_at_most(
     case: str, whole: tuple[list[dict], float], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture

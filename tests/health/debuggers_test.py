@@ -80,6 +80,7 @@ class Terminal:
         return self.process.wait(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what, prompt, leave",
     [

@@ -133,6 +133,7 @@ def numpy_weights(left_out, steps):
     return toy.numpy_losses_and_weights([ids for number, ids in batches if number not in left_out], "adam")[1]
 
 
+@pytest.mark.slow(spread=1)
 @cases(
     ("input", "default", "keras"),
     ("loss", "xla", "tf_keras"),
@@ -161,6 +162,7 @@ def test_a_nan_that_a_relu_hides_from_the_loss_is_found_in_the_gradient(tmp_path
             controller.train(20)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("bad", [[np.nan], [np.inf], [np.inf, -np.inf]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", *more(["float16", "bfloat16", "float64"])])
@@ -187,6 +189,7 @@ def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape,
             gradient.ravel()[-len(bad) :] = 1
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("bad", [3, 5, 6])
 def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
     shapes = [(3,), (2, 2), (3,), (3,), (100, 90), (3,), (), (3,), (2, 2)]  # five of one shape, two of another
@@ -219,6 +222,7 @@ def test_a_bad_update_in_the_last_step_of_all_is_found_without_a_directory():
         run(make_strategy("default"), "weight", bad_steps=(20,))
 
 
+@pytest.mark.slow
 @cases(
     ("input", "mirrored_x2", "tf_keras"),
     ("loss", "default", "keras"),
@@ -238,7 +242,7 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, place, ker
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where, keras",
     [
@@ -292,7 +296,7 @@ def losses_of_a_whole_run(name, policy):
 CHANGES = [("halt", "skip"), ("skip", "rollback"), ("off", "skip")]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after, name",
     [
@@ -317,6 +321,7 @@ def test_skipping_ends_where_nothing_else_is_left():
         )
 
 
+@pytest.mark.slow(spread=1)
 @cases(
     ("loss", "mirrored_x2", "tf_keras"),
     ("weight", "xla", "keras"),
@@ -340,6 +345,7 @@ def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, place, 
     assert (back["step"], back["to"]) == (bad, 5) and "finite" in back["reason"]
 
 
+@pytest.mark.slow
 def test_the_budget_of_rollbacks_is_kept_in_the_state(tmp_path):
     guards = looplib.Guards(non_finite="rollback", rollbacks=2)
     bad = dict(guards=guards, model_dir=tmp_path, bad_steps=(7, 20, 33))
@@ -370,6 +376,7 @@ def test_a_variable_that_is_meant_to_be_infinite_is_no_trouble(tmp_path):
     toy.controller(make_strategy("default"), trainer, model_dir=tmp_path).train(3)
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("largest", [2.0, 1e30])  # the square of the second is too large for float32
 def test_a_check_of_the_state_names_what_is_not_finite_each_time(largest, traced):

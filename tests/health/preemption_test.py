@@ -88,7 +88,7 @@ def finish(tmp_path, steps=40, **settings):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow(keep=2)  # each other signal has a test below
+@pytest.mark.slow(keep=1)  # each other signal has a test below
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("signum", preemption.SIGNALS)
 def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path):
@@ -110,6 +110,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
         finish(tmp_path)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("ends", [False, True])
 def test_the_current_step_of_many_ops_ends_not_the_loop(ends, monkeypatch):
     monkeypatch.setattr(device_loop, "_MANY_OPS", 0)
@@ -123,7 +124,7 @@ def test_the_current_step_of_many_ops_ends_not_the_loop(ends, monkeypatch):
     assert 5 <= controller.global_step <= 8
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["graph", "xla"])
 def test_fast_steps_stop_within_a_fraction_of_a_second_too(loop):
     trainer = Quiet()
@@ -147,6 +148,7 @@ def test_handlers_are_put_back_and_a_later_training_goes_on():
     assert controller.global_step == step + 3
 
 
+@pytest.mark.slow
 def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     class Slow(toy.RegressionEvaluator):
         def step_fn(self, inputs):
@@ -405,7 +407,7 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
 REPEATED = [signal.SIGXCPU, signal.SIGUSR2, signal.SIGHUP, signal.SIGUSR1]
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("signum", REPEATED)
 def test_a_hangup_or_notice_that_comes_again_changes_nothing(signum, python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)
@@ -414,12 +416,14 @@ def test_a_hangup_or_notice_that_comes_again_changes_nothing(signum, python, tmp
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
+@pytest.mark.slow
 def test_a_signal_that_was_ignored_when_the_process_started_stays_ignored(python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, REPEATED, ignored=REPEATED)
     assert code == 0, errors
     assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
     """In Python, and in C, where only the operating system knows of it; in the training and after it."""
@@ -475,6 +479,7 @@ def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(pytho
     assert float(errors.rpartition("left out: ")[2].split()[0]) > 2.5, errors
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("first", preemption.SIGNALS)
 def test_a_second_interrupt_while_python_runs_raises_too(first):
     def act(event):

@@ -63,6 +63,7 @@ def run(model_dir, steps, eval_interval=7, strategy=DEFAULT, trainer_class=Quiet
     return trainer, controller, result
 
 
+@pytest.mark.slow
 def test_saves_evaluations_and_summaries_come_at_exact_multiples(tmp_path):
     _, controller, result = run(tmp_path, 45)
     assert controller.global_step == 45
@@ -76,6 +77,7 @@ def test_saves_evaluations_and_summaries_come_at_exact_multiples(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_training_metrics_cover_the_whole_window_between_summaries(tmp_path):
     """A save or an evaluation inside a window of steps takes nothing from its mean."""
     trainer, _ = toy.build(DEFAULT)
@@ -172,6 +174,7 @@ def fail_at_evaluation(event):
         raise RuntimeError("disk of the evaluation")
 
 
+@pytest.mark.slow
 def test_initialize_is_called_once_in_the_life_of_a_run(tmp_path):
     calls = []
 
@@ -270,6 +273,7 @@ def broken_step(self, inputs):
     raise KeyError("no such feature")
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_does_so_before_the_first_step_and_harms_nothing(tmp_path):
     run(tmp_path, 14)
     before = sorted(os.listdir(tmp_path / "checkpoints"))
@@ -288,6 +292,7 @@ def test_an_evaluator_that_raises_does_so_before_training():
         toy.controller(DEFAULT, trainer, broken)
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_another_model_are_refused_and_kept(tmp_path):
     run(tmp_path, 7)
     before = {name: (tmp_path / "checkpoints" / name).read_bytes() for name in os.listdir(tmp_path / "checkpoints")}
@@ -344,6 +349,7 @@ def test_a_model_outside_the_strategys_scope_is_refused(keras):
         toy.controller(DEFAULT, trainer, evaluator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_a_model_without_variables_trains_where_tensorflow_can_and_else_is_a_sentence(keras, tmp_path):
     class Unbuilt(Quiet):
@@ -366,6 +372,7 @@ def test_an_evaluators_own_copy_of_the_model_is_refused():
         toy.controller(DEFAULT, trainer, evaluator)
 
 
+@pytest.mark.slow(spread=4)
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -384,6 +391,7 @@ def test_bad_settings_are_sentences(settings, message):
         flat_config.controller(**settings)
 
 
+@pytest.mark.slow(spread=4)
 @pytest.mark.parametrize("name", ["rates", "own_actions", "own_steps_per_loop"])
 @pytest.mark.parametrize("base", [toy.Regression, toy.RegressionEvaluator])
 def test_what_only_an_adapter_has_is_refused_without_one(base, name):
@@ -394,6 +402,7 @@ def test_what_only_an_adapter_has_is_refused_without_one(base, name):
         toy.controller(DEFAULT, trainer, evaluator)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("interval", [0, -5, 2.5])
 def test_bad_intervals_are_sentences(interval):
     with pytest.raises(looplib.UsageError, match="every_steps is .*; expected a whole number of at least 1"):
@@ -461,6 +470,7 @@ def test_an_evaluation_job_without_a_checkpoint_is_a_sentence(tmp_path):
         ).evaluate()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("call", [lambda c: c.train(20), lambda c: c.restore_checkpoint()])
 def test_an_action_cannot_train_or_restore_inside_a_training(call, tmp_path):
     with pytest.raises(looplib.UsageError, match="called by an action inside a training"):
@@ -525,6 +535,7 @@ class TwoModels(Quiet):
         return {"loss": losses}
 
 
+@pytest.mark.slow
 def test_several_models_train_on_several_replicas_once_their_optimizer_is_built(tmp_path):
     strategy = make_strategy("mirrored_x2")
     loop = repetitions("eager", "graph")

@@ -14,6 +14,7 @@ from looplib.data.input_context import per_replica_batch_size
 from looplib.messages import whole_number
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "value", [7, np.int64(7), np.uint8(7), np.array(7), tf.constant(7)], ids=lambda v: type(v).__name__
 )
@@ -21,12 +22,14 @@ def test_whole_numbers_of_any_type_are_taken_as_ints(value):
     assert whole_number("x", value) == 7 and type(whole_number("x", value)) is int
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("value", [True, np.True_, 7.0, np.float32(7), "7", None, 0, [7]])
 def test_all_else_is_refused_in_a_sentence(value):
     with pytest.raises(UsageError, match="^x is .*; expected a whole number of at least 1$"):
         whole_number("x", value)
 
 
+@pytest.mark.slow
 def test_numpy_integers_are_taken_everywhere(tmp_path):
     n = np.int64
     trainer, evaluator = toy.build(make_strategy("default"))
@@ -50,6 +53,7 @@ def test_numpy_integers_are_taken_everywhere(tmp_path):
     runtime.setup("one_device", seed=n(7), num_virtual_devices=n(1))
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "settings, name",
     [
@@ -65,6 +69,7 @@ def test_the_controller_refuses_what_is_no_whole_number(settings, name):
         toy.controller(make_strategy("default"), trainer, **settings)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("steps", [0, True, 2.5, np.float64(2)])
 def test_numbers_of_steps_are_checked_alike(steps):
     trainer, evaluator = toy.build(make_strategy("default"))

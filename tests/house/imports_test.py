@@ -46,6 +46,7 @@ print("all", *sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_default_binary_imports_nothing_heavy_besides_what_keras_does_and_the_digits():
     done = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, check=True)
     added, binary = (set(line.split()[1:]) for line in done.stdout.splitlines()[-2:])
@@ -76,6 +77,7 @@ print("extras", *[name for name in sys.modules if name.startswith("looplib.extra
     return collects.split()[-2:], extras.split()
 
 
+@pytest.mark.slow
 def test_importing_leaves_the_garbage_collector_as_it_was(imported):
     assert imported[0] == ["False", "True"]
 

@@ -200,6 +200,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_sentence_and_code_1(case, nursery, tmp_path):
     arguments, sentence = BAD[case]

@@ -39,6 +39,7 @@ def report(folder, name="run.json"):
 # Restoring.
 
 
+@pytest.mark.slow
 def test_restoring_to_evaluate_changes_nothing_on_disk(tmp_path):
     with build(tmp_path) as controller:
         controller.train_and_evaluate(8, 4)
@@ -120,6 +121,7 @@ def test_an_explicit_save_holds_what_was_assigned_and_returns_its_own_path(tmp_p
 # One writer.
 
 
+@pytest.mark.slow
 def test_a_second_controller_of_one_directory_closes_the_first(tmp_path, caplog):
     first = build(tmp_path)
     first.train(3)
@@ -228,6 +230,7 @@ def test_what_a_checkpoint_calls_reported_is_on_the_disk_before_its_marker_is(tm
 # The step.
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(name, tmp_path):
     strategy = make_strategy(name)
@@ -316,6 +319,7 @@ def test_an_action_with_half_a_memory_is_refused(method, missing):
         build(None, actions=[kind()])
 
 
+@pytest.mark.slow
 def test_an_action_goes_back_with_the_checkpoint(tmp_path):
     action = Patience(99)
     with build(tmp_path, actions=[action]) as controller:
@@ -358,6 +362,7 @@ def trained(folder, keras, rate, steps, change=None):
     return trainer
 
 
+@pytest.mark.slow
 def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     """As in a run whose learning rate is set to it at that step; and run.json says what was and what is."""
     trained(tmp_path, keras, 0.05, 3)
@@ -382,6 +387,7 @@ def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     assert "learning rate" not in caplog.text and "settings changed" not in caplog.text
 
 
+@pytest.mark.slow(spread=1)
 def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_path, caplog):
     trained(tmp_path, keras, 0.05, 3, change=0.02)
     assert rate_of(trained(tmp_path, keras, 0.05, 6)) == pytest.approx(0.02)
@@ -391,6 +397,7 @@ def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_
     )
 
 
+@pytest.mark.slow
 def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
     @dataclasses.dataclass
     class Config:

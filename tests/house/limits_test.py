@@ -54,6 +54,7 @@ def test_durations():
             duration("max_time", value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threaded", [False, True])
 def test_a_training_that_reaches_its_time_saves_and_continues_exactly(threaded, tmp_path):
     """In the middle of a loop; and in a thread, where there are no signals."""
@@ -124,6 +125,7 @@ def first_batch(strategy):
     return trainer.order[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_every_step_gets_the_first_batch_also_after_a_restart(name, tmp_path):
     strategy = make_strategy(name)
@@ -152,6 +154,7 @@ class Piped(toy.Regression):
         return ids.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_pipeline_that_ends_repeats_its_first_batch(name, tmp_path):
     strategy, order = make_strategy(name), []
@@ -198,6 +201,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_sentence_and_leaves_nothing(case, python, tmp_path):
     arguments, sentence = BAD[case]
@@ -248,6 +252,7 @@ def test_the_table_has_every_variable_once_with_its_shape_and_whether_it_is_trai
     assert table.count() == 20 + 4 + 16 + 15 + 1 and table.count(trainable_only=True) == 8 + 15 + 1
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_the_log_and_run_json_have_the_table(name, tmp_path, caplog):
     caplog.set_level("INFO", logger="absl")

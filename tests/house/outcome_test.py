@@ -8,6 +8,7 @@ from looplib import outcome
 from looplib.errors import CoordinatorGone, Preempted
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("alone", (False, True))
 def test_a_signal_is_code_75_at_once_and_the_others_learn_of_it(alone):
     found = outcome.preempted(Preempted("ended by SIGTERM at step 3", alone=alone))
@@ -15,6 +16,7 @@ def test_a_signal_is_code_75_at_once_and_the_others_learn_of_it(alone):
     assert found.at_once and found.alone == alone and not found.is_news
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "status, code, ending",
     [

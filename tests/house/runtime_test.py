@@ -114,6 +114,7 @@ def too_late(folder, case, python=sys.executable, imports="import looplib"):
 EARLY_ALIKE = ["variable", "generator", "random", "optimizer", "metric", "strategy"]
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", [*(case for case in EARLY if case not in EARLY_ALIKE), *more(EARLY_ALIKE)])
 def test_a_setting_that_comes_after_a_tensor_names_the_line_that_made_it(case, python, tmp_path):
     lines, errors = too_late(tmp_path, case, repetitions(python, sys.executable) if case == "constant" else python)
@@ -127,11 +128,13 @@ def test_a_setting_that_comes_after_a_tensor_names_the_line_that_made_it(case, p
     assert f"were initialized before looplib.runtime.setup, by {place}; random values" in errors
 
 
+@pytest.mark.slow
 def test_a_tensor_made_before_looplib_is_imported_is_named_by_its_name(tmp_path):
     lines, errors = too_late(tmp_path, "variable", imports="import early")
     assert "initialized by a tensor, such as `table` of early.py; make" in lines[0], errors
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -165,6 +168,7 @@ def test_the_seed_seeds_everything():
     assert draws[0] == draws[1]
 
 
+@pytest.mark.slow
 def test_a_keras_family_that_is_imported_late_is_set_up_too():
     code = """
 runtime.setup("auto", seed=7, mixed_precision="mixed_bfloat16")

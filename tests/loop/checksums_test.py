@@ -29,6 +29,7 @@ def part(value, start, end):
     return value[start:end] if value.shape.rank else value
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_parts_of_a_batch_sum_to_the_whole(kind):
     whole = examples_checksum(BATCHES[kind], 5)
@@ -39,7 +40,7 @@ def test_parts_of_a_batch_sum_to_the_whole(kind):
     assert int(tf.function(examples_checksum)(BATCHES[kind], tf.constant(5))) == int(whole)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "kind", [tf.uint8, tf.float32, tf.int64, tf.bool, tf.float16, tf.float64, tf.complex64, tf.int16]
 )
@@ -65,7 +66,7 @@ def test_what_belongs_together_counts():
     assert examples_checksum(tf.constant(1), 0) is None
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [tf.int64, tf.float32, tf.string])
 def test_padding_to_the_longest_of_a_batch_does_not_count(kind):
     rows = [[3, 1, 4], [1], [5, 0, 2, 6], [5, 3]]
@@ -103,6 +104,7 @@ def run(name, folder, steps, engine="graph"):
     return [json.loads(line) for line in (folder / "m").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_one_number_on_any_strategy_engine_and_across_a_resume(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", "1")
     whole = [record["examples_checksum"] for record in run("default", tmp_path / "whole", 20)]
@@ -116,6 +118,7 @@ def test_one_number_on_any_strategy_engine_and_across_a_resume(monkeypatch, tmp_
     assert "not saved" not in caplog.text  # the step reads the counter, which is the controller's own
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("value", [None, "0"])
 def test_nothing_is_added_unasked(value, monkeypatch, tmp_path):
     monkeypatch.delenv("LOOPLIB_EXAMPLE_CHECKSUMS", raising=False)

@@ -129,6 +129,7 @@ def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, 
         assert set(controller.engines["train"]["seconds_per_step"]) == {"graph"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop, ahead", [("xla", True), ("xla", False), *more([("graph", True), ("auto", True)])])
 def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials, monkeypatch):
     if not ahead:  # as large rows are: gathered in the step
@@ -137,6 +138,7 @@ def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials
     np.testing.assert_allclose(trainer.losses, graph_losses()[:6], rtol=2e-4)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "name, loop, make",
     [
@@ -199,7 +201,7 @@ def by_boundaries(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", "auto"])
 def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_boundaries, fast_trials):
     records, order = by_boundaries(loop)
@@ -209,7 +211,7 @@ def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_b
     np.testing.assert_array_equal(order, expected_order)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("loop", ["graph", "xla", "auto"])
 @pytest.mark.parametrize("examples", [1, 333, *more([7, 8, 9, 80])])
 def test_an_evaluation_is_exact_whatever_is_left_at_the_end(loop, examples, fast_trials):
@@ -294,6 +296,7 @@ class NoisyShuffled(Shuffled, Noisy):
     """Shuffled data, trained on with random numbers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [NoisyShuffled, *more([Shuffled, Resident, Kept])])
 def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(make, tmp_path):
     whole = make()
@@ -313,6 +316,7 @@ def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(ma
         np.testing.assert_allclose(whole.losses[:3], graph_losses(make, 30), rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
 def test_data_that_is_read_many_batches_at_once_is_trained_to_its_last_step(loop, fast_trials):
     controller, trainer = train(loop, -1, Shuffled(11))
@@ -331,7 +335,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
     assert resumed.engines["train"] == chosen and resumed.global_step == steps
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "milliseconds, expected",
     [
@@ -395,6 +399,7 @@ class Padded(Quick):
         return super().step_fn(tf.reduce_mean(inputs, axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, message", [(Growing, "give it its size"), (Padded, "only tensors with a static shape")])
 def test_what_xla_would_do_wrongly_is_left_out(kind, message, fast_trials):
     controller, trainer = train("auto", 1000, kind())
@@ -431,6 +436,7 @@ def test_xla_is_refused_on_several_replicas_and_auto_takes_graph(name, fast_tria
     np.testing.assert_allclose(trainer.losses, graph_losses(), rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_chunk_reads_more_batches_than_tensorflow_expects_of_an_unrolled_loop(monkeypatch):
     class Numbers(looplib.Trainer):
         def dataset(self, context):
@@ -491,6 +497,7 @@ def test_what_tensorflow_does_in_the_first_call_is_no_training(loop):
     assert first["compile"] - before > 3 * steady
 
 
+@pytest.mark.slow
 def test_the_longest_chunk_can_be_traced(monkeypatch):
     """TensorFlow takes more than some 30 calls of next() in a trace for a mistake, where AutoGraph is off."""
     monkeypatch.setattr(backend, "_PINNED_CHUNK", xla.LONGEST)
@@ -514,6 +521,7 @@ class ChangingEvaluator(Counted):
         return ids.take(30).batch(8).concatenate(ids.skip(30).batch(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
 def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
     _, trainer = train(loop, 100, Changing())
@@ -526,7 +534,7 @@ def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
         assert results == {"sum": 19900, "mean": pytest.approx((np.arange(200) ** 2).mean()), "examples": 200}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps_per_loop, interval, tried", [(1, 1000, {"graph", "xla x1"}), (50, 3, {"graph", "xla x1"})]
 )

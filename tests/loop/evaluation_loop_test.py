@@ -52,6 +52,7 @@ def possible(params):
     return params["loop"] != "xla" or not params["strategy"].startswith("mirrored")  # whose replicas are several
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager", *more(["auto"])])
 @pytest.mark.parametrize("known", [True, False])
@@ -98,6 +99,7 @@ class KerasSums(Sums):
         return {**outputs, "mean": self.mean}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("known", [True, False])  # False: the totals are a variable, which each step updates
 @pytest.mark.parametrize("kind, loop", [(Sums, "graph"), (KerasSums, "eager"), *more([(KerasSums, "graph")])])
 def test_an_evaluation_that_failed_adds_nothing_to_the_next(kind, loop, known):

@@ -56,6 +56,7 @@ class Collected(looplib.Evaluator):
         return metrics
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("loop", ["graph", "auto", "eager"])
 @pytest.mark.parametrize("n", [1, 16, 23])
@@ -80,6 +81,7 @@ def test_what_steps_return_as_each_reaches_the_host_in_order(strategy, n, loop):
         assert words == [str(i).encode() for i in range(n)]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("loop", ["graph", "eager"])
 def test_replicas_whose_first_batches_are_empty_add_nothing(loop):
     class Filtered(looplib.Evaluator):
@@ -145,6 +147,7 @@ def test_what_holds_during_an_evaluation_is_undone_before_its_report_and_after_a
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_an_evaluator_brings_actions_along():
     class Acting(looplib.Adapter, toy.RegressionEvaluator):
         @property
@@ -181,6 +184,7 @@ def test_an_evaluator_that_collects_nothing_says_what_is_missing():
         controller.evaluate()
 
 
+@pytest.mark.slow
 def test_lists_of_metrics_of_an_evaluator_are_no_part_of_a_checkpoint(tmp_path):
     """A training without the evaluator, one with it, and an evaluation alone share a run directory."""
 

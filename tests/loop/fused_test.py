@@ -72,6 +72,7 @@ FEW = [
 EACH = itertools.product(OPTIMIZERS, ("default", "mirrored_x2"), ("keras", "tf_keras"))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "optimizer, name, keras", [*FEW, *more(case for case in EACH if case not in FEW)], indirect=["keras"]
 )
@@ -96,6 +97,7 @@ def test_a_fused_update_equals_the_plain_one(optimizer, name, keras):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow(spread=1)
 def test_what_is_no_plain_adam_or_sgd_is_left_alone(keras):
     class Mine(keras.optimizers.SGD):
         pass
@@ -104,6 +106,7 @@ def test_what_is_no_plain_adam_or_sgd_is_left_alone(keras):
         assert not train(keras, make_optimizer, "default", fuse=True, steps=1)[1]
 
 
+@pytest.mark.slow(spread=1)
 def test_slots_that_keras_keeps_elsewhere_mean_a_plain_update(keras):
     def make_optimizer():
         optimizer = keras.optimizers.SGD(0.1)
@@ -116,6 +119,7 @@ def test_slots_that_keras_keeps_elsewhere_mean_a_plain_update(keras):
     assert optimizers._kernel(optimizers._sgd, holder.optimizer, tf.Variable(tf.zeros([100, 100])), 0.1) is None
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_slots_are_among_the_variables_of_a_step(optimizer, keras):
     """By which a step that is not finite is undone, and what is not saved is found."""
@@ -151,6 +155,7 @@ def update_twice(optimizer, elements, fuse, gradient=tf.sin):
     return variable.numpy(), {node.op for node in step.get_concrete_function().graph.as_graph_def().node}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("elements", [0, 1, 48, 49, 64, 100, 256, 272, 8192])
 def test_adam_is_fused_where_its_kernel_keeps_to_one_thread_or_gains_by_several(elements, keras):
     """And it computes the same for a variable of any number of elements, also of none."""
@@ -160,12 +165,14 @@ def test_adam_is_fused_where_its_kernel_keeps_to_one_thread_or_gains_by_several(
     assert ("ResourceApplyAdam" in ops) == (elements in (1, 48, 64, 256, 8192))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("momentum", [tf.Variable(0.9), tf.constant(0.9, tf.float64)], ids=["a variable", "float64"])
 def test_momentum_may_be_what_keras_casts(momentum):
     plain, fast = (update_twice(tf_keras.optimizers.SGD(0.1, momentum=momentum), 5, fuse)[0] for fuse in (False, True))
     np.testing.assert_allclose(plain, fast, rtol=1e-5)
 
 
+@pytest.mark.slow(spread=1)
 def test_a_gradient_that_broadcasts_is_left_to_keras(keras):
     value, _ = update_twice(keras.optimizers.Adam(0.1), 5, fuse=True, gradient=lambda variable: tf.constant(1.0))
     np.testing.assert_allclose(value, np.full([5], 0.8), rtol=1e-5)  # each step of a constant gradient is the rate

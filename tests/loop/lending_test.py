@@ -70,6 +70,7 @@ def tf_of(variable):
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("loop", ["graph", "eager"])
 @pytest.mark.parametrize("kind", ["own", "compiled"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -114,6 +115,7 @@ class SequencesError(Error):
         return data.map(lambda x, y: (tf.ensure_shape(x, [BATCH, 3, 1]), y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "loop"), [("keras", "graph"), ("keras", "eager"), ("tf_keras", "graph")])
 def test_a_training_has_its_own_recurrent_and_random_state_after_an_evaluation(name, loop):
     keras, results = FAMILIES[name], []
@@ -159,6 +161,7 @@ class MetricEvaluator(Error):
         return {"distance": self.metric}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_metric_that_both_have_counts_the_examples_of_each_alone(name, tmp_path):
     keras, strategy, distances = FAMILIES[name], make_strategy("mirrored_x2"), []

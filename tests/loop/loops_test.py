@@ -105,6 +105,7 @@ def test_a_loop_of_many_steps_is_one_call():
     assert len(calls) == 4
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("steps_per_loop", [1, 3])
 def test_loops_of_one_step_and_of_several_draw_one_sequence_of_random_numbers(steps_per_loop):
     """A program of its own for single steps would begin the sequence of a stateful op once more."""

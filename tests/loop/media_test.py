@@ -103,6 +103,7 @@ def pixels(directory, record):
     return [tf.io.decode_png((directory / "media" / name).read_bytes()).numpy() for name in record["files"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, strategy, engine",
     [
@@ -160,6 +161,7 @@ def test_media_that_cannot_be_written_are_one_warning(tmp_path, caplog):
     assert {step for step, *_ in lines(tmp_path)} == {2, 4, 6}  # histograms and texts need no folder
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("strategy, non_finite", [("default", "halt"), ("mirrored_x2", "skip")])
 def test_a_step_that_is_not_reported_computes_nothing_to_show(strategy, non_finite):
     with make(
@@ -196,6 +198,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_shows_each_step_once_and_the_same(runs):
     whole, killed = lines(runs / "whole"), lines(runs / "killed")
     assert len(whole) == 3 * 5 + 1 and whole == killed
@@ -221,6 +224,7 @@ def ask(runs):
     return answer
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("run", ["whole", "killed"])
 def test_tensorboard_shows_each_step_once(run, runs, ask):
     found, of = lines(runs / run), {"run": f"{run}/train"}
@@ -265,6 +269,7 @@ def test_an_action_shows_at_the_current_step(tmp_path):
     assert sum(found[4, "train", "weights"]["counts"]) == toy.KERNEL.size
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "values",
     [[0.0, 1.0, 1.0, 4.0], [3.0, 3.0], [-1e30, 1e30, 0.0], [2.0, np.nan, np.inf, -np.inf, 5.0], [], [True, False]],
@@ -283,6 +288,7 @@ def test_images_of_floats_are_clipped():
     np.testing.assert_array_equal(images[:, 0, 0, 0], [0, 128, 255, 255, 0, 0, 255])
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "show, sentence",
     [

@@ -132,6 +132,7 @@ FEW = [("default", "keras"), ("mirrored_x2", "tf_keras")]
 EACH = [*FEW, *more(each for each in itertools.product(STRATEGIES, FAMILIES) if each not in FEW)]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, family", EACH)
 def test_keras_metrics_of_both_families_reduce_exactly(name, family):
     strategy, keras = make_strategy(name), pytest.importorskip(family)
@@ -189,6 +190,7 @@ def own_metric(family, kind):
     return Own()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", ["sum", "maximum", "minimum", "moving average"])
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_a_metric_that_replicas_cannot_sum_is_refused_when_the_controller_is_built(family, kind):
@@ -263,6 +265,7 @@ def live_metric(keras):
     return Sums(), One()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("loop", ["eager", "graph"])
 @pytest.mark.parametrize("name, family", EACH)
 def test_a_keras_metric_may_return_its_own_variables(name, family, loop):
@@ -315,6 +318,7 @@ def test_a_metric_that_is_new_leaves_the_sums_of_others_in_a_checkpoint_alone():
         assert reducer.packer.unpack(*reducer.read()) == {"new": 1.5, "old": old}
 
 
+@pytest.mark.slow(spread=1)
 def test_last_is_the_value_of_the_last_step(strategy):
     found = evaluate(
         strategy, Values(64, lambda i, v: {"first_id": looplib.last(i[0]), "n": looplib.total(tf.size(i))})
@@ -322,6 +326,7 @@ def test_last_is_the_value_of_the_last_step(strategy):
     assert found["first_id"] == 48 and found["n"] == 64
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_an_array_reaches_loop_end_as_numpy(name):
     class Confusion(Values):
@@ -384,6 +389,7 @@ def test_metrics_stay_apart_where_a_smaller_batch_has_the_shape_of_another_metri
         assert found[f"{k}_v"] == pytest.approx(VALUES[:12].mean() + k) and found[f"{k}_fixed"] == k
 
 
+@pytest.mark.slow(spread=1)
 def test_evaluation_of_some_steps_of_endless_data(strategy):
     data = lambda context: tf.data.Dataset.range(10_000).repeat().batch(4).map(lambda i: (i,))
     evaluator = Values(0, lambda i: {"id": i}, data)
@@ -418,6 +424,7 @@ def test_several_evaluators_report_under_their_names():
     assert {name: metrics["examples"] for name, metrics in found.items()} == {"short": 3, "long": 9}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, family", EACH)
 def test_a_replica_without_examples_does_not_run_the_step(name, family):
     """A convolution fused with its activation fails on an empty batch, and a mean of nothing is NaN."""
@@ -472,6 +479,7 @@ BAD_OUTPUTS = {
 EAGER = ("a scalar without a reduction", "not a dict")
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "case, loop",
     [
@@ -531,6 +539,7 @@ def build(trainer, **settings):
 OWN = ["epoch", "examples", "steps_per_second", "skipped_steps", "examples_checksum", "batch_sizes/more"]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", OWN)
 def test_a_metric_with_the_name_of_one_of_looplib_s_is_refused_when_the_controller_is_built(name):
     said = f"returned a metric named '{name}', which looplib adds to reports; give yours another name"
@@ -560,6 +569,7 @@ def test_a_rate_has_a_name_of_its_own():
         build(Named(rates=["epoch"]), loop="graph")
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_a_compiled_metric_with_such_a_name_is_refused_when_the_controller_is_built(family):
     keras = importlib.import_module(family)

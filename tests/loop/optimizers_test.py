@@ -188,10 +188,12 @@ def check(keras, cases, name, loop="graph", x=X):
     return zoo
 
 
+@pytest.mark.slow(spread=1)
 def test_every_class_of_optimizers_equals_keras_on_one_device(keras):
     check(keras, classes(keras), "mirrored_x2", loop="eager", x=X[: repetitions(3, STEPS) * BATCH])
 
 
+@pytest.mark.slow(spread=1)
 def test_every_option_equals_keras_on_one_device(keras):
     steps = STEPS if keras is keras3 else repetitions(4, STEPS)  # of Keras 3 some accumulate gradients
     check(keras, options(keras), "mirrored_x2", loop="eager", x=X[: steps * BATCH])
@@ -202,6 +204,7 @@ def test_every_option_equals_keras_on_one_device_in_a_graph_too(keras):
     check(keras, options(keras), "mirrored_x2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_four_replicas_equal_keras_on_one_device_too(keras):
     """In a graph, where an update that depends on the step or on the gradients is a branch."""
@@ -210,6 +213,7 @@ def test_four_replicas_equal_keras_on_one_device_too(keras):
     check(keras, {name: case for name, case in options(keras).items() if name in names}, "mirrored_x4")
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "keras, loop",
     [("keras", "graph"), ("tf_keras", "eager"), pytest.param("tf_keras", "graph", marks=pytest.mark.slow)],
@@ -250,6 +254,7 @@ class Sentences(looplib.Trainer):
         return {"loss": tf.reduce_sum(errors, axis=1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keras, name",  # with another reduction each
     [
@@ -292,6 +297,7 @@ def controller_of(zoo, name, **settings):
     return flat_config.controller(trainer=zoo, **settings)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, loop", [("default", "graph"), ("mirrored_x2", "eager")])
 def test_a_closed_controller_leaves_optimizers_as_they_were(name, loop, keras):
     with make_strategy(name).scope():
@@ -322,6 +328,7 @@ def test_a_trainer_of_two_controllers_sums_once():
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("option", ["accumulate", "several"])
 def test_an_optimizer_that_is_built_in_the_first_step_sums_once(option):
     make = options(keras3)[option].make
@@ -345,6 +352,7 @@ def ops_of_a_step(make, strategy, *, changed):
     return [op.type for op in step.graph.get_operations()]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("option", ["global_clipnorm", "accumulate, average", "dynamic", "several"])
 def test_on_one_replica_a_step_is_what_keras_makes_of_it(option):
     make = options(keras3)[option].make
@@ -352,6 +360,7 @@ def test_on_one_replica_a_step_is_what_keras_makes_of_it(option):
     assert ops_of_a_step(make, strategy, changed=True) == ops_of_a_step(make, strategy, changed=False)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("option", ["clipnorm", "average overwrites", "dynamic"])
 def test_apply_gradients_of_a_trainer_needs_no_method_replaced(option, keras):
     case = {option: options(keras)[option]}

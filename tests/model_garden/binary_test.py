@@ -63,6 +63,7 @@ def run(files, nursery, tmp_path_factory):
     return folder / "run", life.output()
 
 
+@pytest.mark.slow
 def test_files_and_overrides_come_in_their_order_and_are_written(run):
     directory, output = run
     params = yaml.full_load((directory / "params.yaml").read_text())

@@ -46,6 +46,7 @@ def test_what_trainer_and_runtime_say_becomes_flags():
     )  # fmt: skip
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "name, strategy",
     [("off", "one_device"), ("one_device", "one_device"), ("mirrored", "auto"),
@@ -74,6 +75,7 @@ def test_the_command_line_replaces_fields():
         model_garden_config.replace(params, path, 2)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "trials, expected",
     [
@@ -111,6 +113,7 @@ def test_every_field_is_honoured_or_has_a_reason():
             assert name in honoured or f"{section}.{name}" in model_garden_config._WHY, f"{section}.{name}"
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "sections, message",
     [

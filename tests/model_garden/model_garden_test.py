@@ -67,6 +67,7 @@ def both(request, tmp_path_factory):
     return request.param, params, directory, theirs, side_by_side.under_looplib(params, f"{directory}/ours")
 
 
+@pytest.mark.slow(spread=1)
 def test_the_training_losses_and_the_weights_are_the_drivers(both):
     _, _, _, theirs, ours = both
     assert list(ours.losses) == [1, 2, 3, 4, 5, 6]
@@ -76,6 +77,7 @@ def test_the_training_losses_and_the_weights_are_the_drivers(both):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow(spread=1)
 def test_the_validation_metrics_are_the_drivers_except_its_mean_of_batches_means(both):
     name, params, directory, theirs, ours = both
     losses, counts = validation_losses(params, f"{directory}/ours")
@@ -112,6 +114,7 @@ def validation_losses(params, model_dir, weights=None):
     return losses, counts
 
 
+@pytest.mark.slow(spread=1)
 def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     name, params, directory, theirs, ours = both
     if not name.startswith("seg"):
@@ -135,6 +138,7 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     assert mean_iou(sum(matrices)) != pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "both",
     ["resnet_imagenet", *more(name for name in _PLAIN if name != "resnet_imagenet")],
@@ -158,6 +162,7 @@ def test_an_evaluation_on_two_replicas_gives_the_same_numbers(both):
         assert found["validation_loss"] == pytest.approx(ours.evaluation["validation_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
     params = side_by_side.configuration("mock", str(tmp_path))
     controller, _ = side_by_side.controller(params, f"{tmp_path}/run", strategy=make_strategy("mirrored_x2"))
@@ -168,6 +173,7 @@ def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
         assert controller.global_step == 3
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", ["sgd", "sgd_experimental"])
 def test_the_reported_learning_rate_is_that_of_the_reported_step(kind, tmp_path):
     rate = {"type": "stepwise", "stepwise": {"boundaries": [1, 3], "values": [0.5, 0.2, 0.1]}}
@@ -182,6 +188,7 @@ def test_the_reported_learning_rate_is_that_of_the_reported_step(kind, tmp_path)
     assert [metrics["learning_rate"] for metrics in seen] == pytest.approx([0.5, 0.5, 0.2, 0.2, 0.1])
 
 
+@pytest.mark.slow
 def test_looplib_trains_on_from_the_drivers_checkpoint_and_the_driver_reads_looplibs(both, tmp_path):
     name, params, directory, whole, _ = both
     if name != "resnet_imagenet":
@@ -234,6 +241,7 @@ def averaged(tmp_path_factory):
     return directory, params, trainer, metrics, [event for event in seen if event.split == "validation"]
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(averaged):
     directory, params, trainer, metrics, _ = averaged
     losses, counts = validation_losses(params, f"{directory}/run")  # of the weights that were trained
@@ -248,6 +256,7 @@ def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(avera
     assert {weight.tobytes() for weight in weights} <= found
 
 
+@pytest.mark.slow
 def test_averaged_weights_resume_exactly(averaged, tmp_path):
     directory, params, trainer, _, _ = averaged
     shutil.copytree(f"{directory}/run/checkpoints", tmp_path / "run" / "checkpoints")

@@ -16,6 +16,7 @@ import looplib
 from trainers import model_garden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [multi_task.TRAINER_TYPES[0], *more(multi_task.TRAINER_TYPES[1:])])
 def test_several_tasks_train_and_evaluate_as_under_the_driver(kind, tmp_path):
     data = multi_task.make_data(str(tmp_path / "data"))

@@ -231,6 +231,7 @@ def test_the_tpu_pages_run_with_the_connection_by_hand(name, python, tmp_path):
     CHECKS[name](printed(run(python, whole(name), tmp_path, "--by_hand")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

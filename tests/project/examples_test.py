@@ -65,6 +65,7 @@ def test_the_towers_find_ten_times_as_many_halves_as_chance(results):
     assert results["retrieval"]["recall_at_10"] > 10 * 10 / 360 and results["retrieval"]["examples"] == 360
 
 
+@pytest.mark.slow
 def test_the_tagger_knows_more_than_the_most_frequent_tag(results):
     lines = [line for document in small_data.read_documents("python", 3000) for line in document][2500:3000]
     text = "".join(lines).replace(" ", "")

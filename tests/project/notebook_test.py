@@ -31,6 +31,7 @@ def text(outputs):
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
+@pytest.mark.slow
 def test_a_cell_shows_a_bar_and_the_metrics(outputs):
     _, _, first, more, *_ = outputs
     assert "100%|" in text(first) and "300/300" in text(first)

@@ -71,6 +71,7 @@ def level(room: str) -> int:
     return next((number for number, rooms in enumerate(LEVELS) if room in rooms), len(LEVELS))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_downward_by_room(path: pathlib.Path) -> None:
     importer = room_of(module_of(path))

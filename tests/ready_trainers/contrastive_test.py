@@ -49,6 +49,7 @@ def test_the_loss_is_that_of_a_plain_loop_over_all_views():
         assert metrics["found"][example].numpy() == np.mean(found)
 
 
+@pytest.mark.slow
 def test_1_2_and_4_replicas_train_the_same_weights_on_one_global_batch():
     loop = repetitions("eager", "graph")  # tracing is most of what it costs
     several = repetitions(["mirrored_x2"], ["mirrored_x2", "mirrored_x4"])
@@ -105,6 +106,7 @@ def test_the_probe_is_ridge_regression():
     assert found == pytest.approx(np.mean(model.predict(scale(test_x)).argmax(axis=1) == test_y), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_features_learned_without_labels_classify_digits(tmp_path):
     (x, y), (test_x, test_y) = image_data.digits_arrays()
     pixels = contrastive.ridge_accuracy(x.reshape(-1, 64)[:100], y[:100], test_x.reshape(-1, 64), test_y, 0.01)
@@ -117,6 +119,7 @@ def test_features_learned_without_labels_classify_digits(tmp_path):
     assert len(np.unique(picture.numpy().reshape(-1, picture.shape[-1]), axis=0)) > 20  # points of ten colors
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "changes, message",
     [

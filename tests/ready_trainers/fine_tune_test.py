@@ -71,6 +71,7 @@ def logits(images, weights):
     return images
 
 
+@pytest.mark.slow
 def test_each_way_trains_its_part_and_leaves_the_rest_as_in_the_base(base, tuned):
     before = layers_of(base)
     for tune, (_, trainer, _) in tuned.items():
@@ -125,6 +126,7 @@ def test_without_adapters_the_exported_model_is_the_tuned_one(tuned):
         assert not (folder / "adapters.npz").exists()
 
 
+@pytest.mark.slow
 def test_adapters_merge_in_convolutions_and_on_two_replicas(tmp_path):
     config = image_classification.Config(model="cnn", classes="0-4")
     train(image_classification, config, tmp_path / "base", 3)
@@ -148,6 +150,7 @@ def test_pictures_compare_runs(tuned, tmp_path):
         pictures.write_curves(str(tmp_path / "one.png"), runs, "eval/auc")
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -162,6 +165,7 @@ def test_bad_settings_are_sentences(changes, message, base):
         fine_tune.build(dataclasses.replace(Config(base=base), **changes))
 
 
+@pytest.mark.slow
 def test_adapters_of_another_base_are_refused(tuned, tmp_path):
     train(image_classification, image_classification.Config(model="mlp", classes="0-4"), tmp_path, 1)
     with pytest.raises(looplib.UsageError, match="other shapes than adapters of"):

@@ -162,6 +162,7 @@ def test_the_diffusion_loss_is_the_error_of_the_predicted_noise():
     np.testing.assert_allclose(losses, (predicted - noise) ** 2, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @EXPERIMENTS
 def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, classifier, tmp_path):
     config = dataclasses.replace(SMALL[experiment], classifier=classifier)
@@ -236,6 +237,7 @@ def test_without_a_directory_a_classifier_is_trained(monkeypatch):
     assert not classifier.trainable_variables
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "experiment, changes, message",
     [

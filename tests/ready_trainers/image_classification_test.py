@@ -20,6 +20,7 @@ def run(config, strategy, steps, **settings):
     return controller, controller.train_and_evaluate(steps, steps)["eval"]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "model, name",
     [
@@ -48,6 +49,7 @@ def test_the_default_learns_the_digits():
     assert metrics["accuracy"] >= 0.97
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_optimizers_follow_their_schedule(optimizer):
     config = dataclasses.replace(Config(), model="mlp", optimizer=optimizer, learning_rate=0.02, decay_steps=10)
@@ -58,6 +60,7 @@ def test_optimizers_follow_their_schedule(optimizer):
     np.testing.assert_allclose(rates, 0.01 * (1 + np.cos(np.pi * np.arange(8) / 10)), rtol=1e-5)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -77,6 +80,7 @@ def test_an_image_too_small_for_a_model_is_a_sentence():
         image_models.build("tpu_guide", (4, 8, 1), 10)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_float16_gets_loss_scaling(family):
     keras = pytest.importorskip(family)

@@ -82,6 +82,7 @@ def records(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_tfrecord_files_by_pattern(records):
     files = dict(train_files=f"{records}/train-*.tfrecord", test_files=f"{records}/test-*.tfrecord")
     data = image_data.load(config(dataset="tfrecord", image_size=8, channels=1, **files))
@@ -129,6 +130,7 @@ def prepared(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("tfds"), "my_digits", "1.0.0", IMAGES[..., None])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_prepared_tensorflow_data_set(prepared, in_memory, monkeypatch):
     if not in_memory:
@@ -155,6 +157,7 @@ def test_mnist_by_name(tmp_path):
     assert sorted(y) == sorted(LABELS[50:73])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("classes, kept", [("5-9", [5, 6, 7, 8, 9]), ("7,0-2", [0, 1, 2, 7]), ("3", [3])])
 def test_classes_are_chosen_and_numbered_from_0(classes, kept, tmp_path):
     np.savez(
@@ -182,6 +185,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", BAD)
 def test_data_that_cannot_be_had_is_a_sentence(case):
     changes, message = BAD[case]
@@ -189,6 +193,7 @@ def test_data_that_cannot_be_had_is_a_sentence(case):
         image_data.load(config(**changes))
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "arrays, message",
     [

@@ -153,7 +153,7 @@ def test_vocabularies_encode_and_decode(vocabularies):
     assert [pieces[token] for token in tokens] == ["import", "o", "##s"] and words.decode(tokens) == b"import os"
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", "sentence", "word"])
 def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies, kind):
     settings = config(files, vocabulary=vocabularies[kind], sequence_length=1024, text_bytes=20_000)
@@ -232,6 +232,7 @@ def trained(files, tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 def test_it_learns_on_any_number_of_replicas(files, trained):
     one, two = (trained[name][1] for name in ("one", "two"))
     text = b"".join(text_data.read_documents(files, 1 << 20).held_out)
@@ -264,6 +265,7 @@ def test_reports_have_the_speed_which_comparisons_leave_out(trained, tmp_path):
     assert not compare(one, other).differences
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_its_products_in_bfloat16(files):
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
@@ -288,6 +290,7 @@ def command(settings):
     return ["-m", "trainers.language_model", *flags, *run_flags, "--global_batch_size=4"]
 
 
+@pytest.mark.slow
 def test_text_is_generated_in_evaluations_and_by_its_mode(files, python, tmp_path):
     small = ("--train_steps=4", "--eval_interval=2", "--steps_per_loop=2", "--checkpoint_interval=2")
     arguments = [*command(config(files, temperature=0.0)), *small, f"--model_dir={tmp_path}/run"]
@@ -322,6 +325,7 @@ def mixture(tmp_path_factory):
     return f"{folder}/a.txt=0.75,{folder}/b.txt=0.25"
 
 
+@pytest.mark.slow
 def test_a_mixture_of_files_has_its_shares_and_each_token_once(mixture):
     rows = text_mixture.TextMixture(mixture, text_data.Bytes(), START, 32)
     make = lambda training: looplib.InputContext(
@@ -347,6 +351,7 @@ def test_a_killed_run_and_one_on_two_replicas_are_equal(files, mixture, python, 
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "changes, message",
     [

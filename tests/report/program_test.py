@@ -58,6 +58,7 @@ def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path_factory, m
 MAIN = "import sys, json; from looplib.extras.tools.code_version import this_program; print(json.dumps(this_program().as_dict()))"
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("module", [True, False], ids=["module", "file"])
 def test_a_program_is_named_as_python_starts_it(module, python, repository):
     (repository / "train.py").write_text(MAIN)

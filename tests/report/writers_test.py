@@ -195,6 +195,7 @@ def test_a_bar_stands_for_the_reports_of_the_training_on_a_terminal_only():
         assert screen(stream.getvalue())[-1] == reports[2]  # the bar is gone, and its last report stays
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("columns, shown", [(120, ", evaluation in 2 s, input 96%"), (80, ""), (52, None)])
 def test_a_bar_on_a_narrow_terminal_cuts_no_number(columns, shown):
     ours, theirs = pty.openpty()
@@ -496,6 +497,7 @@ def test_an_evaluation_job_goes_on_when_a_training_job_rewrites_its_file(tmp_pat
     assert events(tmp_path / "eval") == [(40, {"a": 40})]
 
 
+@pytest.mark.slow
 def test_a_controller_stopped_between_a_report_and_a_save_leaves_each_step_once(tmp_path):
     def die(event):
         if (event.step, event.split) == (8, "train"):
@@ -592,6 +594,7 @@ def test_a_full_disk_raises_and_spoils_nothing(kind, tmp_path):
     assert step > 5 and found == [*range(step + 2)]
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "value, text", [(1797, "1797"), (0.98333, "0.9833"), (12345.6, "12346"), (1.2e-5, "1.2e-05"), (math.nan, "nan")]
 )

@@ -99,7 +99,7 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=1)
 @pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
@@ -112,7 +112,7 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize(
     "name, count", [("default", 4), ("one_device", 1), ("mirrored_x2", 4), ("mirrored_x2", 1), ("default", 1)]
@@ -155,6 +155,7 @@ class Masked(Tagger):
         return looplib.mean(real), {"mean": looplib.mean(real), "real": looplib.total(tf.size(real))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_values_of_a_size_that_the_data_decides_count_once_in_xla(count):
     trainers = [Masked(micro_batches=count, jit_compile=compiled) for compiled in (False, True)]
@@ -182,6 +183,7 @@ def test_an_array_that_xla_would_not_let_grow_is_refused():
         train(Growing(jit_compile=True), 1, loop="graph")
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("keras", [tf_keras, keras3])
 def test_random_numbers_that_xla_does_not_repeat_are_said(keras, caplog):
     trainer = Tagger(keras, jit_compile=True)
@@ -219,7 +221,7 @@ class InOrder(Tagger):
         return data.batch(context.per_replica_batch_size).map(rows).repeat()
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, keras):
@@ -237,6 +239,7 @@ def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, ke
     assert metrics["loss"] + metrics["regularization_loss"] == pytest.approx(history["loss"][0], rel=1e-5)
 
 
+@pytest.mark.slow(spread=1)
 def test_trainable_that_is_changed_between_the_trainer_and_its_controller_is_refused(keras):
     trainer = Tagger(keras, freeze="bias")
     trainer.model.layers[-1].trainable = False
@@ -279,6 +282,7 @@ CLIPS = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "name, family, count",
     [
@@ -341,7 +345,7 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, family",
     [
@@ -379,7 +383,7 @@ def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
     assert trainer.loss_scale.scale.numpy() == 2.0**17
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_learns_as_float32_does(precision, keras):
     def accuracy(policy):
@@ -440,7 +444,7 @@ def test_the_table_of_the_model_says_of_one_frozen_variable_of_a_layer_that_it_i
     assert table.count(trainable_only=True) == FEATURES * CLASSES
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*more(["default"]), "mirrored_x2"])
 def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     strategy = make_strategy(name)
@@ -529,6 +533,7 @@ class OwnSlope(looplib.Trainer):
         return {"learning_rate": looplib.last(rate), "update_norm": looplib.last(moved[0, 0])}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "kind, name, settings",
     [
@@ -575,7 +580,7 @@ class Contrastive(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
     found = []
     for name in repetitions(("default", "mirrored_x2"), ("default", "mirrored_x2", "mirrored_x4")):
@@ -635,7 +640,7 @@ def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
     assert_weights(trainer, numpy_weights(4))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("settings", [{}, {"report": ("gradient_norm",)}, {"micro_batches": 2}], ids=str)
 def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared(keras, settings):
     """Keras 3 squares them one by one, and an option would change the training."""
@@ -710,7 +715,7 @@ def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
     """Their activations are not kept: the step multiplies matrices more often, and the weights are the same."""
@@ -771,6 +776,7 @@ class Scalar(Tagger):
         return tf.reduce_mean(super().loss_fn(inputs)[0].value)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -866,6 +872,7 @@ def test_toy_regression_as_a_loss_equals_its_step_of_ones_own():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path, capsys):
     run, mean = tmp_path / "run", tmp_path / "mean"
     seen, trainer = [], Tagger(average_decay=0.9)
@@ -923,6 +930,7 @@ print("parts", trainer.micro_batches, "moved", moved)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes, expected", [(180, [2]), *more([(120, [4, 8]), (1500, [1])])])
 def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, tmp_path):
     """TensorFlow's own limit for the CPU's memory stands for a GPU's; one activation has 205 MB."""

@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_memory_belongs_to_what_an_action_watches(case, tmp_path, caplog):
     before, now = CASES[case]
@@ -127,7 +128,7 @@ BAD = [(STOPS, memory) for memory in (None, 3, [1, 2], ["much", 1, 1, 1], [0.5, 
 BAD += [(REDUCES, [0.5, 1, 1, 0, "long"])]  # the last is how many reports are left of a cooldown
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name, memory", BAD, ids=str)
 def test_a_memory_of_other_types_is_a_sentence(name, memory, tmp_path):
     trainer = toy.Regression()
@@ -169,6 +170,7 @@ class Two(toy.Regression):
     loop_end = looplib.Trainer.loop_end
 
 
+@pytest.mark.slow
 def test_a_learning_rate_belongs_to_the_optimizer_of_its_attribute(tmp_path):
     """One that the run has reduced stays so, though the optimizers are made in another order."""
     rates = {"of_kernel": 0.25, "of_bias": 0.5}

@@ -89,6 +89,7 @@ def test_a_number_of_any_kind_is_read_from_record_marker_and_state_as_it_was_ret
     )
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1, -(2**63), 10**30, 2**1023, 1e308, 5e-324], ids=repr)
 def test_large_and_small_numbers_are_read_as_they_were_returned(number):
     record = RunRecord(train=as_numbers("Any", {"a": number, "b": np.float64(number)}))
@@ -101,6 +102,7 @@ def test_large_and_small_numbers_are_read_as_they_were_returned(number):
 NO_NUMBERS = ["a", b"1", None, 1j, [1.0], [1, [2]], {}, np.datetime64(1, "ns"), 10**400, np.zeros(2), tf.constant("x")]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: repr(value)[:20])
 def test_what_is_no_number_is_refused_by_the_metrics_name(value):
     with pytest.raises(looplib.UsageError, match="the metric 'odd' of Any is .*; return a bool, an int, a float or"):
@@ -147,6 +149,7 @@ def trained(folder, steps):
         return restored, controller
 
 
+@pytest.mark.slow
 def test_a_run_reports_every_kind_of_number_and_continues(tmp_path):
     trained(tmp_path, 2)
     restored, controller = trained(tmp_path, 4)

@@ -98,6 +98,7 @@ def start_and_wait(nursery, folder, *arguments, **settings):
 # Strikes on one run.
 
 
+@pytest.mark.slow
 def test_an_error_in_one_worker_ends_the_other_with_the_first_error_in_words(nursery, struck):
     processes = nursery.workers(2, struck, *ARGUMENTS, f"--config.fail_at={saved_step(struck) + 10}")
     assert codes(processes, time.monotonic() + 60) == [1, 1]
@@ -157,6 +158,7 @@ def test_a_frozen_worker_and_a_cut_link_end_all(nursery, network, struck, froze)
     assert "worker 1" in causes(cut[0])[0] and "worker 0" in causes(cut[1])[0]
 
 
+@pytest.mark.slow
 def test_after_all_these_strikes_the_run_resumes_exactly(nursery, struck, froze, whole):
     assert saved_step(struck) < STEPS
     resumed = repetitions([struck], [struck, froze])

@@ -157,6 +157,7 @@ def ids_of_one_process(capsys, steps):
     return ids_by_number(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_a_sentence(nursery, tmp_path):
     run, steps = tmp_path / "run", 200
     flags = ["--config.keras=tf_keras", "--config.data=pipeline", "--eval_interval=100"]
@@ -182,6 +183,7 @@ def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_
     )
 
 
+@pytest.mark.slow
 def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery, tmp_path, capsys):
     with Cluster(nursery, ["tries"], tmp_path) as cluster:
         assert set(cluster.codes().values()) == {0}, cluster.log("chief")[-3000:]

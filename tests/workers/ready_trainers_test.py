@@ -37,6 +37,7 @@ def clip(gradients, _):
     return [gradient * min(1, ready_trainers.OPTIONS["clip_global_norm"] / norm) for gradient in gradients]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("arguments", [[ENGINE], ["--config.jit_compile", "--loop=graph"]], ids=["plain", "compiled"])
 def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy(arguments, nursery, tmp_path):
     run(nursery, "ready_trainers", tmp_path / "run", "--mode=train", *arguments)
@@ -50,6 +51,7 @@ def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy
     assert_holds({key: value for key, value in values.items() if "average" in key}, averages)
 
 
+@pytest.mark.slow
 def test_a_keras_trainer_on_two_workers_has_the_weights_and_metrics_of_fit(nursery, tmp_path):
     steps = keras_trainer_test.EPOCHS * 4
     arguments = ["--config.script=cnn", "--config.shuffle=False", f"--train_steps={steps}", "--eval_interval=4", ENGINE]

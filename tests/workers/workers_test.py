@@ -173,6 +173,7 @@ def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, run
     assert evaluated["in_order"] == 1 and evaluated["right"] == round(96 * evaluated["accuracy"])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "flag, words",
     [
@@ -198,6 +199,7 @@ def test_what_a_share_that_ends_early_leaves_out_of_the_others_is_said_once(nurs
     assert "done at step 3" in processes[0].output()
 
 
+@pytest.mark.slow
 def test_two_workers_show_each_step_once_after_a_rollback_and_a_failure(nursery, tmp_path):
     folder = tmp_path / "run"
     schedule = ["--steps_per_loop=2", "--checkpoint_interval=5", "--eval_interval=10", "--train_steps=20"]

@@ -63,7 +63,7 @@ def sequences(count):
 CASES = [dict(patience=1), dict(patience=3, mode="max"), dict(patience=2, min_change=0.3)]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_early_stopping_stops_where_that_of_keras_does(case):
     stopped = set()
@@ -84,7 +84,7 @@ def test_early_stopping_stops_where_that_of_keras_does(case):
     assert min(stopped) < 23
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, dict(patience=1, cooldown=2), dict(patience=2, min_rate=0.002)], ids=str)
 def test_the_rate_on_a_plateau_is_that_of_keras(case):
     lowest = set()
@@ -112,7 +112,7 @@ def test_the_rate_on_a_plateau_is_that_of_keras(case):
     assert min(lowest) < 0.05
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
     """As a training whose program sets the rate at the same steps."""
@@ -132,7 +132,7 @@ def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_path, keras):
     def start(rate, steps):
         trainer = toy.Regression(keras, "adam")
@@ -266,6 +266,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_settings_are_sentences(case):
     make, sentence = BAD[case]
@@ -358,6 +359,7 @@ def test_hooks_are_called_at_the_start_after_each_save_and_at_the_end(tmp_path):
         assert action.of("start") == [("start", 0), ("start", 5)] and not action.of("exception")
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("fail", ["", "exception"])
 def test_the_hook_on_an_exception_gets_what_ended_the_training_after_the_saves(fail, tmp_path):
     def stop_at_4(event):
@@ -386,6 +388,7 @@ def test_the_hook_on_an_exception_gets_a_signal_after_its_save(tmp_path):
     assert action.calls[-2:] == [("save", done), ("exception", "Preempted")]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("hook", ["start", "save", "end"])
 def test_a_hook_that_raises_ends_the_training(hook, tmp_path):
     with noted(tmp_path, Noting(hook)) as controller:

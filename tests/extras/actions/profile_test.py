@@ -140,6 +140,7 @@ def test_a_link_out_of_the_run_directory_gets_no_profile(tmp_path, caplog):
     assert "no profile is taken" in caplog.text and not list((tmp_path / "outside").iterdir())
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("text", ["10", "10:0", "a:b", "-1:3", "1:2:3"])
 def test_a_flag_of_another_form_is_a_sentence(text):
     with pytest.raises(UsageError, match=re.escape(f"--profile is {text!r}; expected START:STEPS")):

@@ -70,6 +70,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_name_or_type_in_a_file_is_a_sentence(text):
     with pytest.raises(UsageError) as error:
@@ -77,6 +78,7 @@ def test_a_wrong_name_or_type_in_a_file_is_a_sentence(text):
     assert str(error.value).startswith(WRONG[text])
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "text, sentence", [("- 1", "holds a list"), ("a: [", r"cannot be read: "), (None, "No such file")]
 )
@@ -130,6 +132,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("argument", BAD)
 def test_a_wrong_flag_is_a_sentence(argument, nursery):
     life = nursery.life_of("nested", argument)

@@ -82,6 +82,7 @@ def test_the_stage_that_takes_the_time_is_named(records):
     assert found.kind == "read" and found.share > 0.3, found
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "parallel, advice", [(None, "read several files at once"), (tf.data.AUTOTUNE, "move the files")]
 )
@@ -162,6 +163,7 @@ class Threaded(Own):
             return list(pool.map(self.__getitem__, numbers))
 
 
+@pytest.mark.slow
 def test_a_slow_source_of_records_is_named_and_the_advice_helps():
     def read(source, block):
         context = looplib.InputContext(

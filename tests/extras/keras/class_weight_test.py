@@ -41,6 +41,7 @@ def arguments(targets, kind, batch=4):
     return {"x": tf.data.Dataset.from_tensor_slices((x, targets)).batch(batch)}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case, kind", [("soft", "arrays"), ("soft column", "data set"), ("soft vectors", "arrays"),
                                         ("masks", "data set"), ("one-hot masks", "data set"),
                                         *more([("soft", "data set"), ("soft column", "arrays")])])  # fmt: skip
@@ -66,6 +67,7 @@ def test_soft_targets_are_rounded_to_a_class():
         assert controller.train(1)["loss"] == pytest.approx((losses * weights).mean(), rel=1e-5)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", ["arrays", "data set"])
 @pytest.mark.parametrize("targets", [MASK, MASK.astype(np.float32)], ids=["whole", "float"])
 def test_masks_whose_last_dimension_is_an_image_s_width_are_refused(kind, targets, keras):
@@ -76,6 +78,7 @@ def test_masks_whose_last_dimension_is_an_image_s_width_are_refused(kind, target
         looplib.KerasTrainer(model, **arguments(targets, kind), class_weight=WEIGHTS)
 
 
+@pytest.mark.slow(spread=1)
 def test_sample_weights_in_a_data_set_are_refused_beside_class_weights(keras):
     data = tf.data.Dataset.from_tensor_slices((X, SOFT, SOFT)).batch(4)
     with pytest.raises(looplib.UsageError, match="no sample weights"):

@@ -21,6 +21,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, family, columns", [*FEW, *ALL])
 def test_a_model_is_right_or_refused(name, family, columns, tmp_path):
     pytest.importorskip(family)
@@ -35,6 +36,7 @@ def test_the_page_has_the_rows_of_the_script_and_nothing_is_wrong():
     assert fit_matrix.WRONG not in page
 
 
+@pytest.mark.slow
 def test_a_wrong_cell_is_found(tmp_path):
     """A training with another order of the data is not that of `fit`."""
     row, programs = fit_matrix.ROWS["scalar_loss"], itertools.count()

@@ -108,6 +108,7 @@ def trained(make, strategy, data=(X,), steps=STEPS, evaluates=False, **settings)
     return model
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("strategy", ["mirrored_x2", *more(["default"])])
 def test_a_gan_trains_as_in_fit_on_one_device(strategy, built, keras):
@@ -118,6 +119,7 @@ def test_a_gan_trains_as_in_fit_on_one_device(strategy, built, keras):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow(spread=1)
 def test_optimizers_are_named_by_the_attributes_that_hold_them(keras):
     for keep, path in ((in_attribute, "d_optimizer"), (in_list, "several/0"), (in_module, "module/held")):
         model = gan(keras, keep)
@@ -127,6 +129,7 @@ def test_optimizers_are_named_by_the_attributes_that_hold_them(keras):
         assert list(_keras.optimizers(trainer))[0] == "model/optimizer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [in_list, *more([in_sublayer, in_module])])
 def test_an_optimizer_that_a_model_holds_anywhere_sums_before_it_clips_and_resumes(keep, keras, tmp_path):
     expected = gan(keras)
@@ -137,6 +140,7 @@ def test_an_optimizer_that_a_model_holds_anywhere_sums_before_it_clips_and_resum
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("legacy", [False, True])
 def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, keras, caplog):
     if legacy and keras is keras3:
@@ -150,6 +154,7 @@ def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, k
     assert "variables that are not attributes of the trainer" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_update_in_a_condition_is_refused_on_several_replicas_with_its_line(keras):
     with pytest.raises(UsageError, match="inside of a condition.*keras_building_test.py:.*apply_gradients.*n-th step"):
         trained(lambda: gan(keras, conditional=True), "mirrored_x2")
@@ -192,6 +197,7 @@ def batches():
     return tf.data.Dataset.from_tensor_slices((SEQUENCES, SUMS)).batch(BATCH, drop_remainder=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["declared", "data set", "fixed"])
 def test_a_model_for_batches_of_one_size_trains_as_in_fit(case, keras):
     make = {
@@ -208,6 +214,7 @@ def test_a_model_for_batches_of_one_size_trains_as_in_fit(case, keras):
     assert metrics["examples"] == len(SUMS) and history
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("place", ["layer", "step"])
 def test_random_numbers_without_a_seed_are_refused_on_several_replicas(place):
     class Noise(keras3.layers.Layer):
@@ -264,6 +271,7 @@ def test_variables_in_a_list_of_a_keras_3_model_are_saved(tmp_path):
     np.testing.assert_array_equal(*weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_states_of_recurrent_layers_of_tf_keras_are_saved(wrapped, tmp_path):
     import tf_keras

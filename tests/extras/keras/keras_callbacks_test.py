@@ -92,7 +92,7 @@ def assert_as_fit(ours, theirs):
     assert called[1].best == pytest.approx(fits[1].best, rel=1e-5)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keras, strategy",
     [("tf_keras", "default"), ("keras", "mirrored_x2"), ("tf_keras", "mirrored_x2"), ("keras", "default")],
@@ -107,7 +107,7 @@ def test_files_stops_and_final_weights_are_those_of_fit(keras, strategy, tmp_pat
     assert_equal_files(tmp_path / "ours", tmp_path / "fit", keras)
 
 
-@pytest.mark.slow(pairs=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [dict(start_from_epoch=4, patience=3), dict(baseline=1e-9, patience=2)], ids=str)
 def test_other_settings_of_early_stopping_are_those_of_fit(keras, others, tmp_path):
     theirs = fitted(keras, tmp_path / "fit", **others)
@@ -115,7 +115,7 @@ def test_other_settings_of_early_stopping_are_those_of_fit(keras, others, tmp_pa
     assert_as_fit((trained(keras, called), called), theirs)
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fails, monitor, keras",
     [*itertools.product([1, 4, 6], ["val_loss", "loss"], FAMILIES), (6, "loss", "tf_keras"), (4, "val_loss", "keras")],
@@ -139,6 +139,7 @@ def test_a_run_that_was_killed_ends_with_the_files_and_the_best_weights_of_fit(k
     assert_equal_files(tmp_path / "ours", tmp_path / "fit", keras)
 
 
+@pytest.mark.slow
 def test_jobs_on_a_run_take_the_best_weights_and_a_longer_training_continues_from_the_last(tmp_path):
     best = 2
     theirs = fitted(keras3, tmp_path / "fit")
@@ -163,6 +164,7 @@ def test_jobs_on_a_run_take_the_best_weights_and_a_longer_training_continues_fro
     assert_close(patient[-1].history["val_loss"], theirs[-1].history["val_loss"])
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_is_gone_is_said(tmp_path, caplog):
     settings = dict(model_dir=tmp_path / "run")
     trained(keras3, callbacks(keras3, tmp_path), epochs=5, **settings)
@@ -186,6 +188,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_of_batches_is_refused(case, keras):
     make, named = REFUSED[case]
@@ -193,6 +196,7 @@ def test_a_checkpoint_of_batches_is_refused(case, keras):
         looplib.KerasTrainer(build(keras), X, Y, callbacks=[make(keras)])
 
 
+@pytest.mark.slow
 def test_a_callback_whose_work_looplib_does_is_not_called_and_said_or_refused_without_it(keras, tmp_path, caplog):
     kinds = keras.callbacks
     called = [

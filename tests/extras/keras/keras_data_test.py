@@ -67,7 +67,7 @@ def lines(folder):
     return rows.map(lambda row: (row[:, :3], row[:, 3:]))
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, keras, strategy",
     [
@@ -104,6 +104,7 @@ def test_an_epoch_of_unknown_length_is_one_pass_as_in_fit_also_after_a_kill(make
     assert_as_fit(model, reports, fit, {name: values[done:] for name, values in history.items()})
 
 
+@pytest.mark.slow
 def test_callbacks_take_epochs_of_unknown_length(keras):
     fit, theirs, ours = build(keras), keras.callbacks.History(), keras.callbacks.History()
     fit.fit(generated(None), epochs=EPOCHS, verbose=0, callbacks=[theirs])
@@ -226,6 +227,7 @@ KINDS = {  # of a model, and the arguments of fit
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
@@ -251,6 +253,7 @@ def test_what_fit_does_not_take_or_leaves_out_is_refused_in_a_sentence():
         looplib.KerasTrainer(unlabelled(keras3), X, sample_weight=WEIGHTS)
 
 
+@pytest.mark.slow
 def test_class_weights_of_sparse_examples_are_those_of_fit():
     x, y, weights = tf.sparse.from_dense(SPARSE), (Y[:, 0] > 0).astype("int64"), {0: 0.5, 1: 2.0}
     fit = sparse_or_dense(keras3)
@@ -272,6 +275,7 @@ def test_rows_of_sparse_arrays_are_those_of_dense_ones():
         np.testing.assert_array_equal(tf.sparse.to_dense(found), dense[ids])
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_sparse_and_ragged_data_and_none():
     for kind in ("(x, y, None)", "scipy", "a ragged tensor"):
         make, arguments = KINDS[kind]

@@ -125,6 +125,7 @@ def keras(request):
     return FAMILIES[request.param]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("make", [scalar_loss, scalar_beside_mean, own_step, scaled_tracker, endpoint])
 def test_replicas_train_and_report_as_fit_does_on_one_device(make, keras):
     x = {"x": X, "y": Y} if make is endpoint else X
@@ -243,6 +244,7 @@ def build(make, keras, **arguments):
         return looplib.KerasTrainer(make(keras), x, y, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [masked, masked_classes, summed, fixed_divisor, contrastive, noisy_contrastive, drawn_sum]
 )
@@ -299,6 +301,7 @@ def codebook(keras):
     return model
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("make, name", [(queue, "newest"), (codebook, "mean")])
 def test_state_that_each_replica_would_compute_from_its_own_examples_is_refused(make, name, keras):
     with pytest.raises(UsageError, match=f"computes .*{name} from the batch.*per_replica=True"):
@@ -341,6 +344,7 @@ def drawn_mean(keras):
     return drawn("mean", keras)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("make", [batch_normalized, batch_normalized_step, target_network, drawn_mean])
 def test_a_model_whose_layers_see_the_batch_or_draw_noise_is_not_refused_and_not_changed(make, keras):
     trainer = build(make, keras)
@@ -385,6 +389,7 @@ def test_a_strategy_that_counts_its_replicas_in_another_way_is_refused():
         Other(["CPU:0", "CPU:1"]).run(step)
 
 
+@pytest.mark.slow
 def test_a_compiled_metric_of_ones_own_that_keeps_a_maximum_is_refused(keras):
     class Largest(keras.metrics.Metric):
         def __init__(self):

@@ -60,6 +60,7 @@ def numpy_epochs(kernel, count):
     return found, np.square(X @ kernel - Y).mean()
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
 @pytest.mark.parametrize("kind", ["plain", "tracked"])
 def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, keras):
@@ -84,6 +85,7 @@ def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, k
     assert reports["eval"][-1] == {"examples": len(X), "loss": pytest.approx(last, rel=1e-5)}
 
 
+@pytest.mark.slow(spread=1)
 def test_a_returned_loss_that_is_not_finite_ends_the_run_at_its_step(keras):
     trainer = looplib.KerasTrainer(compiled(keras, "bad"), X, Y, shuffle=False)
     with looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, writers=[]) as controller:
@@ -91,6 +93,7 @@ def test_a_returned_loss_that_is_not_finite_ends_the_run_at_its_step(keras):
             controller.train(epochs=1)
 
 
+@pytest.mark.slow(spread=1)
 def test_the_step_of_the_guides_reports_as_in_fit(keras):
     """It returns the results of all metrics, among them the one object that Keras 3 has for the compiled ones."""
 
@@ -130,6 +133,7 @@ def test_the_step_of_the_guides_reports_as_in_fit(keras):
     )
 
 
+@pytest.mark.slow(spread=1)
 def test_a_metric_of_several_results_or_of_an_array_has_a_number_for_each(keras):
     class Both(keras.metrics.Metric):
         def __init__(self):

@@ -66,6 +66,7 @@ def assert_as_in_fit(model, reports, expected):
 FEW = (("multi_output", "keras"), ("custom_train_step", "tf_keras"), ("regression", "keras"))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, keras", cases(*FEW), indirect=["keras"])
 def test_a_script_trains_as_in_fit(name, keras):
     model, reports, step = trained(name, keras)
@@ -73,6 +74,7 @@ def test_a_script_trains_as_in_fit(name, keras):
     assert step == EPOCHS * 4 and [event.metrics["epoch"] for event in reports["train"]] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mirrored_x2", *more(["mirrored_x4"])])
 @pytest.mark.parametrize("name, keras", cases(("mlp", "keras")), indirect=["keras"])
 def test_several_replicas_train_as_fit_on_one_device(name, keras, strategy):
@@ -107,6 +109,7 @@ def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_tr
         assert controller.train(8)["loss"] == pytest.approx(reports["train"][1].metrics["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, keras", cases(("cnn", "keras")), indirect=["keras"])
 def test_a_run_in_two_parts_is_the_run_in_one(name, keras, tmp_path):
     whole, expected, _ = trained(name, keras)
@@ -133,7 +136,7 @@ def callbacks_of(keras):
     ]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_callbacks_observe_and_schedule_as_in_fit(keras):
     expected, theirs = callbacks_of(keras)
     weights, history = fitted("cnn", keras, callbacks=theirs)
@@ -171,7 +174,7 @@ def remembering(keras):
     return Remembering
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_what_callbacks_remember_continues_after_restarts_and_a_crash(keras, tmp_path, caplog):
     kind = remembering(keras)
 
@@ -218,6 +221,7 @@ def test_a_foreign_memory_of_callbacks_is_refused(keras):
             callbacks.load({"callbacks": {}, "logs": None, "missing": [], "begun": 3, "best": foreign})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_early_stopping_remembers_over_a_restart(keras, tmp_path):
     def stopping():
@@ -239,6 +243,7 @@ def watching(keras, monitor, patience=3):
     return keras.callbacks.EarlyStopping(monitor=monitor, min_delta=100.0, patience=patience)  # the first is the best
 
 
+@pytest.mark.slow(spread=1)
 def test_callbacks_remember_by_what_they_watch(keras, tmp_path, caplog):
     start = lambda epochs, callbacks: trained("mlp", keras, epochs=epochs, callbacks=callbacks, model_dir=tmp_path)[2]
     steps = start(2, [watching(keras, "loss")]) // 2  # of an epoch
@@ -248,6 +253,7 @@ def test_callbacks_remember_by_what_they_watch(keras, tmp_path, caplog):
     assert "start with a fresh one: ReduceLROnPlateau(val_loss, auto)" in caplog.text
 
 
+@pytest.mark.slow(spread=1)
 def test_callbacks_that_cannot_be_told_apart_are_refused(keras):
     with pytest.raises(UsageError, match=r"two callbacks are EarlyStopping\(loss.*give each an attribute `name`"):
         trained("mlp", keras, callbacks=[watching(keras, "loss"), watching(keras, "loss", 5)])
@@ -276,6 +282,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_callback_that_cannot_work_is_refused_with_what_to_use(case, keras):
     make, named = REFUSED[case]
@@ -295,6 +302,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_are_refused(case):
     model, arguments = keras_scripts.build("mlp", keras3)
@@ -313,7 +321,7 @@ def test_callbacks_refuse_reports_that_are_not_of_epochs():
             controller.train(epochs=1)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, keras", [("default", "keras"), ("mirrored_x2", "tf_keras")], indirect=["keras"])
 def test_a_data_set_of_global_batches_trains_as_in_fit(strategy, keras):
     _, arguments = keras_scripts.build("class_weights", keras)

@@ -94,6 +94,7 @@ def orbit_run(model_dir, steps, strategy=DEFAULT, keras=tf_keras, eval_interval=
     return trainer, *outputs, [int(path.rpartition("-")[2]) for path in manager.checkpoints]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, family",
     [
@@ -162,7 +163,7 @@ class OfTwo(Classifier):
             super().train_step(iterator["b"])
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Classifier, WithoutState, OfTwo])
 @pytest.mark.parametrize("stops", [[13, 30], *more([[4, 10, 21, 30]])])
 def test_a_run_stopped_and_started_again_is_one_that_was_not(make, stops, tmp_path):
@@ -174,6 +175,7 @@ def test_a_run_stopped_and_started_again_is_one_that_was_not(make, stops, tmp_pa
     assert int(parts.global_step) == 30 and curve(tmp_path / "parts") == curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_where_the_position_in_the_data_is_unknown_weights_and_step_are_restored_and_the_log_says_so(tmp_path, caplog):
     caplog.set_level("INFO", logger="absl")
     strategy = make_strategy("mirrored_x2")
@@ -399,6 +401,7 @@ class Unbuilt(Classifier):
         self.model = tf_keras.Sequential([tf_keras.layers.Dense(4, "relu"), tf_keras.layers.Dense(toy.NUM_CLASSES)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
 def test_a_model_that_gets_its_variables_late_trains_resumes_and_is_evaluated_by_a_job_of_its_own(name, tmp_path):
     strategy = make_strategy(name)
@@ -563,6 +566,7 @@ def test_several_workers_are_refused(monkeypatch):
         controller(Line())
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "make, message",
     [

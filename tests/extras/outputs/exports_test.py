@@ -183,6 +183,7 @@ def exported(cases, tmp_path_factory):
     return dict(zip(expected, zip(expected.values(), read_elsewhere(exports, folder))))
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "name", [*CASES, *more(REPEATED), pytest.param(RESNET, marks=[needs_models, pytest.mark.slow])]
 )
@@ -244,7 +245,7 @@ class Averaged(toy.RegressionEvaluator):
         self.averages = trainer.averages
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_averages_are_exported_unless_the_last_weights_are_asked_for(evaluates, tmp_path):
     trainer = Gradient(keras3, average_decay=0.9)
@@ -267,6 +268,7 @@ def test_averages_are_exported_unless_the_last_weights_are_asked_for(evaluates, 
     np.testing.assert_array_equal(trainer.model.layers[-1].kernel, last)
 
 
+@pytest.mark.slow
 def test_a_tflite_file_is_written_where_the_converter_takes_the_model(tmp_path):
     class Decomposed(toy.RegressionEvaluator):
         def export(self):
@@ -304,7 +306,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [[12], [5, 8, 12]])
 def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
     for steps in stops:
@@ -356,6 +358,7 @@ def paths_in(folder):
     return [name for name, content in contents(folder).items() if str(folder).encode() in content and name not in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
 def test_a_run_that_was_copied_or_moved_removes_its_own_exports_only(how, first, tmp_path):
     folder, other = tmp_path / "run", tmp_path / "other"
@@ -384,7 +387,7 @@ def test_exports_that_a_checkpoint_from_elsewhere_names_are_removed_inside_the_r
     assert contents(outside) == before != {}
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "names", [[".."], ["step-4/.."], ["../step-4"], ["/step-4"], [""], ["step-x"], [4], "step-4", None]
 )
@@ -437,6 +440,7 @@ def layers_of_ones_own(keras):
         yield model, words
 
 
+@pytest.mark.slow(spread=1)
 def test_a_keras_file_is_left_out_that_keras_does_not_load_as_the_model(keras, tmp_path):
     for number, (model, words) in enumerate(layers_of_ones_own(keras)):
         evaluator = toy.RegressionEvaluator(model)

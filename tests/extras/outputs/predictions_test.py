@@ -117,6 +117,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, n, loop", [*EACH, *more(ALL)])
 def test_each_example_has_one_record_in_order(name, n, loop, tmp_path):
     folder = predict(make_strategy(name), tmp_path, lambda model: PredictsAll(model, n), loop=loop, piece=5)
@@ -221,6 +222,7 @@ def test_a_prediction_resumes_on_another_number_of_replicas(first, second, tmp_p
     assert all(path.stat().st_mtime_ns == time for path, time in finished.items())
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("pipeline", [False, True])
 def test_no_finished_piece_is_predicted_twice(pipeline, tmp_path, monkeypatch):
     seen = []
@@ -253,6 +255,7 @@ CHANGES = {
 FEW = ["other weights", "fewer examples", "other examples", "another batch"]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("change", [*FEW, *more([change for change in CHANGES if change not in FEW])])
 def test_pieces_of_two_sources_are_never_mixed(change, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -297,6 +300,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", WRONG)
 def test_outputs_that_cannot_be_written_are_sentences(case, tmp_path):
     outputs, words = WRONG[case]

@@ -157,6 +157,7 @@ def evil(run, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
     sheet = opened(run / "report.html")
     report, records = json.loads((run / "run.json").read_text()), read_jsonl(str(run / "metrics.jsonl"))
@@ -260,6 +261,7 @@ def test_the_numbers_of_an_axis_have_the_digits_that_tell_them_apart(run, opened
     assert constant == [[0, 0.002], [-6, 0], [-1, 1]]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("width, scheme", [(1200, "light"), (360, "dark")])
 def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(run, other, evil, opened, width, scheme, tmp_path):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
@@ -541,6 +543,7 @@ def test_a_folder_without_a_run_is_a_sentence(tmp_path, capsys):
     assert "is not a directory; name a run directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_that_a_user_names_is_written_through_links_and_into_what_is_no_file(run, tmp_path, capsys):
     link, target, fifo, page_begins = tmp_path / "link", tmp_path / "there.html", tmp_path / "fifo", "<!doctype html>"
     link.symlink_to(target)

@@ -59,6 +59,7 @@ def opened(pattern):
     return looplib.open_records(pattern, **options)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_file_with_another_content_of_equal_length_is_named_and_a_copy_is_the_same(kind, tmp_path):
     (tmp_path / "first").mkdir()
@@ -93,6 +94,7 @@ def tfds_source(folder):
     return builder.as_data_source("train"), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, where",
     {
@@ -177,6 +179,7 @@ class Reader(toy.Regression):
         return ids.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
 
 
+@pytest.mark.slow
 def test_a_resume_on_replaced_files_names_them(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="absl")
     pattern = write(tmp_path, "jsonl")

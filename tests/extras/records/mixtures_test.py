@@ -55,6 +55,7 @@ def read(plan, steps, workers=1, replicas=1, seeds=False, **changes):
 
 
 # A mixture of packed rows also has what each of the two does alone.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kept", "mixture of packed", "buckets", *more(["mixture", "packed"])])
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
     plan, steps = PLANS[name](), repetitions(20, 100)
@@ -96,6 +97,7 @@ SOURCES = st.integers(1, 20).map(np.arange) | st.lists(st.integers(0, 99), min_s
 WEIGHT = st.sampled_from([0, 1, 2, 3, 50, 0.1, 0.7, 1 / 3])
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     ids=st.lists(SOURCES, min_size=1, max_size=5),
@@ -139,6 +141,7 @@ def best_fit(pieces, row_length):
     return len(rooms)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25).filter(any),
@@ -250,6 +253,7 @@ def test_epochs_are_known_where_there_are_any():
         c = context()
 
 
+@pytest.mark.slow(spread=8)
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -327,6 +331,7 @@ class Reads(looplib.Trainer):
         return {"source": inputs[1]}
 
 
+@pytest.mark.slow
 def test_sources_of_a_mixture_whose_records_differ_are_refused_before_the_first_step(tmp_path):
     for one, other, first, second in unequal(tmp_path):
         trainer = Reads(looplib.Mixture({"one": one, "other": other}, {"one": 1, "other": 1}))
@@ -391,6 +396,7 @@ def records(plan, steps, workers=1, replicas=1, **changes):
     return [np.concatenate(columns, axis=1) for columns in zip(*parts)]
 
 
+@pytest.mark.slow
 def test_records_of_files_are_mixed_filtered_and_put_into_buckets_like_examples_in_memory(files):
     names, texts = files
     weights, keep = {"web": 3, "code": 1}, np.arange(21) % 3 > 0

@@ -45,6 +45,7 @@ def damage(folder, sizes, number):
     return f"record {row} of {path}, at byte {at}, is damaged: its checksum does not match"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_out_so_many_damaged_records_over_kills_and_workers_and_no_more(nursery, tmp_path):
     flags = [
         f"--config.files={digits(tmp_path)}", "--config.block=1", "--seed=3", "--mode=train", "--global_batch_size=32",

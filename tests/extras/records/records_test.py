@@ -109,6 +109,7 @@ def test_any_position_is_entered_with_the_same_seeds(files, block):
         np.testing.assert_array_equal(seeds, ids_and_seeds[start][1])  # they belong to positions, not to the order
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("total, batch, block", [(1000, 64, 10), (1003, 60, 16), (37, 16, 5), (997, 200, 7), (5, 2, 9)])
 def test_blocks_are_read_whole_by_one_lane_after_another(total, batch, block):
     order = orders.BlockOrder(total, 7, block, batch)
@@ -328,6 +329,7 @@ def refused_by(trainer, context, step):
     return refused.find(trainer.dataset, context, step)
 
 
+@pytest.mark.slow
 def test_a_record_that_the_program_refuses_is_named(files):
     shard = files.replace("*", "00002-of-00005")
     said = f"record 17 of {shard}, at byte {offset(2, 17)}"
@@ -388,6 +390,7 @@ def test_lines_records_of_one_length_and_parquet(tmp_path):
     assert found[0] == found[1]  # a block that is given has one order in all formats
 
 
+@pytest.mark.slow
 def test_the_page_of_records_opens_files_as_printed(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -452,6 +455,7 @@ def test_a_record_that_an_installed_package_cannot_read_is_named_and_may_be_left
         files[3]
 
 
+@pytest.mark.slow
 def test_data_sources_of_other_libraries(tmp_path):
     from array_record.python import array_record_module
 
@@ -471,6 +475,7 @@ def test_data_sources_of_other_libraries(tmp_path):
         next(iter(context(10).records(ragged)))
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "source, message",
     [

@@ -88,6 +88,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow(spread=4)
 @pytest.mark.parametrize("text", VALUES)
 def test_lists_and_ranges_in_steps_have_these_values(text):
     fixed, (parameter,) = space.parse(["train", f"--config.a={text}", "--b=1"])
@@ -123,6 +124,7 @@ BAD_SPACES = {
 }
 
 
+@pytest.mark.slow(spread=4)
 @pytest.mark.parametrize("argument", BAD_SPACES)
 def test_a_range_without_values_is_a_sentence(argument):
     with pytest.raises(UsageError, match=re.escape(BAD_SPACES[argument])):
@@ -170,6 +172,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_sentence_and_code_2(case, tmp_path, capsys):
     options, of, sentence = BAD[case]
@@ -330,7 +333,7 @@ def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
     assert any(row["state"] == "stopped" for row in rows)  # else the order of the grid is another
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_the_runs_and_the_same_command_resumes(signum, python, tmp_path):
     of = ["--config.rate=0.1,0.2", "--config.pause=0.2"]

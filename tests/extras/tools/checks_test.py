@@ -178,6 +178,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_a_sentence_and_code_2(case, capsys):
     arguments, sentence = BAD[case]

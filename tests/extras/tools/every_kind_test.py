@@ -23,6 +23,7 @@ OTHER = {  # another value of each variable
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rtol", [0.0, 1e-3])
 def test_checkpoints_are_equal_except_in_what_was_changed(rtol, tmp_path):
     def written(name, change=lambda trainer: None):
@@ -70,6 +71,7 @@ def forks(python, monkeypatch, nursery):
     monkeypatch.setenv("PYTHONPATH", nursery.environment["PYTHONPATH"])
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed_with_its_tables_and_strings(runs, capfd, tmp_path):
     """The table is set back between the passes over the step: each of six batches has counted `b` once."""
     assert main(["replay", str(runs / "run"), "--step=6", f"--save={tmp_path / 'batch.npz'}"]) == EXIT_DONE
@@ -80,6 +82,7 @@ def test_a_step_is_replayed_with_its_tables_and_strings(runs, capfd, tmp_path):
         np.testing.assert_array_equal(arrays["3"], arrays["example_ids"].astype("float32"))
 
 
+@pytest.mark.slow
 def test_a_run_is_repeated_and_parts_from_another_at_its_first_step(runs, capfd, tmp_path):
     assert main(["rerun", str(runs / "run"), f"--to={tmp_path / 'again'}"]) == EXIT_DONE
     assert "EQUAL, bit by bit" in capfd.readouterr().out
@@ -96,6 +99,7 @@ def test_it_resumes_exactly(python, capfd, tmp_path):
     assert "EQUAL, uninterrupted and after 1 kill" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_replicas_keep_their_own_strings_and_small_numbers_over_a_restart(tmp_path):
     strategy, seen = make_strategy("mirrored_x2"), []
     for steps in (2, 3):

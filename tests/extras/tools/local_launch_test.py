@@ -148,6 +148,7 @@ path.with_name(f"ready{index}").write_text(f"{os.getpid()} 0")
 """
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_goes_to_all_workers_which_save_and_are_not_started_again(number, tmp_path):
     launched = Launched(tmp_path, SAVES + "time.sleep(1000)", restarts=3)
@@ -204,6 +205,7 @@ def test_a_hangup_that_the_launcher_was_started_to_ignore_stays_ignored(tmp_path
     assert launched.end(30)[0] == 0
 
 
+@pytest.mark.slow
 def test_workers_that_were_preempted_by_somebody_else_are_started_again(tmp_path):
     launched = Launched(tmp_path, "sys.exit(75 if lives == 0 else 0)", restarts=1)
     assert launched.end()[0] == 0
@@ -259,6 +261,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_workers_that_watch_each_other_end_by_themselves_and_succeed_after_a_restart(number, tmp_path):
     launched = Launched(tmp_path, WATCHED.format(signal=int(number)), workers=3, restarts=1, grace=2.0)
@@ -346,6 +349,7 @@ def test_ports_that_are_held_are_given_to_nobody_else_and_can_be_served(tmp_path
 # The command line.
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "arguments,words",
     [
@@ -385,6 +389,7 @@ def test_a_signal_without_a_name_and_a_line_without_an_end_are_shown(tmp_path):
     assert sum(line.count("x") for line in out) == 3 << 20 and max(map(len, out)) < 2 << 20
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("flag", ["--grace=nan", "--backoff=inf", "--grace=-1"])
 def test_times_that_are_none_are_refused(flag, capsys):
     assert tools.main(["launch", "--workers=1", flag, "--", "true"]) == 2

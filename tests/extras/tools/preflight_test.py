@@ -57,6 +57,7 @@ def line_of(marker):
     return f"tests/unfit.py:{number}: {lines[number - 1].strip()}"
 
 
+@pytest.mark.slow
 def test_a_good_binary_is_ready(results):
     result = results["good"]
     assert result.returncode == 0, result.stdout + result.stderr
@@ -66,6 +67,7 @@ def test_a_good_binary_is_ready(results):
     assert "fault" not in result.stdout
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "case, sentence, marker",
     [
@@ -96,6 +98,7 @@ def test_a_command_that_fails_is_code_2(results):
     assert result.returncode == 2 and "looplib: error: the command failed with code 1" in result.stderr
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -224,7 +227,7 @@ IN_TURN = list(zip(LAYERS, itertools.cycle(["keras", "tf_keras"])))
 OTHERS = list(zip(LAYERS, itertools.cycle(["tf_keras", "keras"])))
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("layers, family", [*IN_TURN, *more(OTHERS)])
 def test_the_layers_of_both_families_lower(layers, family):
     keras = pytest.importorskip(family)
@@ -306,6 +309,7 @@ def test_where_tensorflow_has_hidden_what_is_not_public_less_is_reported(monkeyp
     assert "EagerPyFunc" in text and not result["steps"]["train"]["lowered"]
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_layers_come_to():
     model = keras.Sequential(
         [keras.Input((4,)), *(keras.layers.Dense(256, "relu") for _ in range(4)), keras.layers.Dense(2)]

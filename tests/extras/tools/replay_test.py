@@ -200,6 +200,7 @@ def test_a_replay_of_data_that_waits_in_python_says_where_it_is_and_ends(runs, m
     assert "equal, bit by bit, to what the run reported at step 10" in out
 
 
+@pytest.mark.slow
 def test_a_replay_without_progress_is_ended_by_the_watchdog(runs, capfd):
     folder, _ = runs("slow")
     assert main(["replay", str(folder), f"--step={HANGS}"]) == EXIT_UNKNOWN
@@ -208,7 +209,7 @@ def test_a_replay_without_progress_is_ended_by_the_watchdog(runs, capfd):
     assert "no progress for 3 s in the phase 'train' after " in lines[-2]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_replay_that_is_ended_leaves_no_folder(signum, runs, tmp_path, python):
     code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}; from looplib.__main__ import main; main()"
@@ -237,6 +238,7 @@ def test_the_debugger_stops_in_the_user_s_function(runs, tmp_path, capfd):
     assert "('at', 23)" in out and "loss_fn()" in out and re.search(r"\n  loss +\S+\n", out)
 
 
+@pytest.mark.slow
 def test_runs_part_at_the_step_of_one_changed_example(runs, capfd):
     assert main(["diff", str(runs("plain")[0]), str(runs("changed")[0])]) == EXIT_DIFFERENT
     out = capfd.readouterr().out
@@ -255,6 +257,7 @@ def test_runs_part_where_a_resumed_one_has_another_learning_rate(runs, capfd):
     )
 
 
+@pytest.mark.slow
 def test_a_step_after_another_batch_size_has_the_examples_that_it_had(runs, tmp_path, capfd):
     folder, _ = runs("other_size")
     context = looplib.InputContext(
@@ -307,6 +310,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(spread=4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_replayed_is_refused(case, runs, tmp_path, capsys):
     arguments, values, sentence = REFUSED[case]

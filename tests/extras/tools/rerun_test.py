@@ -163,6 +163,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_run_that_no_command_repeats_is_refused(case, run, tmp_path, capsys):
     values, sentence = REFUSED[case]
