@@ -10,6 +10,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint.restoring import peek
+from looplib.errors import StateError
 from looplib.task.state import state_of
 
 
@@ -266,7 +267,5 @@ def test_queues_tables_and_python_in_a_step_are_named_where_no_checkpoint_holds_
 def test_attributes_that_tensorflow_cannot_save_are_refused_before_the_first_step():
     trainer = toy.Regression()
     trainer.scales = {0: tf.Variable(1.0)}
-    with pytest.raises(
-        looplib.UsageError, match="cannot hold the attributes .* non-string key .* use dicts with str keys"
-    ):
+    with pytest.raises(StateError):
         toy.controller(make_strategy("default"), trainer)

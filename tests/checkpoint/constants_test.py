@@ -11,6 +11,7 @@ import tensorflow as tf
 import tf_keras
 
 import looplib
+from looplib.errors import MismatchError, StaleTraceError
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 X = np.random.default_rng(0).normal(50, 20, size=(64, 3)).astype("float32")
@@ -161,7 +162,7 @@ def test_a_function_that_keeps_earlier_constants_is_refused(trained):
     evaluator = Error(make_model(keras))
     evaluator.model_fn = tf.function(lambda inputs: evaluator.model(inputs, training=False))
     evaluator.step_fn = lambda inputs: {"error": tf.square(evaluator.model_fn(inputs[0]) - inputs[1])[:, 0]}
-    with pytest.raises(looplib.UsageError, match="other constants of norm .* leave out tf.function"):
+    with pytest.raises(StaleTraceError, match="tf.function"):
         controller(path, evaluator=evaluator)
 
 
@@ -170,7 +171,7 @@ def test_a_layer_that_adapts_in_a_training_is_refused_at_the_next_step(trained):
     keras, _, _ = trained
     trainer = Line(keras, make_model(keras, data=X))
     run = controller(None, trainer, actions=[lambda event: trainer.model.get_layer("norm").adapt(OTHER)])
-    with pytest.raises(looplib.UsageError, match="norm.mean is .* when Line.loss_fn was traced"):
+    with pytest.raises(StaleTraceError, match="norm.mean.*Line.loss_fn"):
         run.train(STEPS)
 
 
@@ -242,12 +243,12 @@ def test_another_vocabulary_than_that_of_the_training_is_refused(name, kind, tmp
     def other(words=("ant", "cat", "bee", "dog")):
         return embedding(keras, kind, list(words))
 
-    with pytest.raises(looplib.UsageError, match="model/words has 'cat' as entry 1, and has 'bee' there"):
+    with pytest.raises(MismatchError, match="model/words.*'cat'.*1.*'bee'"):
         controller(tmp_path / "run", evaluator=EmbedError(other()))
-    with pytest.raises(looplib.UsageError, match="model/words has 3 entries, and has 4 in"):
+    with pytest.raises(MismatchError, match="model/words.*3.*4"):
         controller(tmp_path / "run", Embed(other(WORDS[:3]), keras.optimizers.SGD(0.1)))
     for policy in ({"warm_start": str(tmp_path / "run")}, {"continue_from": str(tmp_path / "run" / "checkpoints")}):
-        with pytest.raises(looplib.UsageError, match="model/words has 'cat' as entry 1"):
+        with pytest.raises(MismatchError, match="model/words.*'cat'.*1"):
             trainer = Embed(other(), keras.optimizers.SGD(0.1))
             controller(tmp_path / "other", trainer, start=looplib.Start(**policy))
 
@@ -285,7 +286,7 @@ def test_other_tables_and_boundaries_are_refused_by_name(name, tmp_path):
         ({"bins": [1.0, 3.0]}, "layers/bins has '3.0' as entry 1, and has '2.0' there"),
         ({"mean": 4.0}, "layers/given has '4.0' as entry 0, and has '3.0' there"),
     ]:
-        with pytest.raises(looplib.UsageError, match=said):
+        with pytest.raises(MismatchError, match=said):
             run(**given)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from looplib.checkpoint import commits
-from looplib.errors import UsageError
+from looplib.errors import CheckpointError
 
 TEXT = st.text(max_size=6)
 SCORES = st.dictionaries(
@@ -141,7 +141,7 @@ def test_a_marker_of_another_version_keeps_its_fields_or_is_refused_by_name(done
     assert json.loads(file.read_text())["color"] == added
     sign(file, {**fields, "color": added, "format": newer, "versions": {"looplib": by}})
     for read in (lambda: commits.read_marker(done.path), lambda: commits.listing(str(file.parent))):
-        with pytest.raises(UsageError) as refused:
+        with pytest.raises(CheckpointError) as refused:
             read()
         assert f"{file.name} has the format {newer}, written by looplib {by}, and looplib" in str(refused.value)
 

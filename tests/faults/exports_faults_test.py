@@ -14,7 +14,7 @@ from exports_test import contents
 from tampering import rewrite_run_state
 
 import looplib
-from looplib.errors import UsageError
+from looplib.errors import ExportError, UsageError
 from looplib.extras.tools import dry_run
 
 __all__ = ["disk"]
@@ -156,11 +156,11 @@ def test_a_directory_for_the_best_is_for_one_run(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     before = contents(out)
     for name in ("copy", "another"):
-        with pytest.raises(UsageError, match="out has exports of another run, .*give it another directory"):
+        with pytest.raises(ExportError):
             best(tmp_path / name, 6, out)
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "step-1").mkdir()
-    with pytest.raises(UsageError, match="moved has exports of another run"):
+    with pytest.raises(ExportError):
         best(tmp_path / "run", 6, tmp_path / "moved")
     assert contents(out) == before
     best(tmp_path / "run", 6, out)
@@ -200,7 +200,7 @@ def test_a_full_disk_ends_a_training_at_the_export_and_it_resumes(disk, tmp_path
     best(run, 2, out)
     before, filler = contents(out), disk / "somebody_elses"
     filler.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - 4096))
-    with pytest.raises(UsageError, match="out/step-2 cannot be written: .*No space left on device; free space"):
+    with pytest.raises(ExportError, match="out/step-2"):
         best(run, 6, out)
     assert contents(out) == before
     filler.unlink()

@@ -20,7 +20,7 @@ from tampering import NUL, SURROGATE, WRONG, aliases, make_directory, make_endle
 
 from looplib import files
 from looplib.__main__ import main as cli
-from looplib.errors import UsageError
+from looplib.errors import ConfigurationError, SettingError, UsageError
 from looplib.extras.configuration import config, field_types
 from looplib.extras.page import values
 from looplib.extras.writers.csv_writer import CsvWriter
@@ -256,7 +256,7 @@ def test_settings_that_no_run_has_are_a_short_sentence_at_once(case, tmp_path):
     text, sentence = REFUSED[case]
     path = tmp_path / "settings.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with limited(case), pytest.raises(UsageError, match=sentence.replace("[", "\\[")) as error:
+    with limited(case), pytest.raises(ConfigurationError, match=sentence.replace("[", "\\[")) as error:
         tree = config.given(Settings())
         config.merge(tree, Settings, config.read_yaml(str(path)), lambda where: f"{where} in a.yaml")
         field_types.typed(tree, Settings, str, "")
@@ -272,7 +272,7 @@ def test_aliases_and_merges_of_a_few_values_are_taken():
 @pytest.mark.parametrize("make", [make_fifo, make_directory, make_endless])
 def test_a_config_file_that_is_no_file_is_refused_at_once(make, tmp_path):
     make(tmp_path / "settings.yaml")
-    with limited(make.__name__), pytest.raises(UsageError, match="cannot be read"):
+    with limited(make.__name__), pytest.raises(ConfigurationError):
         config.read_yaml(str(tmp_path / "settings.yaml"))
 
 
@@ -357,12 +357,12 @@ def test_jobs_of_a_run_whose_record_somebody_has_forged_end_well(nursery, tmp_pa
 @pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("value", [1e300, 10**400, float("inf"), float("nan"), "1e999", "9" * 400, True, [], 1e10])
 def test_a_time_that_no_timer_can_wait_for_is_refused(value):
-    with pytest.raises(UsageError, match="expected seconds above 0 and up to 1e\\+09"):
+    with pytest.raises(SettingError, match=r"0.*1e\+09"):
         duration("--max_time", value)
 
 
 def test_a_number_that_no_integer_of_tensorflow_holds_is_refused():
-    with pytest.raises(UsageError, match="expected a whole number from 1 to 9223372036854775807"):
+    with pytest.raises(SettingError, match="1.*9223372036854775807"):
         whole_number("steps", 10**400)
 
 

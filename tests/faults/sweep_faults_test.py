@@ -18,7 +18,7 @@ import sweep_test
 from disk_test import mount
 
 from looplib.__main__ import main
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CheckError, FileError
 from looplib.extras.tools import runs
 from looplib.report.records import read_jsonl
 
@@ -383,7 +383,7 @@ def test_two_checks_in_one_directory_the_second_is_refused(
         first = subprocess.Popen(["sleep", "100"], stdout=held)
         fcntl.flock(held, fcntl.LOCK_EX)
     try:
-        with pytest.raises(UsageError, match="another process has .*run.log as its output"):
+        with pytest.raises(CheckError, match="run.log"):
             runs.run(["true"], str(tmp_path / "run"), 10)
     finally:
         first.kill()
@@ -398,7 +398,7 @@ def test_a_log_of_a_check_that_leads_elsewhere_is_refused(
 ) -> None:
     (tmp_path / "check").mkdir()
     make(tmp_path / "check" / "run.log")
-    with pytest.raises(UsageError, match="move it away"):
+    with pytest.raises(FileError):
         runs.run(["true"], str(tmp_path / "check" / "run"), 10)
     assert (victim / "file").read_text() == "precious"
 

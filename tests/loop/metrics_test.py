@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import looplib
+from looplib.errors import EmptyDataError, EndlessDataError, MetricError
 from looplib.extras.parameter_server.results import RemoteReducer
 from looplib.loop.reducer import Reducer
 from looplib.task.record import RunningTotals
@@ -207,7 +208,7 @@ def test_a_metric_that_replicas_cannot_sum_is_refused_when_the_controller_is_bui
     if kind == "sum":
         assert evaluate(strategy, evaluator)["own"] == pytest.approx(VALUES[:50].sum())
         return
-    with pytest.raises(looplib.UsageError, match="variable .*kept of the metric 'own' .*is not a sum over examples"):
+    with pytest.raises(MetricError, match="'own'"):
         evaluate(strategy, evaluator)
     evaluator.own = metric = own_metric(family, kind)  # one replica has no sum to make
     assert np.isfinite(evaluate(make_strategy("default"), evaluator)["own"])
@@ -394,7 +395,7 @@ def test_evaluation_of_some_steps_of_endless_data(strategy):
     data = lambda context: tf.data.Dataset.range(10_000).repeat().batch(4).map(lambda i: (i,))
     evaluator = Values(0, lambda i: {"id": i}, data)
     size = 4 * strategy.num_replicas_in_sync
-    with pytest.raises(looplib.UsageError, match="never ends"):
+    with pytest.raises(EndlessDataError):
         evaluate(strategy, evaluator, size)
     found = evaluate(strategy, evaluator, size, steps=3)
     assert found["examples"] == 3 * size and found["id"] == pytest.approx(np.arange(3 * size).mean())
@@ -409,7 +410,7 @@ def test_ragged_features_beside_dense_labels_are_counted_by_row():
 
 def test_an_evaluation_set_found_empty_only_by_reading_is_refused_when_the_controller_is_built():
     data = lambda context: tf.data.Dataset.range(8).filter(lambda i: i < 0).batch(4).map(lambda i: (i,))
-    with pytest.raises(looplib.UsageError, match="the evaluation data set 'eval' is empty"):
+    with pytest.raises(EmptyDataError, match="'eval'"):
         looplib.Controller(
             looplib.RunConfig(global_batch_size=4), evaluator=Values(0, lambda i: {"i": i}, data), writers=[]
         )
@@ -492,7 +493,7 @@ def test_a_wrong_return_value_is_a_sentence_at_the_first_step(case, loop):
     outputs, message = BAD_OUTPUTS[case]
     if loop == "eager" and case == "a total of unknown shape":
         pytest.skip("every shape is known in the eager loop; another batch size is the next test")
-    with pytest.raises(looplib.UsageError, match=message):
+    with pytest.raises(MetricError, match=message):
         evaluate(None, Values(33, outputs), loop=loop)
 
 
@@ -503,12 +504,12 @@ def test_other_metrics_at_a_later_step_are_a_sentence():
         calls.append(1)
         return {f"metric{len(calls)}": v}
 
-    with pytest.raises(looplib.UsageError, match="expected the same names"):
+    with pytest.raises(MetricError):
         evaluate(None, Values(33, outputs), loop="eager")
 
 
 def test_a_metric_that_is_no_number_is_a_sentence():
-    with pytest.raises(looplib.UsageError, match="is not a number.*loop_end"):
+    with pytest.raises(MetricError, match="loop_end"):
         evaluate(None, Values(8, lambda i, v: {"v": looplib.total(tf.ones([2, 2]))}))
 
 
@@ -543,14 +544,14 @@ OWN = ["epoch", "examples", "steps_per_second", "skipped_steps", "examples_check
 @pytest.mark.parametrize("name", OWN)
 def test_a_metric_with_the_name_of_one_of_looplib_s_is_refused_when_the_controller_is_built(name):
     said = f"returned a metric named '{name}', which looplib adds to reports; give yours another name"
-    with pytest.raises(looplib.UsageError, match=f"Named.step_fn {said}"):
+    with pytest.raises(MetricError, match=f"Named.step_fn.*{said}"):
         build(Named([name]), loop="graph")
     evaluator = Values(8, lambda i, v: {"value": v, name: v})
-    with pytest.raises(looplib.UsageError, match=f"Values.step_fn {said}"):
+    with pytest.raises(MetricError, match=f"Values.step_fn.*{said}"):
         looplib.Controller(looplib.RunConfig(global_batch_size=8, loop="graph"), evaluator=evaluator, writers=[])
-    with pytest.raises(looplib.UsageError, match=f"Named.step_fn {said}"):
+    with pytest.raises(MetricError, match=f"Named.step_fn.*{said}"):
         build(Named([name])).train(1)  # in the eager loop, which traces no step before
-    with pytest.raises(looplib.UsageError, match=f"Named.loop_end {said}"):
+    with pytest.raises(MetricError, match=f"Named.loop_end.*{said}"):
         build(Named(end=[name])).train(1)
 
 
@@ -558,14 +559,14 @@ def test_a_loop_end_may_pass_on_the_examples_and_no_other_number_of_them():
     evaluator = Values(12, lambda i, v: {"value": v})
     assert evaluate(None, evaluator)["examples"] == 12
     evaluator.loop_end = lambda metrics: {**metrics, "examples": metrics["examples"] + 1}
-    with pytest.raises(looplib.UsageError, match="Values.loop_end returned a metric named 'examples'"):
+    with pytest.raises(MetricError, match="Values.loop_end.*'examples'"):
         evaluate(None, evaluator)
 
 
 def test_a_rate_has_a_name_of_its_own():
-    with pytest.raises(looplib.UsageError, match="returned a metric named 'tokens', which its rates have too"):
+    with pytest.raises(MetricError, match="'tokens'"):
         build(Named(["tokens"], rates=["tokens"]), loop="graph")
-    with pytest.raises(looplib.UsageError, match="returned a metric named 'epoch', which looplib adds"):
+    with pytest.raises(MetricError, match="'epoch'"):
         build(Named(rates=["epoch"]), loop="graph")
 
 
@@ -578,5 +579,5 @@ def test_a_compiled_metric_with_such_a_name_is_refused_when_the_controller_is_bu
     x = np.zeros([16, 1], "float32")
     trainer = looplib.KerasTrainer(model, x, x, validation_data=(x, x))
     for tasks in ({"trainer": trainer}, {"evaluator": trainer.evaluator()}):
-        with pytest.raises(looplib.UsageError, match="compiled Sequential returned a metric named 'examples', which"):
+        with pytest.raises(MetricError, match="'examples'"):
             flat_config.controller(**tasks, global_batch_size=8, writers=[], loop="graph")

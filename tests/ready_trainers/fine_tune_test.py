@@ -146,7 +146,7 @@ def test_pictures_compare_runs(tuned, tmp_path):
     pictures.write_curves(str(tmp_path / "other.png"), runs[:2], "eval/accuracy")
     one, other = ((tmp_path / name).read_bytes() for name in ("one.png", "other.png"))
     assert one[:4] == other[:4] == b"\x89PNG" and one != other
-    with pytest.raises(looplib.UsageError, match="has no metric eval/auc"):
+    with pytest.raises(looplib.UsageError, match="eval/auc"):
         pictures.write_curves(str(tmp_path / "one.png"), runs, "eval/auc")
 
 
@@ -154,10 +154,10 @@ def test_pictures_compare_runs(tuned, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(tune="most"), "--config.tune is 'most'; expected all, last, lora"),
-        (dict(base="/no/such"), "/no/such/run.json cannot be read .*set --config.base to a run directory"),
-        (dict(rank=0), "--config.rank is 0, and 3 layers take adapters; expected at least 1 of each"),
-        (dict(classes="5-12"), "--config.classes is '5-12'; expected some of the classes of the train split of digits"),
+        (dict(tune="most"), "--config.tune.*'most'"),
+        (dict(base="/no/such"), "/no/such/run.json.*--config.base"),
+        (dict(rank=0), "--config.rank.*0.*3.*1"),
+        (dict(classes="5-12"), "--config.classes.*'5-12'"),
     ],
 )
 def test_bad_settings_are_sentences(changes, message, base):
@@ -170,7 +170,7 @@ def test_adapters_of_another_base_are_refused(tuned, tmp_path):
     train(image_classification, image_classification.Config(model="mlp", classes="0-4"), tmp_path, 1)
     with pytest.raises(looplib.UsageError, match="other shapes than adapters of"):
         fine_tune.load_adapted(str(tmp_path), str(tuned["lora"][0] / "adapters.npz"))
-    with pytest.raises(looplib.UsageError, match="name the adapters.npz of a LoRA run"):
+    with pytest.raises(looplib.UsageError, match="adapters.npz.*LoRA"):
         fine_tune.load_adapted(str(tmp_path), str(tmp_path / "adapters.npz"))
 
 

@@ -64,9 +64,9 @@ def test_optimizers_follow_their_schedule(optimizer):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(model="vgg"), "--config.model is 'vgg'; expected one of cnn, mlp, tpu_guide"),
+        (dict(model="vgg"), "--config.model.*'vgg'.*tpu_guide"),
         pytest.param(dict(model="resnet7"), "expected resnet followed by one of", marks=needs_models),
-        (dict(optimizer="adamw"), "--config.optimizer is 'adamw'; expected adam or sgd"),
+        (dict(optimizer="adamw"), "--config.optimizer.*'adamw'"),
         (dict(learning_rate=0.0), "expected a positive rate"),
     ],
 )
@@ -76,7 +76,7 @@ def test_bad_settings_are_sentences(changes, message):
 
 
 def test_an_image_too_small_for_a_model_is_a_sentence():
-    with pytest.raises(looplib.UsageError, match="at least 5x5"):
+    with pytest.raises(looplib.UsageError, match="5x5"):
         image_models.build("tpu_guide", (4, 8, 1), 10)
 
 

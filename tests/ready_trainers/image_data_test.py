@@ -197,7 +197,7 @@ def test_data_that_cannot_be_had_is_a_sentence(case):
 @pytest.mark.parametrize(
     "arrays, message",
     [
-        (dict(x_train=IMAGES[:4]), "has no y_train, x_test, y_test"),
+        (dict(x_train=IMAGES[:4]), "y_train.*x_test.*y_test"),
         (dict(x_train=IMAGES[:4], y_train=LABELS[:3], x_test=IMAGES[:2], y_test=LABELS[:2]), "the train split"),
         (
             dict(x_train=IMAGES[:4], y_train=LABELS[:4] * 0.5, x_test=IMAGES[:2], y_test=LABELS[:2]),
@@ -206,9 +206,9 @@ def test_data_that_cannot_be_had_is_a_sentence(case):
         (dict(x_train=IMAGES[:4], y_train=LABELS[:4], x_test=IMAGES[:2, :4], y_test=LABELS[:2]), "expected one shape"),
         (
             dict(x_train=IMAGES[:4].astype(int), y_train=LABELS[:4], x_test=IMAGES[:2], y_test=LABELS[:2]),
-            "expected uint8",
+            "uint8",
         ),
-        (dict(x_train=IMAGES[:0], y_train=LABELS[:0], x_test=IMAGES[:2], y_test=LABELS[:2]), "n > 0"),
+        (dict(x_train=IMAGES[:0], y_train=LABELS[:0], x_test=IMAGES[:2], y_test=LABELS[:2]), ">.*0"),
     ],
 )
 def test_arrays_that_do_not_fit_are_a_sentence(arrays, message, tmp_path):

@@ -9,6 +9,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.compat import keras as _keras
+from looplib.errors import CheckpointError
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 PRETRAINED = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
@@ -197,7 +198,7 @@ def test_a_restore_that_fails_changes_no_average(tmp_path):
         before = average_of(trainer)
         path = tmp_path / "run" / "checkpoints" / "ckpt-2"
         path.with_suffix(".index").write_bytes(b"")
-        with pytest.raises(looplib.UsageError, match="ckpt-2"):
+        with pytest.raises(CheckpointError, match="ckpt-2"):
             controller.restore_checkpoint(path)
         np.testing.assert_array_equal(average_of(trainer), before)
         assert controller.train(3)

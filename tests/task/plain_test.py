@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import looplib
 from looplib.checkpoint import commits
 from looplib.checkpoint.restoring import peek
+from looplib.errors import MetricError
 from looplib.loop.task_loop import as_numbers
 from looplib.report.records import read_jsonl
 from looplib.task.actions import Action, ActionStates
@@ -105,7 +106,7 @@ NO_NUMBERS = ["a", b"1", None, 1j, [1.0], [1, [2]], {}, np.datetime64(1, "ns"), 
 @pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: repr(value)[:20])
 def test_what_is_no_number_is_refused_by_the_metrics_name(value):
-    with pytest.raises(looplib.UsageError, match="the metric 'odd' of Any is .*; return a bool, an int, a float or"):
+    with pytest.raises(MetricError, match="'odd'"):
         as_numbers("Any", {"loss": 1.0, "odd": value})
 
 

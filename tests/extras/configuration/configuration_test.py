@@ -7,7 +7,7 @@ import pytest
 import yaml
 from nested import Colour, Config, Model
 
-from looplib import UsageError
+from looplib.errors import ConfigurationError
 from looplib.extras.configuration import config, field_types
 
 SMALL = ("--train_steps=2", "--eval_interval=2", "--steps_per_loop=2", "--loop=eager")
@@ -73,7 +73,7 @@ WRONG = {
 @pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_name_or_type_in_a_file_is_a_sentence(text):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(ConfigurationError) as error:
         overridden(text)
     assert str(error.value).startswith(WRONG[text])
 
@@ -86,7 +86,7 @@ def test_a_file_that_holds_no_settings_is_a_sentence(text, sentence, tmp_path):
     path = tmp_path / "a.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(UsageError, match=f"--config_file={path}.*{sentence}"):
+    with pytest.raises(ConfigurationError, match=f"--config_file={path}.*{sentence}"):
         config.read_yaml(str(path))
 
 

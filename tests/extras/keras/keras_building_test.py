@@ -12,7 +12,7 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import BatchSizeError, OptimizerError, StepError
 
 BATCH, STEPS = 8, 3
 X = np.random.RandomState(0).randn(STEPS * BATCH, 2).astype("float32")
@@ -146,9 +146,7 @@ def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, k
     if legacy and keras is keras3:
         pytest.skip("only tf_keras has legacy optimizers")
     keep = elsewhere if not legacy else lambda model, optimizer: elsewhere(model, keras.optimizers.legacy.SGD(0.1))
-    with pytest.raises(
-        UsageError, match="uses an optimizer that the trainer does not hold .*(iter|rate).*make it an attr"
-    ):
+    with pytest.raises(OptimizerError, match="(iter|rate)"):
         trained(lambda: gan(keras, keep), "mirrored_x2")
     trained(lambda: gan(keras, keep), "default")
     assert "variables that are not attributes of the trainer" in caplog.text
@@ -156,7 +154,7 @@ def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, k
 
 @pytest.mark.slow
 def test_an_update_in_a_condition_is_refused_on_several_replicas_with_its_line(keras):
-    with pytest.raises(UsageError, match="inside of a condition.*keras_building_test.py:.*apply_gradients.*n-th step"):
+    with pytest.raises(StepError, match="keras_building_test.py.*apply_gradients"):
         trained(lambda: gan(keras, conditional=True), "mirrored_x2")
     expected = gan(keras)
     expected.fit(X, batch_size=BATCH, shuffle=False, verbose=0)
@@ -226,7 +224,7 @@ def test_random_numbers_without_a_seed_are_refused_on_several_replicas(place):
             return super().train_step((data[0] + keras3.random.normal(keras3.ops.shape(data[0])), data[1]))
 
     strategy = make_strategy("mirrored_x2")
-    with strategy.scope(), pytest.raises(UsageError, match="draws from keras.random without a seed.*SeedGenerator"):
+    with strategy.scope(), pytest.raises(StepError, match="keras.random.*SeedGenerator"):
         inputs = keras3.Input(X.shape[1:])
         outputs = keras3.layers.Dense(1)(Noise()(inputs) if place == "layer" else inputs)
         model = (keras3.Model if place == "layer" else Model)(inputs, outputs)
@@ -303,5 +301,5 @@ def test_a_stateful_model_for_another_batch_than_a_replica_s_is_refused():
         model = keras3.Sequential([keras3.Input((5, 2), batch_size=BATCH), layers.LSTM(3, stateful=True)])
         model.compile("sgd", "mse")
         trainer = looplib.KerasTrainer(model, np.zeros([16, 5, 2], "float32"), np.zeros([16, 3], "float32"))
-    with pytest.raises(UsageError, match="made for batches of 8, and each of 2 replicas gets 4"):
+    with pytest.raises(BatchSizeError, match="8.*2.*4"):
         looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=strategy, writers=[])

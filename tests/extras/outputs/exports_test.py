@@ -21,6 +21,7 @@ from faults.tampering import rewrite_run_state
 
 import looplib
 from looplib.__main__ import main as cli
+from looplib.errors import CheckpointError, ExportError, MissingPartError
 from trainers import contrastive, diffusion, gan, image_classification, image_data, language_model, transformer
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -398,7 +399,7 @@ def test_names_of_exports_that_are_none_are_a_sentence(names, first, tmp_path):
         state["actions"]["ExportBest(eval/accuracy, max)"][-1] = names
 
     rewrite_run_state(tmp_path / "run" / "checkpoints" / "ckpt-6.commit", change)
-    with pytest.raises(looplib.UsageError, match="ExportBest.* cannot load its memory from the checkpoint"):
+    with pytest.raises(CheckpointError, match="ExportBest"):
         best(tmp_path / "run", 8)
 
 
@@ -491,9 +492,9 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
                 controller.export(directory)
     assert names(tmp_path / "mine") == ["thesis.tex"] and not (tmp_path / "x").exists()
     assert names(tmp_path / "c") == ["export.json", "thesis.tex"]
-    with pytest.raises(looplib.UsageError, match="ExportBest exports to a local directory, and gs://b/x is remote"):
+    with pytest.raises(ExportError, match="ExportBest.*gs://b/x"):
         best(tmp_path / "run", 2, "gs://b/x")
-    with pytest.raises(looplib.UsageError, match="ExportBest has no directory"):
+    with pytest.raises(MissingPartError, match="ExportBest"):
         trainer = toy.Regression()
         action = looplib.ExportBest("eval/accuracy")
         toy.controller(

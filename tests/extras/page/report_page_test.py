@@ -16,6 +16,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.__main__ import main as cli
+from looplib.errors import MissingPartError
 from looplib.extras.page import curves
 from looplib.extras.page.html import page
 from looplib.extras.page.read import read_run
@@ -423,7 +424,7 @@ def test_a_notebook_shows_the_page_as_it_is_now_and_no_script_of_a_name_runs_the
     assert frame.locator("#history h2").inner_text() == "History"  # and not the notebook
     assert shown.path == str(folder / "report.html") and shown._repr_html_().count("<iframe") == 1
     with toy.controller(None, toy.Regression()) as without_directory:
-        with pytest.raises(looplib.UsageError, match="needs a directory that can be written; give Controller"):
+        with pytest.raises(MissingPartError):
             without_directory.report()
 
 
