@@ -400,7 +400,8 @@ class Padded(Quick):
         return super().step_fn(tf.reduce_mean(inputs, axis=1))
 
 
-@pytest.mark.parametrize("kind, message", [(Growing, ""), (Padded, "")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, message", [(Growing, "TensorArray"), (Padded, "")])
 def test_what_xla_would_do_wrongly_is_left_out(kind, message, fast_trials):
     controller, trainer = train("auto", 1000, kind())
     assert set(controller.engines["train"]["seconds_per_step"]) == {"graph"}
