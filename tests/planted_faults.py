@@ -55,7 +55,7 @@ FAULTS = [
           "    if not optimizer.built", "optimizers"),
     Fault("a weighted mean uses its weights", "loop/packing.py", "if group[0].weight is not None:", "if False:", "metrics"),
     Fault("an evaluation has each example once", "data/host_stream.py",
-          "needed = optionals[:1] if self.may_be_empty else optionals", "needed = optionals", "evaluator feeds"),
+          "needed = optionals[:1] if self.properties.may_be_empty else optionals", "needed = optionals", "evaluator feeds"),
     Fault("a step trains on a batch for each replica", "data/pipelines.py",
           "_drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset", "dataset",
           "feeds small_data lengths controller"),

@@ -101,21 +101,6 @@ class Stream:
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property
-    def infinite(self) -> bool:
-        """Whether the data is known never to end."""
-        return self.properties.infinite
-
-    @property
-    def may_be_empty(self) -> bool:
-        """Whether a replica may get a batch without examples."""
-        return self.properties.may_be_empty
-
-    @property
-    def sure(self) -> int:
-        """The number of steps that certainly have a batch of full size for each replica."""
-        return self.properties.sure
-
-    @property
     def skipped_steps(self) -> int:
         """The steps whose batches are left out."""
         return self.skipped // max(1, self.strategy.num_replicas_in_sync // Workers(self.strategy).count)

@@ -119,7 +119,7 @@ class DeviceLoop(InnerLoop):
         self.step, self._chunk = step, chunk
         self._workers = Workers(step.strategy)
         self._seconds_per_step = math.inf  # of the last call
-        self._fetches_in_step = step.stream.infinite and not step.stream.ahead
+        self._fetches_in_step = step.stream.properties.infinite and not step.stream.ahead
         self._spec = None
         self._taken: np.ndarray | None = None  # the totals that the last call has read
         self._programs = LoopPrograms(self._run, self._run_round, binds=step.stream.renew is not None)
@@ -375,7 +375,7 @@ class EvaluationLoop(DeviceLoop):
         """See `DeviceLoop`; while steps are sure to have data, nothing looks for its end."""
         totals = self.step.reducer.totals()
         done, totals, status = self._repeat(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
-        waited, ends = tf.constant(0, tf.float64), not self.step.stream.infinite
+        waited, ends = tf.constant(0, tf.float64), not self.step.stream.properties.infinite
         if ends:  # the last step may have no data
             batch, waited = timed(lambda: self.step.stream.next_as_optional(iterator), self.step.stream.has_value)
             one_more = status.go & (done < wanted.steps) & self.step.stream.has_value(batch)
@@ -403,5 +403,5 @@ def single_steps(step: Step) -> DeviceLoop:
     sure to have data.
     """
     evaluates = step.stream.renew is None and not isinstance(step.strategy, tf.distribute.TPUStrategy)
-    overlaps = evaluates and step.stream.sure > 0 and step.strategy.num_replicas_in_sync == 1
+    overlaps = evaluates and step.stream.properties.sure > 0 and step.strategy.num_replicas_in_sync == 1
     return EvaluationLoop(step) if overlaps else DeviceLoop(step)

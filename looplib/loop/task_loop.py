@@ -82,7 +82,7 @@ class TaskData:
         self.counted_before = 0 if self._spec.training else int(self._spec.counter)
         self.iterator, self._position = self.stream.iterate(self._position), None
         _reading.add(self)
-        self.sure = self.stream.sure - self.stream.skipped_steps
+        self.sure = self.stream.properties.sure - self.stream.skipped_steps
 
     def end(self, wait: bool = False) -> None:
         """Ends the iterator, if there is one."""
@@ -120,7 +120,6 @@ class TaskLoop(TrainingLoop):
     def __init__(self, spec: Specification) -> None:
         self.task, self.who = spec.task, spec.who
         self._spec = spec
-        self._slowest: tuple[str, str] | None = None
         self._build()
 
     def _build(self) -> None:
@@ -130,6 +129,7 @@ class TaskLoop(TrainingLoop):
         self.data = TaskData(spec, backend)
         stream = self.data.stream
         properties = stream.properties
+        self.examples = properties.examples
         backend.check(stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.
@@ -193,11 +193,6 @@ class TaskLoop(TrainingLoop):
         return self.data.stream.properties.epoch
 
     @property
-    def examples(self) -> int | None:
-        """See `TrainingLoop`."""
-        return self.data.first_stream.properties.examples
-
-    @property
     def fingerprint(self) -> dict[str, str] | None:
         """See `TrainingLoop`."""
         return self.data.first_stream.properties.fingerprint or None
@@ -217,7 +212,7 @@ class TaskLoop(TrainingLoop):
     @property
     def endless(self) -> bool:
         """See `Loop`."""
-        return self.data.stream.infinite
+        return self.data.stream.properties.infinite
 
     @property
     def metric_names(self) -> frozenset[str] | None:
@@ -354,8 +349,10 @@ class TaskLoop(TrainingLoop):
 
     def close(self) -> None:
         """See `Loop`; restores the optimizers' original methods."""
-        if self._spec.training and self._spec.clock.waits_for_input:
-            self._slowest = self._slowest_stage()
+        clock = self._spec.clock
+        if self._spec.training and clock.waits_for_input and self.data.iterator is not None:
+            slowest = self._slowest_stage()
+            clock.of_input = lambda: slowest
         self.data.end()
         if self._optimizers is not None:
             self._optimizers.close()
@@ -363,7 +360,7 @@ class TaskLoop(TrainingLoop):
     def _slowest_stage(self) -> tuple[str, str] | None:
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self.data.iterator is None:
-            return self._slowest
+            return None
         stream = self.data.stream
         reader = stream.context().asked.reader
         return diagnosis().slowest_stage(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
@@ -403,7 +400,7 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`; waits for the other workers."""
         data, lengths = self.data, self.data.stream.properties.lengths
         foreseen = lengths is not None and lengths.steps is not None
-        left_out = "" if foreseen else data.first_stream.left_out(data.stream.sure - data.sure)
+        left_out = "" if foreseen else data.first_stream.left_out(data.stream.properties.sure - data.sure)
         if left_out and Workers(self._spec.strategy).is_chief:  # once is enough
             logging.warning(
                 "the training data ended at step %d on some workers only: %s; give each as many batches, or "
