@@ -29,14 +29,10 @@ class ShareLengths:
     """The lengths of the workers' shares, from the beginning of the data.
 
     Every step needs a batch for each replica, so the share that ends first decides.
-
-    Attributes:
-      batches: of each worker; negative where the share never ends or its length is not known, as tf.data says it.
-      replicas: replicas of each worker, which get its batches in turn.
     """
 
-    batches: Sequence[int]
-    replicas: int
+    batches: Sequence[int]  # of each worker; negative where it never ends or is not known, as tf.data says it
+    replicas: int  # of each worker, which get its batches in turn
 
     @property
     def steps(self) -> int | None:

@@ -4,7 +4,7 @@ import atexit
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -59,7 +59,7 @@ class TaskData:
         self.stream = self._distribute(spec.start_step)  # built again for another position
         self.first_stream = self.stream  # which the inner loop reads all iterators with
         self.iterator: Iterator = None  # None while no step reads the data
-        self._position: bytes | None = None  # of the next iterator
+        self.position: bytes | None = None  # of the next iterator; None where the stream's step determines it
         self.sure = 0  # further steps that the iterator certainly has batches for
         self.counted_before = 0  # steps of other evaluations that the counter had when the iterator was made
 
@@ -80,7 +80,7 @@ class TaskData:
     def iterate(self) -> None:
         """Makes an iterator, from the position of the last `rewind`."""
         self.counted_before = 0 if self._spec.training else int(self._spec.counter)
-        self.iterator, self._position = self.stream.iterate(self._position), None
+        self.iterator, self.position = self.stream.iterate(self.position), None
         _reading.add(self)
         self.sure = self.stream.properties.sure - self.stream.skipped_steps
 
@@ -91,14 +91,10 @@ class TaskData:
         self.iterator = None
         _reading.discard(self)
 
-    def position(self) -> bytes | None:
-        """See `TrainingLoop`."""
-        return self.stream.position(self.iterator) if self.iterator is not None else self._position
-
     def rewind(self, start_step: int, position: bytes | None, batches: Batches) -> None:
         """See `Loop`."""
         self.end()
-        self._position = position
+        self.position = position
         self._backend.check_earlier(self.batches, batches)
         if (start_step, batches) != (self.stream.start_step, self.batches):
             self.batches = batches
@@ -151,7 +147,7 @@ class TaskLoop(TrainingLoop):
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
-        refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
+        refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: rates_of(self.task))
         decorators: list[Decorator] = [refuse]
         checksums = plugins.find("looplib.parts", "example_checksum") if self._spec.training else None
         if checksums and checksums.enabled():
@@ -164,10 +160,6 @@ class TaskLoop(TrainingLoop):
         if self.task.batches == "global":
             decorators.append(functools.partial(add_share, task=self.task))
         return [*decorators, *backend.decorators()]
-
-    @property
-    def _rates(self) -> Collection[str]:
-        return rates_of(self.task).keys()
 
     def _check_for_a_batch(self) -> None:
         """Raises `UsageError` if data of unknown length has no batch, or cannot be read."""
@@ -309,7 +301,7 @@ class TaskLoop(TrainingLoop):
         checksum = {name: metrics.pop(name) for name in [metric_names.CHECKSUM] if name in metrics}
         before = dict(metrics)
         finished = as_numbers(self.who, self.task.loop_end(metrics))
-        metric_names.check_finished(self.who, before, finished, self._rates)
+        metric_names.check_finished(self.who, before, finished, rates_of(self.task))
         return {**finished, **checksum}
 
     def shown(self) -> dict[str, Shown]:
@@ -320,7 +312,8 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`."""
         if self._sizes and self.reducer.created:
             self._sizes.look(self.reducer.packer, self.reducer.state().totals)
-        return self.data.position()
+        data = self.data
+        return data.stream.position(data.iterator) if data.iterator is not None else data.position
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""
