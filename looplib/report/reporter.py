@@ -18,7 +18,7 @@ from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.page import make_page
 from looplib.report.progress import Progress
 from looplib.report.records import JsonlWriter
-from looplib.report.run_json import RunReport, path_of, settings_of
+from looplib.report.run_json import Points, RunReport, path_of, settings_of
 from looplib.report.shown import Shown
 from looplib.report.writers import DEFAULT_WRITERS, GROUP, Setting, Writer
 
@@ -66,6 +66,7 @@ class Reporter:
         self.report = RunReport(
             path=path_of(place, trains) if place else None,
             clock=clock,
+            points=Points(clock),
             check=check,
             page=make_page(place if trains else None, self._flush_for_page),
             **facts,
@@ -91,7 +92,7 @@ class Reporter:
         self.ended_at = None
         try:
             with self.report.of_a_start(restored_from):
-                self.writers.settings(settings_of(flags, self.report.config))
+                self.writers.settings(settings_of(flags, self.report.settings.config))
                 try:
                     yield
                 finally:
@@ -148,9 +149,10 @@ class Reporter:
     def note_speed(self, strategy: tf.distribute.Strategy, steps: int) -> None:
         """Notes the share of the devices' peak that the steps of this start have reached, unless they were short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self._is_chief and steps:
+        computation = self.report.computation
+        if computation.speed and self._is_chief and steps:
             with self.clock.phase("report"):
-                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, steps, seconds)
+                computation.speed = diagnosis().speed_of_ended(computation.speed, strategy, steps, seconds)
 
     def close(self) -> None:
         """Closes the writers, and then writes the page, also where a writer fails."""
