@@ -314,6 +314,7 @@ class Controller:
                 action.on_leaving(step, self)
             result = loops.train(step, due, schedule.horizon(due))
             step += result.done
+            reporter.trained += result.done
             checkpointer.check(result.finite)
             for action in self._stops.get(step, ()):
                 action.on_reaching(step, self)
@@ -367,7 +368,7 @@ class Controller:
         if schedule.evaluate_every and checkpointer.lacks_evaluation():
             self._evaluate(schedule, eval_steps)
         self._reporter.writers.flush()
-        self._reporter.note_speed(self._loops.strategy, self._loops.trained)
+        self._reporter.note_speed(self._loops.strategy)
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:

@@ -116,8 +116,7 @@ class DeviceLoop(InnerLoop):
     _at_once = 10  # rounds, where they do not wait for each other's variables; TensorFlow's own default
 
     def __init__(self, step: Step, chunk: XlaChunk | None = None) -> None:
-        self.step, self._chunk = step, chunk
-        self._workers = Workers(step.strategy)
+        self.step, self._chunk, self._workers = step, chunk, Workers(step.strategy)
         self._seconds_per_step = math.inf  # of the last call
         self._fetches_in_step = step.stream.properties.infinite and not step.stream.ahead
         self._spec = None

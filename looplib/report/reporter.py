@@ -47,6 +47,7 @@ class Reporter:
       last_evaluation: the metrics of the last evaluation, by evaluator.
       end: the step that the newest training goes to; None before it starts, and where it is not known.
       ended_at: the step at which the newest training has ended; None while one trains.
+      trained: steps of this start.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Reporter:
         self.last_evaluation: dict[str, Metrics] = {}
         self.end: int | None = None
         self.ended_at: int | None = None
+        self.trained = 0
 
     def _flush_for_page(self) -> None:
         self.writers.flush()  # the page is made of what they have written
@@ -146,13 +148,13 @@ class Reporter:
         if step != self.ended_at:
             self.report.write("done")
 
-    def note_speed(self, strategy: tf.distribute.Strategy, steps: int) -> None:
+    def note_speed(self, strategy: tf.distribute.Strategy) -> None:
         """Notes the share of the devices' peak that the steps of this start have reached, unless they were short."""
         seconds = self.clock.of("train") + self.clock.of("input")
         computation = self.report.computation
-        if computation.speed and self._is_chief and steps:
+        if computation.speed and self._is_chief and self.trained:
             with self.clock.phase("report"):
-                computation.speed = diagnosis().speed_of_ended(computation.speed, strategy, steps, seconds)
+                computation.speed = diagnosis().speed_of_ended(computation.speed, strategy, self.trained, seconds)
 
     def close(self) -> None:
         """Closes the writers, and then writes the page, also where a writer fails."""
