@@ -123,8 +123,7 @@ class TaskLoop(TrainingLoop):
         self._failed: BaseException | None = None
         backend = backend_of(spec)
         self.data = TaskData(spec, backend)
-        stream = self.data.stream
-        properties = stream.properties
+        stream, properties = self.data.stream, self.data.stream.properties
         self.examples = properties.examples
         backend.check(stream)
         self.reducer = backend.reducer()
