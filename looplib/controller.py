@@ -32,7 +32,7 @@ from looplib.loop.window import Window
 from looplib.messages import whole_number
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
-from looplib.report.run_json import RunReport
+from looplib.report.run_json import Computation, RunReport, RunSettings
 from looplib.report.writers import Writer
 from looplib.run_config import RunConfig
 from looplib.settings import as_flags
@@ -131,6 +131,12 @@ class Controller:
         self._directory = directory = RunDirectory(
             model_dir, policy, start, trainer is not None, Workers(strategy), self.close
         )
+        flags = {
+            **as_flags(run_config),
+            "checkpoint_interval": policy.every_steps,
+            "keep_best": str(policy.best) if policy.best else None,
+            "guards": dataclasses.asdict(self.guards),
+        }
         self._reporter = Reporter(
             model_dir if directory.writable else None,
             writers=writers,
@@ -138,15 +144,8 @@ class Controller:
             trains=directory.trains,
             check=directory.check_lock,
             clock=clock,
-            strategy=runtime.describe(strategy),
-            num_replicas=strategy.num_replicas_in_sync,
-            flags={
-                **as_flags(run_config),
-                "checkpoint_interval": policy.every_steps,
-                "keep_best": str(policy.best) if policy.best else None,
-                "guards": dataclasses.asdict(self.guards),
-            },
-            config=config,
+            computation=Computation(runtime.describe(strategy), strategy.num_replicas_in_sync),
+            settings=RunSettings(flags, config),
             standing=lambda: self._checkpointer.standing(),
         )
         loops.build(trainer, evaluators, *directory.peek(), self.guards.non_finite)
@@ -154,9 +153,10 @@ class Controller:
         if trainer:
             policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
             self._window = Window(loops.training, clock, self.guards)
-            self.report.model = diagnosis().model(trainer)
-            self.report.speed = diagnosis().speed(loops.training, strategy)
-            logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
+            computation = self.report.computation
+            computation.model = diagnosis().model(trainer)
+            computation.speed = diagnosis().speed(loops.training, strategy)
+            logging.info("%s", computation.speed or "the FLOPs of a step are not known")
         self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
         objects = checks.collect_state(trainer, evaluators)
         parts = RecordedParts(trainer, objects, loops, self._window, action_states)
@@ -314,6 +314,7 @@ class Controller:
                 action.on_leaving(step, self)
             result = loops.train(step, due, schedule.horizon(due))
             step += result.done
+            reporter.trained += result.done
             checkpointer.check(result.finite)
             for action in self._stops.get(step, ()):
                 action.on_reaching(step, self)
@@ -367,7 +368,7 @@ class Controller:
         if schedule.evaluate_every and checkpointer.lacks_evaluation():
             self._evaluate(schedule, eval_steps)
         self._reporter.writers.flush()
-        self._reporter.note_speed(self._loops.strategy, self._loops.trained)
+        self._reporter.note_speed(self._loops.strategy)
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:

@@ -240,13 +240,13 @@ def _make_controller(
         writers=[*DEFAULT_WRITERS, *trackers],
         config=config,
     )
-    controller.report.flags = values
+    controller.report.settings.flags = values
     if controller.report.path:  # a controller with a trainer may only export
         controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
     this_program = plugins.find("looplib.parts", "this_program") if records_program else None
     controller.report.program = this_program() if this_program else None
-    controller.report.defaults = {
+    controller.report.settings.defaults = {
         "flags": {name: flags.FLAGS[name].default for name, *_ in FLAGS},
         "config": run_json.as_dict(binary.config),
     }

@@ -121,7 +121,7 @@ class FailsAtEnd(looplib.Action):
         pass
 
     def on_end(self, controller):
-        if controller.report.config.fails_at_end:
+        if controller.report.settings.config.fails_at_end:
             raise RuntimeError("no room for the export")
 
 

@@ -89,7 +89,7 @@ class BlockStream(HostStream):
 
     def _read_from(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """See `HostStream`."""
-        return dataset.batch(self.block, drop_remainder=self.infinite)
+        return dataset.batch(self.block, drop_remainder=self.properties.infinite)
 
     def _kind(self) -> tuple:
         return (*super()._kind(), self.block)

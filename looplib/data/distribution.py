@@ -99,8 +99,9 @@ def distribute(
         return pipelines.newest if on_host else distributed
 
     dataset, on_cpus = make(), runs_on_host(strategy)
-    properties, context = _properties(pipelines, training, batch_size, whole, start_step, remote), pipelines.contexts[0]
-    properties = dataclasses.replace(properties, in_turn=pipelines.in_turn and on_cpus)
+    properties = _properties(pipelines, training, batch_size, whole, start_step, remote)
+    context, newest = pipelines.built[0].context, pipelines.built[-1]
+    properties = dataclasses.replace(properties, in_turn=newest.in_turn and on_cpus)
     stream, arrays = Stream, context.asked.arrays
     if remote is not None:
         stream = functools.partial(remote, make=pipelines.build_on_worker)
@@ -113,10 +114,10 @@ def distribute(
         dataset=dataset,
         renew=make if training else None,
         properties=properties,
-        context=lambda: pipelines.contexts[-1],
+        context=lambda: pipelines.built[-1].context,
         start_step=start_step,
         positioned=context.asked.positioned,
-        skipped=pipelines.skipped * max(1, replicas // workers.count),
+        skipped=newest.skipped * max(1, replicas // workers.count),
         arrays=arrays,
     )
 
@@ -125,7 +126,7 @@ def _properties(
     pipelines: Pipelines, training: bool, batch_size: int, whole: bool, start_step: int, remote: Any
 ) -> BatchProperties:
     """Returns what is known of the batches of built pipelines; raises `UsageError` if there is none to begin with."""
-    context, replicas = pipelines.contexts[0], pipelines.replicas
+    asked, replicas = pipelines.built[0].context.asked, pipelines.replicas
     cardinalities, shares = pipelines.gather_lengths()
     per_worker = max(1, replicas // len(shares))
     lengths = ShareLengths(shares, 1 if whole else per_worker) if training and remote is None else None
@@ -137,12 +138,12 @@ def _properties(
         infinite=infinite,
         unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
         may_be_empty=not training and not infinite and replicas > 1 and not whole,
-        sure=min(pipelines.sure),
+        sure=min(built.sure for built in pipelines.built),
         batch_size=batch_size,
-        sized=pipelines.sized,
-        epoch=context.asked.epoch,
-        examples=context.asked.examples,
-        fingerprint=context.asked.reader.fingerprint() if training and context.asked.reader else {},
+        sized=pipelines.built[-1].sized,
+        epoch=asked.epoch,
+        examples=asked.examples,
+        fingerprint=asked.reader.fingerprint() if training and asked.reader else {},
         lengths=lengths,
     )
 

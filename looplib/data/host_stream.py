@@ -44,9 +44,9 @@ class HostStream(Stream):
         self._spec = self._had_batch = None
         self._started, self._is_short = 0.0, False
         self._nothing: tuple[tf.data.Dataset, tf.Tensor] | None = None  # a pipeline, and one like it without elements
-        if self.may_be_empty and self._workers.count > 1:
+        if self.properties.may_be_empty and self._workers.count > 1:
             self._empty()  # what cannot be made is refused before the first step
-        if self.renew and not self.infinite and self._workers.count > 1:
+        if self.renew and not self.properties.infinite and self._workers.count > 1:
             self._had_batch = tf.Variable(False, trainable=False)  # in the step that was looked for last
 
     @property
@@ -147,7 +147,7 @@ class HostStream(Stream):
     @property
     def ahead(self) -> bool:
         """See `Stream`. No fetch is left over at the end of a call, so that the iterator's state is the position."""
-        return bool(self.devices) and (self.infinite or self._fillers is not None)
+        return bool(self.devices) and (self.properties.infinite or self._fillers is not None)
 
     @functools.cached_property
     def _fillers(self) -> Callable[[int], Any] | None:
@@ -184,7 +184,7 @@ class HostStream(Stream):
         """See `Stream`; returns (a batch for each replica, or an optional of it, whether there is one)."""
         if not self.ahead:
             return self._next_as_optional(iterator)
-        if self.infinite:
+        if self.properties.infinite:
             return self._placed([next(iterator) for _ in range(self._local_replicas)]), tf.constant(True)
         optionals, more = self._next_as_optional(iterator)
         batches = tf.cond(more, lambda: self._values(optionals), lambda: tuple(self._fillers(0) for _ in optionals))
@@ -193,9 +193,9 @@ class HostStream(Stream):
     def _next_as_optional(self, iterator: tf.data.Iterator) -> tuple[tuple[tf.experimental.Optional, ...], tf.Tensor]:
         optionals = tuple(iterator.get_next_as_optional() for _ in range(self._local_replicas))
         # A replica that trains on no example has a batch normalization of NaN, which the other replicas would share.
-        needed = optionals[:1] if self.may_be_empty else optionals
+        needed = optionals[:1] if self.properties.may_be_empty else optionals
         more = functools.reduce(tf.logical_and, [optional.has_value() for optional in needed])
-        if self.may_be_empty:
+        if self.properties.may_be_empty:
             more = self._workers.any(more)
         else:
             if self._had_batch is not None:
@@ -216,7 +216,7 @@ class HostStream(Stream):
     def _values(self, optionals: tuple[tf.experimental.Optional, ...]) -> tuple:
         """Returns the batches of a step that there is."""
         first, *others = optionals
-        if not self.may_be_empty:
+        if not self.properties.may_be_empty:
             return tuple(part.get_value() for part in optionals)
         # Another worker may have data where this one has none; within a process, the first replica gets a batch first.
         empty = self._empty if self._workers.count > 1 else None

@@ -1,5 +1,6 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
+import dataclasses
 import functools
 from typing import Any, Protocol
 
@@ -35,8 +36,21 @@ def makes_global_batches(task: PipelineTask) -> bool:
     return task.batches == "global"
 
 
+@dataclasses.dataclass(frozen=True)
+class BuiltPipeline:
+    """What is known of a pipeline that was built."""
+
+    context: InputContext
+    cardinality: int  # in batches; in steps, where that decides whether there is one at all
+    share: int  # batches from the beginning of the data, as tf.data says it
+    sure: int  # steps that it is certain to have
+    sized: bool  # whether the size of its batches need not be checked in each step
+    in_turn: bool  # whether the ids of each batch, as a replica gets it, follow one another
+    skipped: int  # steps that it leaves out to begin where the run is; 0 if it begins there by itself
+
+
 class Pipelines:
-    """Builds the pipelines of one task, and notes the properties of each.
+    """Builds the pipelines of one task, and notes what is known of each.
 
     Args:
       task: the trainer or evaluator.
@@ -63,19 +77,15 @@ class Pipelines:
         self.who = type(task).__name__
         self._task, self._settings, self._start_step, self._sizes = task, settings, start_step, sizes
         self._workers, self._on_host, self._whole = workers, on_host, whole
-        self.replicas = settings["num_replicas"]
         self._overfit_batch = overfit_batch
+        self.built: list[BuiltPipeline] = []
         self.newest: tf.data.Dataset | None = None  # the pipeline that was built last
-        # For each pipeline that was built:
-        self.contexts: list[InputContext] = []
-        self.cardinalities: list[int] = []  # in batches; in steps, where that decides whether there is one at all
-        self.shares: list[int] = []  # batches from the beginning of the data, as tf.data says it
-        self.sure: list[int] = []  # steps that it is certain to have
-        self.sized = True  # whether the size of its batches need not be checked in each step
-        self.fixed = False  # whether all its batches have the size that was requested
-        self.in_turn = False  # whether the ids of each batch, as a replica gets it, follow one another
-        self.skipped = 0  # steps that it leaves out to begin where the run is; 0 if it begins there by itself
-        self._warned = self._said = self._said_orders = False
+        self._warned: set[str] = set()  # the formats of the warnings so far
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas of the strategy."""
+        return self._settings["num_replicas"]
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
@@ -90,29 +100,30 @@ class Pipelines:
             )
         training, replicas = context.training, context.replicas_per_pipeline
         call = context.asked.last
-        self.in_turn = call is not None and call.in_turn and dataset is call.ids and not self._whole
-        self.fixed = have_size(dataset, context.per_replica_batch_size)
+        in_turn = call is not None and call.in_turn and dataset is call.ids and not self._whole
+        fixed = have_size(dataset, context.per_replica_batch_size)
+        sized = True
         if training and not self._task.batch_size_varies:
-            self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
+            sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
         _check_resident(self.who, context, dataset)
-        self.shares.append(int(dataset.cardinality()))
+        share = int(dataset.cardinality())
         if training and not self._on_host and self._workers.count > 1:
-            dataset = self._ended_together(dataset)
-        self.skipped = 0 if context.asked.positioned else self._to_skip()
-        if self.skipped and not self._on_host:
-            dataset = dataset.skip(self.skipped * replicas)
+            dataset = self._ended_together(dataset, share)
+        skipped = 0 if context.asked.positioned else self._to_skip()
+        if skipped and not self._on_host:
+            dataset = dataset.skip(skipped * replicas)
         cardinality = int(dataset.cardinality())
         endless = cardinality == tf.data.INFINITE_CARDINALITY
         # Behind tf.distribute's iterators sizes are not known.
         known = _ENDLESS if endless else cardinality - 1 if self._on_host else 0
-        self.sure.append(max(0, known // replicas))
-        self.contexts.append(context)
-        several = context.num_replicas > 1
-        self.cardinalities.append(cardinality // replicas if training and several and cardinality > 0 else cardinality)
+        in_steps = training and context.num_replicas > 1 and cardinality > 0
+        cardinality = cardinality // replicas if in_steps else cardinality
+        sure = max(0, known // replicas)
+        self.built.append(BuiltPipeline(context, cardinality, share, sure, sized, in_turn, skipped))
         if self._whole and self.replicas > 1:
             local_replicas = self.replicas // self._workers.count
             first = tf_context.input_pipeline_id * local_replicas
-            dataset = to_replicas(dataset, first, local_replicas, self.replicas, shares=not self.fixed)
+            dataset = to_replicas(dataset, first, local_replicas, self.replicas, shares=not fixed)
         if self.replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
@@ -120,16 +131,16 @@ class Pipelines:
         return dataset
 
     def gather_lengths(self) -> tuple[list[int], list[int]]:
-        """Returns `cardinalities` and the first of `shares`, of all workers, in their order."""
-        cardinalities, shares = self.cardinalities, self.shares[:1]
+        """Returns the cardinalities and the first share of all workers, in their order."""
+        cardinalities, shares = [built.cardinality for built in self.built], [self.built[0].share]
         if self._workers.count > 1:
             cardinalities = self._workers.gather(np.int64(cardinalities)).ravel().tolist()
             shares = self._workers.gather(np.int64(shares)).ravel().tolist()
         return cardinalities, shares
 
-    def _ended_together(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def _ended_together(self, dataset: tf.data.Dataset, share: int) -> tf.data.Dataset:
         """Ends this worker's share where the shortest one ends; tf.distribute would go on with empty batches."""
-        shares = self._workers.gather(np.int64(self.shares[-1]))
+        shares = self._workers.gather(np.int64(share))
         if (shares == tf.data.UNKNOWN_CARDINALITY).any():
             raise DatasetError(
                 f"the length of {self.who}.dataset is not known, and tf.distribute trains on empty batches where a "
@@ -153,9 +164,8 @@ class Pipelines:
             raise DatasetError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        if context.training and context.asked.unnamed > 1 and not self._said_orders:
-            self._said_orders = True
-            logging.warning(
+        if context.training and context.asked.unnamed > 1:
+            self._warn_once(
                 "%s.dataset asks context for examples %d times without a name, and each time they come in another "
                 "order; those of inputs and targets that belong together need one name=, others may have one of their "
                 "own",
@@ -188,14 +198,12 @@ class Pipelines:
                 "context.records, or start a new run from the weights (--warm_start)"
             )
         steps = sizes.whole(self._start_step)
-        if not self._said:
-            logging.warning(
-                "the run had batches of %s: %s.dataset leaves out the first %d examples, as %d batches of %d; these "
-                "are the ones that were read if all batches are full and the order of the examples does not depend on "
-                "their size",
-                sizes, self.who, steps * size, steps, size,
-            )  # fmt: skip
-        self._said = True
+        self._warn_once(
+            "the run had batches of %s: %s.dataset leaves out the first %d examples, as %d batches of %d; these are "
+            "the ones that were read if all batches are full and the order of the examples does not depend on their "
+            "size",
+            sizes, self.who, steps * size, steps, size,
+        )  # fmt: skip
         return steps
 
     def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
@@ -203,14 +211,19 @@ class Pipelines:
         ops = ops if resumes else ops & _tf.RANDOM_OPS
         condition = functools.partial(diagnosis().condition, by_skipping=False)
         conditions = {op: found for op in sorted(ops) if (found := condition(op))}
-        if conditions and not self._warned:
-            logging.warning(
+        if conditions:
+            self._warn_once(
                 "%s.dataset has %s in a map; a resume from the position of its ids is exact only if %s",
                 self.who,
                 ", ".join(conditions),
                 ", and ".join(dict.fromkeys(conditions.values())),
             )
-            self._warned = True
+
+    def _warn_once(self, sentence: str, *values: Any) -> None:
+        """Logs a warning, but not again for a pipeline that is built later."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            logging.warning(sentence, *values)
 
     def build_on_worker(
         self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None

@@ -29,14 +29,10 @@ class ShareLengths:
     """The lengths of the workers' shares, from the beginning of the data.
 
     Every step needs a batch for each replica, so the share that ends first decides.
-
-    Attributes:
-      batches: of each worker; negative where the share never ends or its length is not known, as tf.data says it.
-      replicas: replicas of each worker, which get its batches in turn.
     """
 
-    batches: Sequence[int]
-    replicas: int
+    batches: Sequence[int]  # of each worker; negative where it never ends or is not known, as tf.data says it
+    replicas: int  # of each worker, which get its batches in turn
 
     @property
     def steps(self) -> int | None:
@@ -99,21 +95,6 @@ class Stream:
     block: int = 1  # steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step
     passed: int = dataclasses.field(default=0, init=False)  # of the `skipped` batches, those that were read so far
     _iterated: bool = dataclasses.field(default=False, init=False)
-
-    @property
-    def infinite(self) -> bool:
-        """Whether the data is known never to end."""
-        return self.properties.infinite
-
-    @property
-    def may_be_empty(self) -> bool:
-        """Whether a replica may get a batch without examples."""
-        return self.properties.may_be_empty
-
-    @property
-    def sure(self) -> int:
-        """The number of steps that certainly have a batch of full size for each replica."""
-        return self.properties.sure
 
     @property
     def skipped_steps(self) -> int:

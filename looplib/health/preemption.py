@@ -8,6 +8,7 @@ loops on the device read between steps.
 
 import contextlib
 import ctypes
+import dataclasses
 import math
 import os
 import select
@@ -16,6 +17,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -35,6 +37,19 @@ _LIBC = ctypes.CDLL(None)
 _TICK = 0.2  # seconds between checks whether a step has ended
 
 
+@dataclasses.dataclass
+class _Listening:
+    """What belongs to one outermost block of `PreemptionNotice.listening`."""
+
+    owns_the_process: bool = False  # whether the process ends with the block
+    received: int = 0  # signals that the thread has counted
+    handled: int = 0  # signals that Python's handler has counted
+    handlers: dict[int, Any] = dataclasses.field(default_factory=dict)  # of the program, by signal
+    in_c: dict[int, int | None] = dataclasses.field(default_factory=dict)  # see `_handler_in_c`, with handlers of ours
+    wakeup_fd: int = -1  # of the program
+    running: RunningTime | None = None  # of the thread, while it listens
+
+
 class PreemptionNotice:
     """The request to end this process, if one has come. There is one notice in a process: the module's `notice`.
 
@@ -50,9 +65,7 @@ class PreemptionNotice:
         self._deferred = 0
         self._flag: tf.Variable | None = None
         self._busy: Callable[[], bool] = lambda: False
-        self._owns_the_process = False
-        self._received = self._handled = 0  # signals that the thread, and Python's handler, have counted
-        self._ran: RunningTime | None = None  # of the thread, while it listens
+        self._block = _Listening()  # the newest
         self._read: int | None = None  # the ends of the pipe of signals, once it is open
         self._write: int | None = None
         self._masks: dict[int, set] = {}  # of signals before a fork, by thread
@@ -61,7 +74,7 @@ class PreemptionNotice:
     @property
     def suspended(self) -> float:
         """Seconds that the process was suspended since it listens; they are no part of a step's time."""
-        return self._ran.suspended if self._ran else 0.0
+        return self._block.running.suspended if self._block.running else 0.0
 
     @property
     def flag(self) -> tf.Variable:
@@ -133,7 +146,7 @@ class PreemptionNotice:
         finally:
             timer.cancel()
             timer.join()
-            if self.requested == limit and not self._owns_the_process:  # so that a later training continues
+            if self.requested == limit and not self._block.owns_the_process:  # so that a later training continues
                 self.requested = ""
                 self.flag.assign(False)
 
@@ -146,8 +159,7 @@ class PreemptionNotice:
 
     def _start(self, owns_the_process: bool) -> None:
         self.requested = ""
-        self._owns_the_process = owns_the_process
-        self._received = self._handled = 0
+        block = self._block = _Listening(owns_the_process)
         if self._flag is not None:
             self._flag.assign(False)
         if self._read is None:
@@ -157,10 +169,10 @@ class PreemptionNotice:
             self._thread.start()
         heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
         heard = [signum for signum in heard if signum not in _OF_PROGRAMS or _handler_in_c(signum) is None]
-        self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
-        self._in_c = {signum: _handler_in_c(signum) for signum in heard}
-        self._ran = RunningTime(_TICK)
-        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        block.handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
+        block.in_c = {signum: _handler_in_c(signum) for signum in heard}
+        block.running = RunningTime(_TICK)
+        block.wakeup_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         os.write(self._write, b"\0")  # no signal; the thread looks up
 
     def _open_pipe(self) -> None:
@@ -187,36 +199,37 @@ class PreemptionNotice:
         if self._depth:
             signal.set_wakeup_fd(-1)
             self._leave_what_the_program_has_taken()
-            for signum, handler in self._handlers.items():
+            for signum, handler in self._block.handlers.items():
                 signal.signal(signum, handler)
         self.after_a_fork()
 
     def _leave_what_the_program_has_taken(self) -> None:
         """Forgets the signals that the program has installed its own handler for since the start."""
         for signum in _OF_PROGRAMS:
-            if (signal.getsignal(signum), _handler_in_c(signum)) != (self._handle, self._in_c.get(signum)):
-                self._handlers.pop(signum, None)
+            if (signal.getsignal(signum), _handler_in_c(signum)) != (self._handle, self._block.in_c.get(signum)):
+                self._block.handlers.pop(signum, None)
 
     def _end(self, to_the_end: bool) -> None:
         self._leave_what_the_program_has_taken()
-        for signum in self._handlers:
+        for signum in self._block.handlers:
             signal.signal(signum, signal.SIG_IGN)
-        signal.set_wakeup_fd(self._previous)
+        signal.set_wakeup_fd(self._block.wakeup_fd)
         with self._lock:
             self._received_now()  # so that the next block does not count them
-            self._ran = None
+            self._block.running = None
         if not to_the_end:
-            for signum, handler in self._handlers.items():
+            for signum, handler in self._block.handlers.items():
                 signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: types.FrameType | None) -> None:
         """Python's handler, in the main thread, once no op runs there."""
         # Signals that come while an op runs lead to one call of this; those that come outside of one may lead to it
         # before the thread has seen them. Each alone may miss one, so the larger count holds.
-        if signum in _REPEATED and self._handled:
+        block = self._block
+        if signum in _REPEATED and block.handled:
             return
-        self._handled += 1
-        if signum == signal.SIGINT and not self._owns_the_process and max(self._handled, self._received) > 1:
+        block.handled += 1
+        if signum == signal.SIGINT and not block.owns_the_process and max(block.handled, block.received) > 1:
             raise KeyboardInterrupt
         self.requested = self.requested or signal.Signals(signum).name
         if not self._deferred:
@@ -230,16 +243,17 @@ class PreemptionNotice:
             return b""
 
     def _listen(self) -> None:
-        block = None  # the `_ran` of the block that `left` and `asked` belong to
+        running = None  # of the block that `left` and `asked` belong to
         while True:
-            select.select([self._read], [], [], None if self._ran is None else _TICK)
+            select.select([self._read], [], [], None if self._block.running is None else _TICK)
             with self._lock:
                 received = self._received_now()
-                if self._ran is not block:
-                    block, left, asked = self._ran, math.inf, False  # left: seconds that the current step has to end
-                if block is None:
+                if self._block.running is not running:
+                    running = self._block.running
+                    left, asked = math.inf, False  # left: seconds that the current step has to end
+                if running is None:
                     continue
-                left -= block.since_last()
+                left -= running.since_last()
                 for signum in received:
                     self._count(signum)
                 if bool(self.requested) != asked:
@@ -253,12 +267,13 @@ class PreemptionNotice:
         """Counts a signal, and asks the run to end if it is the first."""
         if signum not in SIGNALS or signal.getsignal(signum) != self._handle:
             return  # a debugger, say, has taken it for itself
-        if signum in _REPEATED and self._received:
+        block = self._block
+        if signum in _REPEATED and block.received:
             return
-        self._received += 1
+        block.received += 1
         name = signal.Signals(signum).name
-        raises = signum == signal.SIGINT and not self._owns_the_process
-        if self._received > 1:
+        raises = signum == signal.SIGINT and not block.owns_the_process
+        if block.received > 1:
             if not raises:
                 _leave(128 + signum, f"received a second signal ({name}): exiting without a save")
             return
@@ -274,7 +289,8 @@ class PreemptionNotice:
         """Ends the process because the current step has not ended in time; in a session or a debugger it only warns."""
         signals = [signum.name for signum in SIGNALS if signum != signal.SIGINT]
         # A notebook's or a console's state is worth more than the run.
-        in_session = not self._owns_the_process and (getattr(sys, "ps1", None) is not None or sys.flags.interactive)
+        interactive = getattr(sys, "ps1", None) is not None or sys.flags.interactive
+        in_session = interactive and not self._block.owns_the_process
         if self.requested not in signals and (debugger_holds_a_thread() or in_session):
             logging.warning(
                 "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "

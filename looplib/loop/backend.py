@@ -88,7 +88,7 @@ class LocalReplicas(Backend):
         if reducer.hands_over:
             return HostLoop(step, collect)
         # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
-        steps_per_loop = spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)
+        steps_per_loop = spec.config.steps_per_loop if spec.training else min(stream.properties.sure, 1000)
         steps_per_loop = max(1, steps_per_loop - bool(reducer.collects))
         if spec.config.loop == "xla":
             loop = _xla_loop(step, steps_per_loop)

@@ -50,6 +50,7 @@ class Status(NamedTuple):
 
 
 Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
+Program = Callable[[Iterator, tf.Tensor], tf.Tensor]  # of an iterator and `Numbers`; returns `LoopOutputs`
 
 
 class LoopOutputs(NamedTuple):
@@ -64,6 +65,47 @@ class LoopOutputs(NamedTuple):
     taken: float | tf.Tensor  # whether the totals were reset, 0 or 1
 
 
+class LoopPrograms:
+    """The `tf.function`s of a loop and of one round of it alone, called from the host.
+
+    With `binds` they are bound to an iterator and take no arguments, which takes a third of the time to call.
+    """
+
+    def __init__(self, loop: Program, one_round: Program, binds: bool) -> None:
+        self._loop, self._one_round = tf.function(loop), tf.function(one_round)
+        self.binds = binds
+        self._iterator: Iterator = None  # that the functions are bound to
+        self._bound: dict[bool, Callable[[], tf.Tensor]] = {}  # of the loop (False) and of one round (True)
+        self.ran: set[bool] = set()  # which of them have run
+        self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if binds else None
+        self._numbers_now: Numbers | None = None
+
+    def call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
+        """Runs one of the functions."""
+        if not self.binds:
+            return self._loop(iterator, tf.constant(numbers, tf.int64)).numpy()
+        self._bind(iterator, one_round)
+        if numbers != self._numbers_now:
+            self._numbers.assign(numbers)
+            self._numbers_now = numbers
+        return self._bound[one_round]().numpy()
+
+    def trace(self, iterator: Iterator) -> None:
+        """Traces the function of the loop."""
+        if self.binds:
+            self._bind(iterator, one_round=False)
+        else:
+            self._loop.get_concrete_function(iterator, tf.TensorSpec([4], tf.int64))
+
+    def _bind(self, iterator: Iterator, one_round: bool) -> None:
+        if self._iterator is not iterator:
+            self._iterator, self._bound, self.ran = iterator, {}, set()
+        if one_round not in self._bound:
+            run = self._one_round if one_round else self._loop
+            bound = tf.function(lambda: run(iterator, self._numbers.read_value()))
+            self._bound[one_round] = bound.get_concrete_function()
+
+
 class DeviceLoop(InnerLoop):
     """Steps in a `tf.range` loop inside one `tf.function`.
 
@@ -74,23 +116,20 @@ class DeviceLoop(InnerLoop):
     _at_once = 10  # rounds, where they do not wait for each other's variables; TensorFlow's own default
 
     def __init__(self, step: Step, chunk: XlaChunk | None = None) -> None:
-        self.step, self._chunk = step, chunk
-        self._reducer, self._stream = step.reducer, step.stream
-        self._workers, self._stop = Workers(step.strategy), notice.flag
-        self.round_size = chunk.size if chunk else 1  # steps of a round
+        self.step, self._chunk, self._workers = step, chunk, Workers(step.strategy)
         self._seconds_per_step = math.inf  # of the last call
-        self._fetches_in_step = step.stream.infinite and not step.stream.ahead
+        self._fetches_in_step = step.stream.properties.infinite and not step.stream.ahead
         self._spec = None
         self._taken: np.ndarray | None = None  # the totals that the last call has read
-        self._ran: set[bool] = set()  # of the loop (False) and of one round (True), which have run
-        self._loop, self._one_round = tf.function(self._run), tf.function(self._run_round)
-        self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
-        self._bound: tuple[Iterator, dict[bool, Callable[[], tf.Tensor]]] | None = None  # as in `_ran`
+        self._programs = LoopPrograms(self._run, self._run_round, binds=step.stream.renew is not None)
         self._looks_within = sum(step.op_counts.values()) >= _MANY_OPS
         self._most_alone = self._most_rounds_alone()
-        self._numbers_now: Numbers | None = None
-        self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
         self._read = tf.function(step.reducer.read)
+
+    @property
+    def round_size(self) -> int:
+        """The number of steps of a round."""
+        return self._chunk.size if self._chunk else 1
 
     # On the device.
 
@@ -114,13 +153,13 @@ class DeviceLoop(InnerLoop):
     def _outcome(
         self, done: tf.Tensor, status: Status, waited: tf.Tensor, started: tf.Tensor, take: tf.Tensor
     ) -> tf.Tensor:
-        if self._reducer.has_keras_metrics:
+        if self.step.reducer.has_keras_metrics:
             take = tf.constant(False)
         with tf.control_dependencies([done, status.finite]):
             passed = self._workers.mean(now() - started)
         outcome = LoopOutputs(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
         numbers = tf.stack([tf.cast(part, tf.float64) for part in outcome])
-        return tf.concat([numbers, self._reducer.take(take)], axis=0)
+        return tf.concat([numbers, self.step.reducer.take(take)], axis=0)
 
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
         """Does the steps; returns how many, the seconds that they waited, the status, and whether the data ended."""
@@ -184,17 +223,17 @@ class DeviceLoop(InnerLoop):
         # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
         done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
-        batch = self._stream.next_as_optional(iterator)
-        begins = self._stream.has_value(batch) & status.go
+        batch = self.step.stream.next_as_optional(iterator)
+        begins = self.step.stream.has_value(batch) & status.go
         rounds = tf.where(begins, steps - 1, 0)
         longest = tf.maximum(rounds, 1) if self._looks_within else stride
         for _ in tf.range(_strides(rounds, longest)):
             for _ in tf.range(tf.minimum(longest, rounds - done)):
-                self.step(self._stream.get_value(batch))
+                self.step(self.step.stream.get_value(batch))
                 done += 1
-                batch, seconds = timed(lambda: self._stream.next_as_optional(iterator), self._stream.has_value)
+                batch, seconds = timed(lambda: self.step.stream.next_as_optional(iterator), self.step.stream.has_value)
                 waited += seconds
-                ends = ~self._stream.has_value(batch)
+                ends = ~self.step.stream.has_value(batch)
                 if self._looks_within:
                     if tf.equal(done % stride, 0):
                         status = self._look()
@@ -202,17 +241,17 @@ class DeviceLoop(InnerLoop):
                 if ends:
                     break
             status = self._look()
-            if ~(status.go & self._stream.has_value(batch)):
+            if ~(status.go & self.step.stream.has_value(batch)):
                 break
         # A batch that was fetched is trained on, also when a signal asks to stop.
-        one_more = status.finite & (done < steps) & self._stream.has_value(batch)
+        one_more = status.finite & (done < steps) & self.step.stream.has_value(batch)
         for _ in tf.range(tf.cast(one_more, tf.int64)):
-            self.step(self._stream.get_value(batch))
+            self.step(self.step.stream.get_value(batch))
             done += 1
-        return done, waited, self._look(), not self._stream.has_value(batch)
+        return done, waited, self._look(), not self.step.stream.has_value(batch)
 
     def _do_step(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
-        batch, seconds = timed(lambda: self._stream.next(iterator))
+        batch, seconds = timed(lambda: self.step.stream.next(iterator))
         self.step(batch)
         return waited + seconds
 
@@ -225,7 +264,7 @@ class DeviceLoop(InnerLoop):
 
     @tf.autograph.experimental.do_not_convert
     def _look(self) -> Status:
-        return Status(self._workers.any(self._stop.read_value()), self._reducer.finite())
+        return Status(self._workers.any(notice.flag.read_value()), self.step.reducer.finite())
 
     @tf.autograph.experimental.do_not_convert
     def _note_trace(self, iterator: Iterator) -> None:
@@ -248,10 +287,10 @@ class DeviceLoop(InnerLoop):
         request = dataclasses.replace(request, steps=steps)
         first = self.round_size if self._fetches_in_step or self._chunk is None else self.round_size + 1
         alone = 0 < self._rounds(request) <= self._most_alone
-        if alone in self._ran or steps < first or (self._chunk is not None and request.sure < self.round_size):
+        if alone in self._programs.ran or steps < first or (self._chunk is not None and request.sure < self.round_size):
             return self._run_for(iterator, request, alone)
         # TensorFlow optimizes and compiles a program in its first run; this time is not training.
-        self._ran.add(alone)
+        self._programs.ran.add(alone)
         started = time.perf_counter()
         ran = self._run_for(iterator, request.first(first), alone)
         seconds = time.perf_counter() - started - ran.waited
@@ -284,7 +323,7 @@ class DeviceLoop(InnerLoop):
 
     def _most_rounds_alone(self) -> int:
         """Returns up to how many rounds are called one by one; 0 for none."""
-        if not self._binds or self._workers.count > 1:
+        if not self._programs.binds or self._workers.count > 1:
             return 0
         if self._chunk is None:  # the step's copy in another program would have its own state of random ops
             return int(self._fetches_in_step and not self.step.random_ops)
@@ -293,7 +332,7 @@ class DeviceLoop(InnerLoop):
     def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> LoopResult:
         one_worker = self._workers.count == 1
         started = time.perf_counter()
-        vector = self._call(iterator, numbers, one_round)
+        vector = self._programs.call(iterator, numbers, one_round)
         outcome, totals = LoopOutputs(*vector[: len(LoopOutputs._fields)].tolist()), vector[len(LoopOutputs._fields) :]
         done, self._taken = int(outcome.done), totals if outcome.taken else None
         if done:
@@ -303,38 +342,17 @@ class DeviceLoop(InnerLoop):
         stopped = bool(notice.requested if one_worker else outcome.stopped)
         return LoopResult(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
 
-    def _call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
-        if not self._binds:
-            return self._loop(iterator, tf.constant(numbers, tf.int64)).numpy()
-        self._bind(iterator, one_round)
-        if numbers != self._numbers_now:
-            self._numbers.assign(numbers)
-            self._numbers_now = numbers
-        return self._bound[1][one_round]().numpy()
-
-    def _bind(self, iterator: Iterator, one_round: bool) -> None:
-        """Makes a function without arguments, if there is none; it takes a third of the time to call."""
-        if self._bound is None or self._bound[0] is not iterator:
-            self._bound, self._ran = (iterator, {}), set()
-        if one_round not in self._bound[1]:
-            run = self._one_round if one_round else self._loop
-            bound = tf.function(lambda: run(iterator, self._numbers.read_value()))
-            self._bound[1][one_round] = bound.get_concrete_function()
-
     def read(self) -> Metrics:
         """See `InnerLoop`."""
         totals, self._taken = self._taken, None
-        return self._reducer.packer.unpack(*((totals, {}) if totals is not None else self._read()))
+        return self.step.reducer.packer.unpack(*((totals, {}) if totals is not None else self._read()))
 
     def trace(self, iterator: Iterator) -> None:
         """See `InnerLoop`; raises one of XLA's errors if it cannot compile the chunk."""
         if self._chunk is not None:
             self._chunk.prepare()
-        if self._binds:
-            self._bind(iterator, one_round=False)
-        else:
-            self._loop.get_concrete_function(iterator, tf.TensorSpec([4], tf.int64))
-        if self._reducer.has_keras_metrics:
+        self._programs.trace(iterator)
+        if self.step.reducer.has_keras_metrics:
             self._read.get_concrete_function()
 
 
@@ -354,23 +372,23 @@ class EvaluationLoop(DeviceLoop):
 
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
         """See `DeviceLoop`; while steps are sure to have data, nothing looks for its end."""
-        totals = self._reducer.totals()
+        totals = self.step.reducer.totals()
         done, totals, status = self._repeat(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
-        waited, ends = tf.constant(0, tf.float64), not self._stream.infinite
+        waited, ends = tf.constant(0, tf.float64), not self.step.stream.properties.infinite
         if ends:  # the last step may have no data
-            batch, waited = timed(lambda: self._stream.next_as_optional(iterator), self._stream.has_value)
-            one_more = status.go & (done < wanted.steps) & self._stream.has_value(batch)
+            batch, waited = timed(lambda: self.step.stream.next_as_optional(iterator), self.step.stream.has_value)
+            one_more = status.go & (done < wanted.steps) & self.step.stream.has_value(batch)
             for _ in tf.range(tf.cast(one_more, tf.int64)):
-                totals = self.step.added_to(totals, self._stream.get_value(batch))
+                totals = self.step.added_to(totals, self.step.stream.get_value(batch))
                 self.step.count(1)
                 done += 1
             status = self._look()
-        self._reducer.put(totals)
+        self.step.reducer.put(totals)
         # No batch follows the last step, so this call reads the metrics, although nothing has looked for one.
         return done, waited, status, tf.constant(ends)
 
     def _add(self, iterator: Iterator, totals: Any) -> Any:
-        return self.step.added_to(totals, self._stream.next(iterator))
+        return self.step.added_to(totals, self.step.stream.next(iterator))
 
     @tf.autograph.experimental.do_not_convert
     def _note(self, rounds: tf.Tensor) -> None:
@@ -384,5 +402,5 @@ def single_steps(step: Step) -> DeviceLoop:
     sure to have data.
     """
     evaluates = step.stream.renew is None and not isinstance(step.strategy, tf.distribute.TPUStrategy)
-    overlaps = evaluates and step.stream.sure > 0 and step.strategy.num_replicas_in_sync == 1
+    overlaps = evaluates and step.stream.properties.sure > 0 and step.strategy.num_replicas_in_sync == 1
     return EvaluationLoop(step) if overlaps else DeviceLoop(step)

@@ -51,7 +51,6 @@ class Loops:
         self.training: TrainingLoop | None = None  # once it is built
         self.evaluations: dict[str, Loop] = {}  # by name
         self.closed = False
-        self.trained = 0  # steps of this start
         self.torn = False  # whether a step has failed, which may have updated only a part of the variables
         self._lendings: weakref.WeakKeyDictionary[Loop, LentState] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
@@ -202,7 +201,6 @@ class Loops:
             self.torn = not self.training.left_whole(error)
             raise
         self.check_count(step + ran.done, ran.counted)
-        self.trained += ran.done
         return ran
 
     def refuse_if_unfit(self, what: str, kept: str | None) -> None:

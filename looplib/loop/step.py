@@ -47,7 +47,7 @@ class Step:
         self._counter, self._skip_bad = counter, skip_bad
 
         def replica_step(inputs: Any) -> Any:
-            return reducer.run_step(step_fn, inputs, stream.may_be_empty)
+            return reducer.run_step(step_fn, inputs, stream.properties.may_be_empty)
 
         self.replica_step = replica_step
         self._trace()

@@ -4,7 +4,7 @@ import atexit
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,7 @@ from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
 from looplib.data import distribution
-from looplib.data.batches import Batches
+from looplib.data.batches import Batches, Epoch
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import (
@@ -47,7 +47,64 @@ from looplib.task.state import tables_of, unheld
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
-_reading: "weakref.WeakSet[TaskLoop]" = weakref.WeakSet()  # loops that have an iterator
+_reading: "weakref.WeakSet[TaskData]" = weakref.WeakSet()  # those that have an iterator
+
+
+class TaskData:
+    """The data of one task: the stream of its batches, the iterator over it, and where that stands."""
+
+    def __init__(self, spec: Specification, backend: Backend) -> None:
+        self._spec, self._backend = spec, backend
+        self.batches = Batches(spec.config.global_batch_size, spec.earlier)
+        self.stream = self._distribute(spec.start_step)  # built again for another position
+        self.first_stream = self.stream  # which the inner loop reads all iterators with
+        self.iterator: Iterator = None  # None while no step reads the data
+        self.position: bytes | None = None  # of the next iterator; None where the stream's step determines it
+        self.sure = 0  # further steps that the iterator certainly has batches for
+        self.counted_before = 0  # steps of other evaluations that the counter had when the iterator was made
+
+    def _distribute(self, start_step: int) -> Stream:
+        spec = self._spec
+        return distribution.distribute(
+            spec.strategy,
+            spec.task,
+            spec.config,
+            spec.left_out,
+            training=spec.training,
+            start_step=start_step,
+            earlier=self.batches.earlier,
+            in_blocks=spec.may_compile,
+            remote=self._backend.remote_stream,
+        )
+
+    def iterate(self) -> None:
+        """Makes an iterator, from the position of the last `rewind`."""
+        self.counted_before = 0 if self._spec.training else int(self._spec.counter)
+        self.iterator, self.position = self.stream.iterate(self.position), None
+        _reading.add(self)
+        self.sure = self.stream.properties.sure - self.stream.skipped_steps
+
+    def end(self, wait: bool = False) -> None:
+        """Ends the iterator, if there is one."""
+        if self.iterator is not None:
+            self.stream.end(self.iterator, wait)
+        self.iterator = None
+        _reading.discard(self)
+
+    def rewind(self, start_step: int, position: bytes | None, batches: Batches) -> None:
+        """See `Loop`."""
+        self.end()
+        self.position = position
+        self._backend.check_earlier(self.batches, batches)
+        if (start_step, batches) != (self.stream.start_step, self.batches):
+            self.batches = batches
+            self.renew(start_step)
+
+    def renew(self, start_step: int) -> None:
+        """Builds the data again, to begin after `start_step` global batches."""
+        self.end()
+        self.stream = self._distribute(start_step)
+        self.stream.share(self.first_stream)
 
 
 class TaskLoop(TrainingLoop):
@@ -59,24 +116,16 @@ class TaskLoop(TrainingLoop):
     def __init__(self, spec: Specification) -> None:
         self.task, self.who = spec.task, spec.who
         self._spec = spec
-        self._strategy, self._clock = spec.strategy, spec.clock
-        self._slowest: tuple[str, str] | None = None
         self._build()
 
     def _build(self) -> None:
         spec = self._spec
-        self._iterator: Iterator = None
-        self._position: bytes | None = None
-        self._start_step = spec.start_step
-        self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
-        self._backend = backend = backend_of(spec)
-        self.stream = self._distribute()
-        properties = self.stream.properties
-        self.epoch, self.examples = properties.epoch, properties.examples
-        self.fingerprint = properties.fingerprint or None
-        self._first_stream = self.stream  # which the inner loop reads all iterators with
-        backend.check(self.stream)
+        backend = backend_of(spec)
+        self.data = TaskData(spec, backend)
+        stream, properties = self.data.stream, self.data.stream.properties
+        self.examples = properties.examples
+        backend.check(stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.
         self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=spec.guarded) if spec.training else None
@@ -84,12 +133,12 @@ class TaskLoop(TrainingLoop):
             self._check_for_a_batch()
         replicas = spec.strategy.num_replicas_in_sync
         self._sizes = None if properties.sized else BatchSizes(self.who, properties.batch_size, replicas)
-        self._tables = None if self.stream.arrays is None else backend.tables(self.stream.arrays)
+        self._tables = None if stream.arrays is None else backend.tables(stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
         if spec.training:
             spec.clock.of_input = self._slowest_stage
         with spec.clock.phase("compile"):
-            self._inner = backend.inner_loop(step_fn, self.reducer, self.stream)
+            self._inner = backend.inner_loop(step_fn, self.reducer, stream)
         if self._inner.step is not None and replicas > 1:
             check_share(spec.task, self._inner.step)
             check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
@@ -97,7 +146,7 @@ class TaskLoop(TrainingLoop):
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
-        refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
+        refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: rates_of(self.task))
         decorators: list[Decorator] = [refuse]
         checksums = plugins.find("looplib.parts", "example_checksum") if self._spec.training else None
         if checksums and checksums.enabled():
@@ -105,35 +154,17 @@ class TaskLoop(TrainingLoop):
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)
         if self._tables is not None:
-            rows = _rows_in_turn if self.stream.properties.in_turn else tf.gather
+            rows = _rows_in_turn if self.data.stream.properties.in_turn else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(add_share, task=self.task))
         return [*decorators, *backend.decorators()]
 
-    @property
-    def _rates(self) -> Collection[str]:
-        return rates_of(self.task).keys()
-
-    def _distribute(self) -> Stream:
-        spec = self._spec
-        return distribution.distribute(
-            spec.strategy,
-            spec.task,
-            spec.config,
-            spec.left_out,
-            training=spec.training,
-            start_step=self._start_step,
-            earlier=self.batches.earlier,
-            in_blocks=spec.may_compile,
-            remote=self._backend.remote_stream,
-        )
-
     def _check_for_a_batch(self) -> None:
         """Raises `UsageError` if data of unknown length has no batch, or cannot be read."""
-        split = self._spec.split
+        split, stream = self._spec.split, self.data.stream
         try:
-            has_a_batch = self.stream.has_value(self.stream.next_as_optional(self.stream.iterate()))
+            has_a_batch = stream.has_value(stream.next_as_optional(stream.iterate()))
         except (tf.errors.NotFoundError, tf.errors.DataLossError, tf.errors.PermissionDeniedError) as error:
             raise DatasetError(
                 f"the evaluation data set {split!r} cannot be read: {gist(error)}; check where {self.who}.dataset "
@@ -141,6 +172,21 @@ class TaskLoop(TrainingLoop):
             ) from error
         if not has_a_batch:
             raise no_batch(split, self.who)
+
+    @property
+    def batches(self) -> Batches:
+        """See `TrainingLoop`."""
+        return self.data.batches
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """See `TrainingLoop`."""
+        return self.data.stream.properties.epoch
+
+    @property
+    def fingerprint(self) -> dict[str, str] | None:
+        """See `TrainingLoop`."""
+        return self.data.first_stream.properties.fingerprint or None
 
     @property
     def traced(self) -> Step | None:
@@ -157,7 +203,7 @@ class TaskLoop(TrainingLoop):
     @property
     def endless(self) -> bool:
         """See `Loop`."""
-        return self.stream.infinite
+        return self.data.stream.properties.infinite
 
     @property
     def metric_names(self) -> frozenset[str] | None:
@@ -179,14 +225,17 @@ class TaskLoop(TrainingLoop):
 
     def run(self, request: Request, phase: str) -> LoopResult:
         """See `Loop`; the loop knows itself for how many steps the data is sure to last."""
-        with self._clock.phase(phase):
-            if self._iterator is None:
-                self._iterate()
+        with self._spec.clock.phase(phase):
+            if self.data.iterator is None:
+                self.data.iterate()
+                if not self._inner.traces:
+                    with self._spec.clock.phase("compile"):
+                        self._inner.trace(self.data.iterator)
             try:
                 return self._run(request, phase)
             except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self._failed = error
-                self._end_data()  # it has moved past examples that were not trained on
+                self.data.end()  # it has moved past examples that were not trained on
                 if (explained := self._explained(error)) is not None:
                     raise explained from error
                 raise
@@ -206,8 +255,8 @@ class TaskLoop(TrainingLoop):
                 "give each epoch as many, such as by a filter without random numbers, or train by steps"
             )
         if isinstance(error, tf.errors.OpError) and _tf.is_of_the_input(error):
-            steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self._counted_before
-            if (named := diagnosis().refused_record(self.task.dataset, self.stream.context(), steps)) is not None:
+            steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self.data.counted_before
+            if (named := diagnosis().refused_record(self.task.dataset, self.data.stream.context(), steps)) is not None:
                 return DataError(
                     f"{named}, is refused by {self.who}.dataset: {found}; restore the file if it is damaged, or "
                     f"fix {self.place_of(error) or 'the functions of its maps'}"
@@ -219,35 +268,27 @@ class TaskLoop(TrainingLoop):
             )
         return None
 
-    def _iterate(self) -> None:
-        self._counted_before = 0 if self._spec.training else int(self._spec.counter)
-        self._iterator, self._position = self.stream.iterate(self._position), None
-        _reading.add(self)
-        self._sure = self.stream.sure - self.stream.skipped_steps
-        if not self._inner.traces:
-            with self._clock.phase("compile"):
-                self._inner.trace(self._iterator)
-
     def _run(self, request: Request, phase: str) -> LoopResult:
         if self._traced:
             self._traced.check(self._spec.step_name)
-        before, suspended = self._clock.of(phase), notice.suspended
-        ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=max(0, self._sure)))
-        self._sure -= ran.done
+        clock = self._spec.clock
+        before, suspended = clock.of(phase), notice.suspended
+        ran = self._inner.run(self.data.iterator, dataclasses.replace(request, sure=max(0, self.data.sure)))
+        self.data.sure -= ran.done
         suspended = notice.suspended - suspended
         if ran.done:
-            seconds = self._clock.of(phase) - before - suspended
+            seconds = clock.of(phase) - before - suspended
             notice.step_seconds = max(ran.to_stop, seconds / ran.done)
         if suspended > _SUSPENDED_SECONDS:
-            self._clock.move(suspended, phase, "suspended")
-        self._clock.move(ran.compiled, phase, "compile")
+            clock.move(suspended, phase, "suspended")
+        clock.move(ran.compiled, phase, "compile")
         if phase == "train":
-            self._clock.move(min(ran.waited, self._clock.of(phase) - before), phase, "input")
+            clock.move(min(ran.waited, clock.of(phase) - before), phase, "input")
         return ran
 
     def progress(self) -> float:
         """See `Loop`; what counts is data that is read again by a run that resumes."""
-        return self.stream.passed
+        return self.data.stream.passed
 
     def read_metrics(self) -> dict[str, int | float]:
         """See `Loop`."""
@@ -259,7 +300,7 @@ class TaskLoop(TrainingLoop):
         checksum = {name: metrics.pop(name) for name in [metric_names.CHECKSUM] if name in metrics}
         before = dict(metrics)
         finished = as_numbers(self.who, self.task.loop_end(metrics))
-        metric_names.check_finished(self.who, before, finished, self._rates)
+        metric_names.check_finished(self.who, before, finished, rates_of(self.task))
         return {**finished, **checksum}
 
     def shown(self) -> dict[str, Shown]:
@@ -270,28 +311,20 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`."""
         if self._sizes and self.reducer.created:
             self._sizes.look(self.reducer.packer, self.reducer.state().totals)
-        return self.stream.position(self._iterator) if self._iterator is not None else self._position
+        data = self.data
+        return data.stream.position(data.iterator) if data.iterator is not None else data.position
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""
-        self._end_data()
-        self._position = position
-        batches = batches or self.batches
-        self._backend.check_earlier(self.batches, batches)
-        if (start_step, batches) != (self._start_step, self.batches):
-            self._start_step, self.batches = start_step, batches
-            self.renew()
+        self.data.rewind(start_step, position, batches or self.batches)
 
     def renew(self) -> None:
         """See `TrainingLoop`."""
-        self._end_data()
-        self.stream = self._distribute()
-        self.stream.share(self._first_stream)
-        self.epoch = self.stream.properties.epoch
+        self.data.renew(self.data.stream.start_step)
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""
-        if self._iterator is None and step != self._start_step:
+        if self.data.iterator is None and step != self.data.stream.start_step:
             self.rewind(step)
 
     def retrace(self, layers: str) -> None:
@@ -308,24 +341,21 @@ class TaskLoop(TrainingLoop):
 
     def close(self) -> None:
         """See `Loop`; restores the optimizers' original methods."""
-        if self._spec.training and self._clock.waits_for_input:
-            self._slowest = self._slowest_stage()
-        self._end_data()
+        clock = self._spec.clock
+        if self._spec.training and clock.waits_for_input and self.data.iterator is not None:
+            slowest = self._slowest_stage()
+            clock.of_input = lambda: slowest
+        self.data.end()
         if self._optimizers is not None:
             self._optimizers.close()
 
     def _slowest_stage(self) -> tuple[str, str] | None:
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
-        if self._iterator is None:
-            return self._slowest
-        reader = self.stream.context().asked.reader
-        return diagnosis().slowest_stage(self._iterator, self.stream.copy_seconds(), reader.reads if reader else ())
-
-    def _end_data(self, wait: bool = False) -> None:
-        if self._iterator is not None:
-            self.stream.end(self._iterator, wait)
-        self._iterator = None
-        _reading.discard(self)
+        if self.data.iterator is None:
+            return None
+        stream = self.data.stream
+        reader = stream.context().asked.reader
+        return diagnosis().slowest_stage(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
 
     def place_of(self, error: BaseException) -> str:
         """See `Loop`."""
@@ -344,12 +374,13 @@ class TaskLoop(TrainingLoop):
 
     def foresee_end(self, target: int) -> None:
         """See `TrainingLoop`."""
-        lengths = self.stream.properties.lengths
+        stream = self.data.stream
+        lengths = stream.properties.lengths
         if lengths is None or lengths.steps is None:
             return
-        last = lengths.steps + (0 if self.stream.positioned else self._start_step - self.stream.skipped_steps)
+        last = lengths.steps + (0 if stream.positioned else stream.start_step - stream.skipped_steps)
         ends = target == -1 or target > last
-        if ends and (left_out := lengths.left_out()) and Workers(self._strategy).is_chief:
+        if ends and (left_out := lengths.left_out()) and Workers(self._spec.strategy).is_chief:
             logging.warning(
                 "%s.dataset lasts for %d steps: it has %s; give each replica as many batches, or repeat() them",
                 self.who,
@@ -359,10 +390,10 @@ class TaskLoop(TrainingLoop):
 
     def note_end(self, step: int, target: int) -> None:
         """See `TrainingLoop`; waits for the other workers."""
-        lengths = self.stream.properties.lengths
+        data, lengths = self.data, self.data.stream.properties.lengths
         foreseen = lengths is not None and lengths.steps is not None
-        left_out = "" if foreseen else self._first_stream.left_out(self.stream.sure - self._sure)
-        if left_out and Workers(self._strategy).is_chief:  # once is enough
+        left_out = "" if foreseen else data.first_stream.left_out(data.stream.properties.sure - data.sure)
+        if left_out and Workers(self._spec.strategy).is_chief:  # once is enough
             logging.warning(
                 "the training data ended at step %d on some workers only: %s; give each as many batches, or "
                 "repeat() them",
@@ -382,8 +413,8 @@ class TaskLoop(TrainingLoop):
         if self._inner.step is None:
             return
         own = [*tf.nest.flatten(self._tables), self._spec.counter]  # the controller's
-        names = unheld(self._strategy, self._inner.step.variables, objects, own)
-        refuse_others(self._strategy, names)
+        names = unheld(self._spec.strategy, self._inner.step.variables, objects, own)
+        refuse_others(self._spec.strategy, names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "
@@ -422,8 +453,8 @@ def _end_all_data() -> None:
 
     Later, Python would wait for an iterator whose `tf.py_function` waits for Python, and the process would never end.
     """
-    for loop in list(_reading):
-        loop._end_data(wait=True)  # at an exit, Python 3.12 starts no thread
+    for data in list(_reading):
+        data.end(wait=True)  # at an exit, Python 3.12 starts no thread
 
 
 def make_loop(spec: Specification) -> Loop:

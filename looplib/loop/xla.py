@@ -81,7 +81,7 @@ def size_of_chunk(longest: int, step: Step, steps_per_loop: int) -> int:
     stream = step.stream
     size = sum(spec.shape.num_elements() * spec.dtype.size for spec in tf.nest.flatten(stream.full_spec))
     # More than an element costs a copy, and where the data ends it is not sure that they are there.
-    in_one = 1 < stream.block and (not stream.infinite or size * stream.block > _COPIED)
+    in_one = 1 < stream.block and (not stream.properties.infinite or size * stream.block > _COPIED)
     most = stream.block if in_one else _BYTES // max(1, size)
     longest = max(1, min(longest, LONGEST, steps_per_loop, most))
     return min(range(longest, longest // 2, -1), key=lambda chunk: steps_per_loop % chunk)

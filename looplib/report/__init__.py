@@ -7,7 +7,8 @@ Names that other rooms may use, by file:
     progress: format_seconds, format_share, Progress
     records: cut_short, each_record, JsonlWriter, key, parse_line, read_jsonl, Record, RecordFile
     reporter: Metrics, Reporter
-    run_json: as_dict, changed_settings, path_of, read_report, Report, RunReport, saved_step, RunProgress, StartRecord
+    run_json: as_dict, changed_settings, Computation, path_of, read_report, Report, RunReport, saved_step,
+      RunProgress, RunSettings, StartRecord
     shown: Histogram, Images, Shown, Texts
     writers: DEFAULT_WRITERS, named_writers, Setting, Writer
 """

@@ -18,7 +18,7 @@ from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.page import make_page
 from looplib.report.progress import Progress
 from looplib.report.records import JsonlWriter
-from looplib.report.run_json import RunReport, path_of, settings_of
+from looplib.report.run_json import Points, RunReport, path_of, settings_of
 from looplib.report.shown import Shown
 from looplib.report.writers import DEFAULT_WRITERS, GROUP, Setting, Writer
 
@@ -47,6 +47,7 @@ class Reporter:
       last_evaluation: the metrics of the last evaluation, by evaluator.
       end: the step that the newest training goes to; None before it starts, and where it is not known.
       ended_at: the step at which the newest training has ended; None while one trains.
+      trained: steps of this start.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Reporter:
         self.report = RunReport(
             path=path_of(place, trains) if place else None,
             clock=clock,
+            points=Points(clock),
             check=check,
             page=make_page(place if trains else None, self._flush_for_page),
             **facts,
@@ -74,6 +76,7 @@ class Reporter:
         self.last_evaluation: dict[str, Metrics] = {}
         self.end: int | None = None
         self.ended_at: int | None = None
+        self.trained = 0
 
     def _flush_for_page(self) -> None:
         self.writers.flush()  # the page is made of what they have written
@@ -91,7 +94,7 @@ class Reporter:
         self.ended_at = None
         try:
             with self.report.of_a_start(restored_from):
-                self.writers.settings(settings_of(flags, self.report.config))
+                self.writers.settings(settings_of(flags, self.report.settings.config))
                 try:
                     yield
                 finally:
@@ -145,12 +148,13 @@ class Reporter:
         if step != self.ended_at:
             self.report.write("done")
 
-    def note_speed(self, strategy: tf.distribute.Strategy, steps: int) -> None:
+    def note_speed(self, strategy: tf.distribute.Strategy) -> None:
         """Notes the share of the devices' peak that the steps of this start have reached, unless they were short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self._is_chief and steps:
+        computation = self.report.computation
+        if computation.speed and self._is_chief and self.trained:
             with self.clock.phase("report"):
-                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, steps, seconds)
+                computation.speed = diagnosis().speed_of_ended(computation.speed, strategy, self.trained, seconds)
 
     def close(self) -> None:
         """Closes the writers, and then writes the page, also where a writer fails."""

@@ -139,33 +139,19 @@ def _typed(value: Any, kind: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """What is noted at a report.
+    """What is noted at a report."""
 
-    Attributes:
-      step: the global step.
-      host_bytes: resident memory of this process; None where the system does not say.
-      device_bytes: memory in use on the fullest GPU or TPU; None without one.
-      seconds: dict from phase to seconds, of this start up to here.
-    """
-
-    step: int
-    host_bytes: int | None
-    device_bytes: int | None
-    seconds: dict[str, float]
+    step: int  # the global step
+    host_bytes: int | None  # resident memory of this process; None where the system does not say
+    device_bytes: int | None  # memory in use on the fullest GPU or TPU; None without one
+    seconds: dict[str, float]  # by phase, of this start up to here
 
 
 class Points:
-    """Keeps 50 to 100 points that spread over the reports of a start, however many these are.
-
-    Args:
-      clock: has the seconds.
-
-    Attributes:
-      points: the points so far, in the order of their notes.
-    """
+    """Keeps 50 to 100 points that spread over the reports of a start, however many these are."""
 
     def __init__(self, clock: Clock) -> None:
-        self.points: list[Point] = []
+        self.points: list[Point] = []  # so far, in the order of their notes
         self._clock = clock
         self._every = 1  # every how many reports one is noted
         self._reports = 0
@@ -212,26 +198,40 @@ class _AsDict(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RunProgress:
-    """Where a run stands.
+    """Where a run stands."""
 
-    Attributes:
-      step: the global step; the one that the error names if a guard has ended the run, whose loop may have gone on.
-        After a training, the one that it has reached.
-      final_step: the step of an earlier checkpoint, which was restored after the training; None if there was none.
-      end: the step that the newest training goes to; None where it is not known.
-      metrics: dict from split to dict of the last metrics.
-      rollbacks: how often the run went back to a checkpoint.
-      engines: what `loop="auto"` has chosen, by split.
-      saved_step: the step of the newest committed checkpoint, or None.
-    """
-
+    # the global step; the one that the error names if a guard has ended the run, whose loop may have gone on; after a
+    # training, the one that it has reached
     step: int
-    final_step: int | None
-    end: int | None
-    metrics: dict[str, dict[str, float]]
-    rollbacks: int
-    engines: dict[str, Any]
-    saved_step: int | None
+    final_step: int | None  # of an earlier checkpoint, which was restored after the training; None if there was none
+    end: int | None  # the step that the newest training goes to; None where it is not known
+    metrics: dict[str, dict[str, float]]  # the last ones, by split
+    rollbacks: int  # how often the run went back to a checkpoint
+    engines: dict[str, Any]  # what `loop="auto"` has chosen, by split
+    saved_step: int | None  # of the newest committed checkpoint
+
+
+@dataclasses.dataclass
+class RunSettings:
+    """The settings of a run."""
+
+    flags: dict[str, Any]  # those that a binary takes as flags
+    config: Any = None  # the program's own: a dataclass, a mapping, or an object with `as_dict`; None for none
+    defaults: dict[str, Any] | None = None  # `flags` and `config` without any setting; None if they are not known
+
+    def changed(self, earlier: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Returns (old, new) of each setting that an earlier report has with another value."""
+        return changed_settings(earlier, {"flags": self.flags, "config": as_dict(self.config)})
+
+
+@dataclasses.dataclass
+class Computation:
+    """What a run computes, and on what."""
+
+    strategy: str  # the name of the strategy, such as "MirroredStrategy, 2 replicas"
+    num_replicas: int  # replicas that step together
+    model: dict[str, Any] | None = None  # the trainer's number of parameters and its variables; None without a trainer
+    speed: Any = None  # how much the training computes, a dataclass; None where that is not known
 
 
 @dataclasses.dataclass
@@ -244,44 +244,20 @@ class RunReport:
     `changed` (the settings that differ from the start before) and, if there were any, `rollbacks`. `traceback` is that
     of the newest start, if it failed. `not_default` lists the settings that differ from their defaults. Where something
     that was printed is lost, `console` says why.
-
-    Attributes:
-      path: the file; None writes nothing.
-      clock: `Clock` of this start.
-      strategy: the name of the strategy, such as "MirroredStrategy, 2 replicas".
-      num_replicas: replicas that step together.
-      flags: dict of the settings that a binary takes as flags.
-      standing: function without arguments that returns the `RunProgress` of the run.
-      check: raises `UsageError` if the run directory is not this process's any more; nothing is written then.
-      config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
-      program: the `Program` of a binary, whose changed code is written beside the report; None for none.
-      model: dict of the trainer's number of parameters and its variables; None without a trainer.
-      speed: how much the training computes, a dataclass; None where that is not known.
-      points: memory and seconds at the reports of this start.
-      defaults: `flags` and `config` without any setting, for `not_default`; None if they are not known.
-      page: the `Page` of the run, which is updated when the run has ended in some way.
     """
 
-    path: str | None
-    clock: Clock
-    strategy: str
-    num_replicas: int
-    flags: dict[str, Any]
-    standing: Callable[[], RunProgress]
-    check: Callable[[], None]
-    config: Any = None
-    program: Program | None = None
-    model: dict[str, Any] | None = None
-    speed: Any = None
-    points: Points = dataclasses.field(init=False)
-    defaults: dict[str, Any] | None = None
-    page: Page = dataclasses.field(default_factory=Page)
+    path: str | None  # the file; None writes nothing
+    clock: Clock  # of this start
+    points: Points  # memory and seconds at the reports of this start
+    settings: RunSettings
+    computation: Computation
+    standing: Callable[[], RunProgress]  # returns where the run stands
+    check: Callable[[], None]  # raises `UsageError` if the run directory is not ours any more; nothing is written then
+    program: Program | None = None  # of a binary, whose changed code is written beside the report; None for none
+    page: Page = dataclasses.field(default_factory=Page)  # of the run, updated when the run has ended in some way
     _earlier: Report = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
-
-    def __post_init__(self) -> None:
-        self.points = Points(self.clock)
 
     def __call__(self) -> WrittenPage:
         """Writes the page of the run, `report.html`, as it is now, and returns it for a notebook to show.
@@ -322,7 +298,7 @@ class RunReport:
         self._earlier = read_report(self.path) if self.path else {}
         if self.path and not self._earlier and files.exists(self.path):
             self._keep_aside(self.path)
-        changed = changed_settings(self._earlier, {"flags": self.flags, "config": as_dict(self.config)})
+        changed = self.settings.changed(self._earlier)
         self._start = {
             "started": _ago(self.clock.seconds()["wall"]),
             "command": sys.argv,
@@ -358,7 +334,7 @@ class RunReport:
             return
         if not self._start:
             self._begin(None)
-        standing = self.standing()
+        standing, settings, computation = self.standing(), self.settings, self.computation
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": masked_text(error)} if error else {}
         ends |= {"console": console.first_fault()} if console.first_fault() else {}
@@ -374,22 +350,22 @@ class RunReport:
             **ends,
             **dataclasses.asdict(standing),
             "metrics": {**earlier, **standing.metrics},
-            "flags": self.flags,
-            "config": as_dict(self.config),
+            "flags": settings.flags,
+            "config": as_dict(settings.config),
             **{name: self._start[name] for name in ("command", "program", "versions", "restored_from")},
-            "strategy": self.strategy,
-            "num_replicas": self.num_replicas,
-            "loop": self.flags.get("loop"),
+            "strategy": computation.strategy,
+            "num_replicas": computation.num_replicas,
+            "loop": settings.flags.get("loop"),
             "restarts": max(len(starts) - 1, self._earlier.get("restarts", -1) + 1),
             "started": starts[0].get("started"),
             "seconds": _added_up(self._earlier.get("seconds", {}), own["seconds"]),
             "starts": starts,
-            **({"model": self.model} if self.model else {}),
-            **({"speed": dataclasses.asdict(self.speed)} if self.speed else {}),
+            **({"model": computation.model} if computation.model else {}),
+            **({"speed": dataclasses.asdict(computation.speed)} if computation.speed else {}),
             **({"traceback": self._traceback} if status == "failed" and self._traceback else {}),
         }
-        if self.defaults is not None:
-            changed = changed_settings(_strict(self.defaults), {"flags": self.flags, "config": as_dict(self.config)})
+        if settings.defaults is not None:
+            changed = settings.changed(_strict(settings.defaults))
             content["not_default"] = {name: list(values) for name, values in changed.items()}
         self._write(self.path, json.dumps(masked(_strict(content)), indent=2, allow_nan=False) + "\n")
         if status != "running":

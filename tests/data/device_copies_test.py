@@ -42,7 +42,7 @@ def test_a_run_resumes_from_the_state_of_the_iterator_after_any_call(name, make,
     caplog.set_level(logging.INFO, logger="absl")
     strategy = make_strategy(name)
     loop = loop_of(strategy, make)
-    assert loop.stream.ahead
+    assert loop.data.stream.ahead
     whole = np.array(expected(strategy, make, 12)).reshape(12, GLOBAL_BATCH)
     assert loop.run(Request(first), "train").done == first  # in one call
     loop.read_metrics(), loop.task.order.clear()

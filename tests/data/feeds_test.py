@@ -327,7 +327,7 @@ def test_a_training_rewinds_to_a_position(strategy):
 def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     loop = loop_of(strategy, shuffled, distribute="tf")
-    assert type(loop.stream) is Stream
+    assert type(loop.data.stream) is Stream
     whole = order(loop, 12)
     assert loop.position() is None and loop.traces == 1
     make = lambda context: shuffled(context)

@@ -31,7 +31,8 @@ _CLONE_NEWNET = 0x40000000
 # What AutoGraph converts in many runs, which takes each new process a second: functions by their module or class. Of
 # those with a star a tf.function is made. After a slash, the name of a function inside of the one before.
 _CONVERTED = {
-    "looplib.loop.device_loop.DeviceLoop": "*_run *_run_round *_bind/<lambda> _steps _repeat _repeat_to_the_end _do_step _do_round",
+    "looplib.loop.device_loop.LoopPrograms": "*_bind/<lambda>",
+    "looplib.loop.device_loop.DeviceLoop": "*_run *_run_round _steps _repeat _repeat_to_the_end _do_step _do_round",
     "looplib.loop.device_loop": "_strides",
     "looplib.loop.reducer.Reducer": "*read run_step _reset_local",
     "looplib.loop.step.Step": "*_trace/step __init__/replica_step __call__",

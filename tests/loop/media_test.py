@@ -133,7 +133,7 @@ def test_reported_steps_show_the_first_examples_of_the_first_replica(kind, strat
         assert text == {"step": step, "split": "train", "name": "text", "kind": "text", "texts": [str(i) for i in ids]}
         for i, picture in zip(ids, pixels(tmp_path, image), strict=True):
             np.testing.assert_array_equal(picture, np.full((2, 4, 1), i))
-        own = toy.X[order[step - 1][: 8 // controller.loops["train"].stream.strategy.num_replicas_in_sync]]
+        own = toy.X[order[step - 1][: 8 // controller.loops["train"].data.stream.strategy.num_replicas_in_sync]]
         counts, edges = np.histogram(own, 5)
         assert histogram["counts"] == counts.tolist()
         np.testing.assert_allclose(histogram["edges"], edges, atol=1e-6)

@@ -110,7 +110,7 @@ def _predict_into(
     loop = loops.prediction_loop(name, task, start)
     with loops.lending(loop), evaluator.evaluating():
         task_loop.check_evaluation({name: loop}, -1)
-        in_order = loop.stream.positioned or task.batches == "global"
+        in_order = loop.data.stream.positioned or task.batches == "global"
         if not in_order and workers.count > 1:
             raise PredictionError(
                 f"{type(evaluator).__name__}.dataset divides the data among {workers.count} workers itself, so its "
@@ -120,9 +120,9 @@ def _predict_into(
             source = PredictionSource(
                 step=step,
                 weights=_checksum(loops.strategy, evaluator),
-                examples=loop.stream.properties.examples,
+                examples=loop.data.stream.properties.examples,
                 outputs=", ".join(f"{output} {kind}" for output, kind in task.outputs.items()),
-                global_batch_size=loop.stream.properties.batch_size * loops.strategy.num_replicas_in_sync,
+                global_batch_size=loop.data.stream.properties.batch_size * loops.strategy.num_replicas_in_sync,
                 replicas=None if in_order else loops.strategy.num_replicas_in_sync,
                 format=kind,
                 piece=piece,

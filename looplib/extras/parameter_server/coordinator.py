@@ -222,7 +222,7 @@ class RemoteLoop(InnerLoop):
             self._counter.assign_add(results[0][1].done)
             parts = 1
         else:
-            batches = self._stream.sure + 1 if steps < 0 else min(steps, self._stream.sure + 1)
+            batches = self._stream.properties.sure + 1 if steps < 0 else min(steps, self._stream.properties.sure + 1)
             # Where batches are not determined by their numbers, each worker reads all data once.
             parts = min(_PARTS * self._workers, batches) if self._by_number else self._workers
             results = self._evaluate_parts(steps, batches, parts)
@@ -409,7 +409,7 @@ def _check_data(stream: RemoteStream) -> None:
 
 def _check_training_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for training data that ends."""
-    if not stream.infinite and not stream.properties.unknown:
+    if not stream.properties.infinite and not stream.properties.unknown:
         raise ParameterServerError(
             f"{stream.properties.who}.dataset ends, but each worker reads by itself; with the strategy "
             "parameter_server training data must not end: repeat() it, and give a number of steps"

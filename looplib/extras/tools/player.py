@@ -140,7 +140,7 @@ class Player:
         self.loop = loop
         self.reported: dict[int, dict[str, int | float]] = {}
         self._controller, self._evaluate_every = controller, evaluate_every
-        self._offset = loop.stream.start_step - controller.global_step  # of a run that left out data in a rollback
+        self._offset = loop.data.stream.start_step - controller.global_step  # of a run that left out data in a rollback
         self.start = self._metrics_since = controller.global_step
 
     @property
@@ -262,7 +262,7 @@ class Player:
           UsageError: if the data ends there.
         """
         self.loop.rewind(moment.data_step, moment.position)
-        stream = self.loop.stream
+        stream = self.loop.data.stream
         iterator = stream.iterate(moment.position)
         optional = stream.next_as_optional(iterator)
         if not stream.has_value(optional):

@@ -56,7 +56,7 @@ def _telling(player: Player, order: Order) -> Iterator[None]:
     def tell() -> None:
         furthest = 0  # as the last step is run several times, each from the state before it
         while not ended.wait(_NEWS_SECONDS):
-            stream, furthest = player.loop.stream, max(furthest, player.step)
+            stream, furthest = player.loop.data.stream, max(furthest, player.step)
             skips = 0 < stream.passed < stream.skipped
             batches = f", reading its data again: {stream.passed:,} of {stream.skipped:,} batches" * skips
             files.write_whole(order.news, f"at step {furthest:,} of {order.step:,}{batches}")

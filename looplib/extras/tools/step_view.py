@@ -163,7 +163,7 @@ class _View:
     def _joined(self) -> list[_BatchTensor]:
         """Returns the tensors of the global batch; the rows in place of the numbers of rows of `context.resident`."""
         replicas = self._step.strategy.experimental_local_results
-        batch, arrays = self._batch, self._player.loop.stream.arrays
+        batch, arrays = self._batch, self._player.loop.data.stream.arrays
         batch = batch.inputs if isinstance(batch, Share) else batch
         found = [_BatchTensor(name, _concatenated(replicas(value))) for name, value in _named(batch)]
         if arrays is None:
