@@ -4,7 +4,7 @@ Names that other rooms may use, by file:
     actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_other_memories
     adapter: Adapter, OwnLoop, rates_of
     averages: WeightAverages
-    checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
+    checks: build_optimizers, check_kinds, check_settings, check_tasks, check_together, collect_state
     derived: Constants, starting
     evaluator: Evaluator
     exported: Exported
