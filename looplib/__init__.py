@@ -7,7 +7,6 @@ that it uses.
 """
 
 import importlib
-import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -87,12 +86,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"looplib.{_MODULES[name]}")
     elif name in (*_PARTS, *_PART_MODULES):
-        try:
-            value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
-        except AttributeError as error:  # a PluginError, whose sentence `from looplib import` would drop
-            if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-                raise ImportError(str(error)) from error
-            raise
+        value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
     globals()[name] = value

@@ -23,9 +23,6 @@ class UsageError(ValueError):
         return f"{self} ({type(self).__name__})" if type(self) is not UsageError else f"{self}"
 
 
-# Settings and commands.
-
-
 class SettingError(UsageError):
     """A setting or an argument has a value of the wrong kind, or out of its range. Use a value of the message."""
 
@@ -56,9 +53,6 @@ class ClosedError(UsageError):
 
 class BusyError(UsageError):
     """A call that is not possible while the run trains. Wait for its end, or call it outside of the training."""
-
-
-# Trainers, models and steps.
 
 
 class TaskError(UsageError):
@@ -113,9 +107,6 @@ class EngineError(UsageError):
     """The engine (`--loop`) cannot run this step. `--loop=graph` runs every step."""
 
 
-# Data.
-
-
 class DatasetError(UsageError):
     """`dataset` returned something else than batches that this run can read."""
 
@@ -146,9 +137,6 @@ class RecordsError(UsageError):
 
 class DataError(UsageError):
     """Data could not be read while a run was under way, as a file is damaged or gone; the run can be resumed."""
-
-
-# Checkpoints and run directories.
 
 
 class NoCheckpointError(UsageError):
@@ -187,9 +175,6 @@ class FileError(UsageError):
     """A file or directory cannot be read or written."""
 
 
-# Machines.
-
-
 class StrategyError(UsageError):
     """A strategy cannot run this program, or not with these settings."""
 
@@ -212,9 +197,6 @@ class ParameterServerError(UsageError):
 
 class TpuError(UsageError):
     """A TPU cannot be reached, was lost, or cannot be divided as the settings ask."""
-
-
-# What a run makes.
 
 
 class DivergenceError(UsageError):
@@ -243,9 +225,6 @@ class CheckError(UsageError):
 
 class SweepError(UsageError):
     """A sweep was started wrongly, or its files do not fit."""
-
-
-# Ends of a process that are no failure.
 
 
 class _Ended(SystemExit):

@@ -71,53 +71,32 @@ class Reader(Protocol):
 
 @dataclasses.dataclass(kw_only=True)
 class DatasetCall:
-    """A call of `indices`, `records` or `resident`: what it makes.
+    """A call of `indices`, `records` or `resident`: what it makes."""
 
-    Attributes:
-      positions: chunks of the positions in the run of its batches, int64 `[k, b]`.
-      steps: how many batches it makes of an evaluation; None for a training.
-      batches: the data set that it returned.
-      ids: the ids of each batch, int64 `[b]`, if each example has one; else None.
-      in_turn: whether the ids of each batch follow one another.
-      draw: makes the ids in ops that XLA compiles: a function from the number of batches of this pipeline before (int64
-        scalar tensor) and how many to make, to int64 `[batches, b]`; None for other data.
-    """
-
-    positions: tf.data.Dataset
-    steps: int | tf.Tensor | None
-    batches: tf.data.Dataset | None = None
-    ids: tf.data.Dataset | None = None
-    in_turn: bool = False
+    positions: tf.data.Dataset  # chunks of the positions in the run of its batches, int64 `[k, b]`
+    steps: int | tf.Tensor | None  # how many batches it makes of an evaluation; None for a training
+    batches: tf.data.Dataset | None = None  # the data set that it returned
+    ids: tf.data.Dataset | None = None  # the ids of each batch, int64 `[b]`, if each example has one; else None
+    in_turn: bool = False  # whether the ids of each batch follow one another
+    # Makes the ids in ops that XLA compiles: a function from the number of batches of this pipeline before (int64
+    # scalar tensor) and how many to make, to int64 `[batches, b]`; None for other data.
     draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
 
 
 @dataclasses.dataclass
 class DatasetRequests:
-    """What a `dataset` function has asked of its context.
+    """What a `dataset` function has asked of its context."""
 
-    Attributes:
-      part: whether it asked which part of the data is this pipeline's.
-      start: whether it asked after how many batches it starts.
-      positioned: whether the position of each batch in the run is known.
-      unnamed: how many calls had no name.
-      named: the number of examples of the calls with a name.
-      arrays: the argument of `resident`, or None.
-      examples: the most examples of all calls; None without a call.
-      epoch: how many examples come in an epoch; None where that is not known.
-      reader: what reads records, once `records` was called.
-      calls: the calls, in their order.
-    """
-
-    part: bool = False
-    start: bool = False
-    positioned: bool = False
-    unnamed: int = 0
-    named: dict[str, int] = dataclasses.field(default_factory=dict)
-    arrays: Any = None
-    examples: int | None = None
-    epoch: Epoch | None = None
-    reader: Reader | None = None
-    calls: list[DatasetCall] = dataclasses.field(default_factory=list)
+    part: bool = False  # whether it asked which part of the data is this pipeline's
+    start: bool = False  # whether it asked after how many batches it starts
+    positioned: bool = False  # whether the position of each batch in the run is known
+    unnamed: int = 0  # how many calls had no name
+    named: dict[str, int] = dataclasses.field(default_factory=dict)  # the examples of the calls with a name
+    arrays: Any = None  # the argument of `resident`, or None
+    examples: int | None = None  # the most examples of all calls; None without a call
+    epoch: Epoch | None = None  # how many examples come in an epoch; None where that is not known
+    reader: Reader | None = None  # what reads records, once `records` was called
+    calls: list[DatasetCall] = dataclasses.field(default_factory=list)  # in their order
 
     @property
     def last(self) -> DatasetCall | None:

@@ -1,7 +1,10 @@
 """A binary of a `GradientTrainer` with several of its options, for runs on several workers."""
 
 import dataclasses
+import pathlib
+import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).absolute().parents[1] / "task"))
 from gradient_trainer_test import Tagger
 
 from looplib import launch

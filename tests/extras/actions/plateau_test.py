@@ -238,7 +238,7 @@ launch.run(build, global_batch_size=8, steps_per_loop=2, eval_interval=1, checkp
 def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, python, tmp_path):
     def run(name, kills):
         (tmp_path / f"marks-{name}").mkdir()
-        path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+        path = os.pathsep.join(map(str, [ROOT, ROOT / "tests", pathlib.Path(__file__).parent]))
         environment = {**os.environ, "PYTHONPATH": path, "KILLS": kills, "SIDE": side}
         environment["MARKS"] = str(tmp_path / f"marks-{name}")
         command = [python, "-c", PROGRAM, f"--model_dir={tmp_path / name}"]

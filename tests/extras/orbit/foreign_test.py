@@ -617,7 +617,7 @@ def test_a_binary_runs_them(python, tmp_path):
         "    return looplib.OrbitTrainer(t), looplib.OrbitEvaluator(LineError(t))\n"
         "if __name__ == '__main__':\n    launch.run(build, Config(), train_steps=8, eval_interval=4)\n"
     )
-    paths = [str(ROOT / "tests"), str(ROOT)]
+    paths = [str(pathlib.Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
     done = subprocess.run(
         [python, program, f"--model_dir={tmp_path}/run"],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
