@@ -22,15 +22,11 @@ EVERY = ("default", "one_device", "mirrored_x2", "mirrored_x4")
 _REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
-    "engines", "workers", "model_garden", "gradient_trainer", "mixtures", "guards",
-    "parameter_server", "conformance", "faults", "language_model", "preemption",
-    "kill", "feeds", "optimizers", "controller", "checks", "exports", "docs", "sources", "sweep",
-    "binary", "keras_trainer", "preflight", "replay", "inputs", "foreign", "store",
-    "image_classification", "disk", "plateau", "fine_tune", "metrics", "predictions", "files",
-    "hostile", "runtime", "multi_task", "records", "generative", "random_faults",
-    "lifecycle", "launch", "media", "tpu", "notebook", "lock", "global_batches", "batch_sizes",
-    "report_page", "imports", "writers", "loops", "ready_trainers", "last_line", "power_cut",
-    "fuzz", "limits", "contrastive", "rounding",
+    "controller", "model_garden", "exports", "gradient_trainer", "faults", "foreign", "peers", "engines",
+    "preemption", "tf", "workers", "docs", "sweep", "replay", "kill", "guards", "predictions", "inputs", "metrics",
+    "lifecycle", "report_page", "checks", "local_launch", "writers", "records", "parameter_server", "hostile",
+    "fine_tune", "names", "keras_trainer", "preflight", "launch", "sweep_faults", "sources", "binary", "tpu",
+    "plateau", "records_faults", "disk", "store", "lock", "resident", "files", "loops", "environment",
 )  # fmt: skip
 # Other tests run without Model Garden too. Whole files that need it say so by `pytest.importorskip`.
 needs_models = pytest.mark.skipif(

@@ -186,6 +186,7 @@ def refused(trainer, strategy="default", size=8):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_in_a_sentence():
     trainer = Global()
     trainer.batches = "local"
@@ -252,6 +253,7 @@ class Small(looplib.GradientTrainer):
     y = x.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("parts", [1, *more([3])])
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
 def test_the_gradient_of_a_smaller_global_batch_is_of_its_mean_where_sizes_vary(strategy, parts):

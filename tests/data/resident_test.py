@@ -122,6 +122,7 @@ class Order(looplib.Trainer):
         return {"rows": looplib.total(tf.size(inputs["number"]))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["xla", *more(["auto", "graph"])])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stop", [3, *more([7, 200, 401])])
@@ -143,6 +144,7 @@ def test_a_training_continues_with_the_rows_behind_its_checkpoint(engine, size, 
     assert trainer.sum.numpy() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["xla", *more(["graph"])])
 def test_rows_keep_the_structure_of_the_arrays(engine):
     numbers, names = np.arange(EXAMPLES), np.array([f"{i}" for i in range(EXAMPLES)])

@@ -102,7 +102,7 @@ def ends(nursery, cases, tmp_path_factory):
         return {case: pool.submit(run, nursery, *case, folder / "-".join(case)) for case in wanted}
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_a_run_ends_as_on_a_good_console(case, ends):
     kind, ending = case

@@ -161,6 +161,7 @@ def test_a_server_in_trouble_costs_a_run_a_bounded_wait_and_one_warning(
         assert "http://127.0.0.1" in warnings[0] and "does not answer" in warnings[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_within_the_trackers_own_patience_gets_all(
     whole: tuple[list[dict], float], tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -380,6 +380,7 @@ def interrupted(python, tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignore
     return process.returncode, output, errors
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_raises_in_a_session_once_the_op_has_ended_and_training_goes_on(python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signal.SIGINT, signal.SIGINT], ps1=">>> ")
     assert code == 0, errors

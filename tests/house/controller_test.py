@@ -590,6 +590,7 @@ def test_a_closed_controller_evaluates_and_trains_no_more(tmp_path):
     assert controller.global_step == 3
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "settings, kind, name",
     [

@@ -190,6 +190,7 @@ def registered(name, value, group="looplib.parts"):
     )
 
 
+@pytest.mark.slow
 def test_a_part_that_is_missing_is_an_attribute_error_with_a_sentence(core):
     code = """
 import looplib
@@ -213,6 +214,7 @@ def test_without_the_extras_the_tools_end_in_one_line(arguments, core):
     assert done.stderr == f"looplib: error: {sentence} (PluginError)\n"
 
 
+@pytest.mark.slow
 def test_without_the_extras_a_program_ends_in_one_line(core, tmp_path):
     code = """
 import dataclasses, looplib

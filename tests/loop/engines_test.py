@@ -139,7 +139,7 @@ def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials
     np.testing.assert_allclose(trainer.losses, graph_losses()[:6], rtol=2e-4)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, loop, make",
     [

@@ -225,7 +225,7 @@ def ask(runs):
     return answer
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["whole", "killed"])
 def test_tensorboard_shows_each_step_once(run, runs, ask):
     found, of = lines(runs / run), {"run": f"{run}/train"}

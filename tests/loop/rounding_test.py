@@ -44,6 +44,7 @@ def folders(nursery, cases, tmp_path_factory):
         return dict(pool.map(run, [(case, name) for case in cases("case") for name in repetitions(FEW, RUNS)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_right_trainers_are_equal_and_wrong_ones_different_early_and_late(case, folders):
     runs = {name: folders[case, name] for name in repetitions(FEW, RUNS)}

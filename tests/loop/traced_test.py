@@ -77,6 +77,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("change, said", CHANGES.values(), ids=CHANGES)
 def test_a_change_that_a_traced_step_does_not_see_is_refused_before_the_next_step(change, said, keras):
     trainer = make(keras)
@@ -93,6 +94,7 @@ def test_a_change_that_a_traced_step_does_not_see_is_refused_before_the_next_ste
         assert controller.global_step == 4 and "\n" not in str(error.value)
 
 
+@pytest.mark.slow(spread=1)
 def test_what_the_step_sees_or_never_reads_may_change(keras):
     trainer = make(keras)
     losses = []
@@ -114,6 +116,7 @@ def test_what_the_step_sees_or_never_reads_may_change(keras):
     np.testing.assert_allclose(np.divide(losses, losses[0]), [1, 1, 4, 1], rtol=1e-5)
 
 
+@pytest.mark.slow(spread=1)
 def test_a_step_that_runs_eagerly_sees_every_change(keras):
     trainer = make(keras)
     trainer.model.drop.rate, losses = 0.0, []

@@ -76,6 +76,7 @@ def test_files_and_overrides_come_in_their_order_and_are_written(run):
     assert splits == {"train", "held_out"} and (directory / "eval" / "held_out").is_dir()
 
 
+@pytest.mark.slow
 def test_what_is_not_honoured_is_named(run):
     _, output = run
     for setting in ("runtime.gpu_thread_mode='gpu_private'", "runtime.num_packs=2"):

@@ -114,7 +114,7 @@ def validation_losses(params, model_dir, weights=None):
     return losses, counts
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     name, params, directory, theirs, ours = both
     if not name.startswith("seg"):
@@ -274,6 +274,7 @@ def test_averaged_weights_resume_exactly(averaged, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_and_the_averages_are_exported_as_model_garden_does(averaged):
     directory, _, trainer, metrics, evaluations = averaged
     with open(f"{directory}/run/best/info.json") as file:

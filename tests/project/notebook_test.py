@@ -39,6 +39,7 @@ def test_a_cell_shows_a_bar_and_the_metrics(outputs):
     assert float(json.loads(more[-1].data["text/plain"].replace("'", '"'))["accuracy"]) > 0.85
 
 
+@pytest.mark.slow
 def test_curves_and_the_report_are_inline(outputs, folder):
     curves, report = outputs[4], outputs[5]
     assert any("image/png" in output.get("data", {}) for output in curves)

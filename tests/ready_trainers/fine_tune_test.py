@@ -82,6 +82,7 @@ def test_each_way_trains_its_part_and_leaves_the_rest_as_in_the_base(base, tuned
         assert len(adapters) == (6 if tune == "lora" else 0)
 
 
+@pytest.mark.slow
 def test_lora_trains_two_percent_and_is_within_a_point_of_all_weights(tuned):
     models = {tune: json.loads((folder / "run.json").read_text())["model"] for tune, (folder, _, _) in tuned.items()}
     sizes = [64, 1024, 1024, 128, 5]

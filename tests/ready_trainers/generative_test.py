@@ -204,6 +204,7 @@ def test_the_samples_are_digits_and_an_evaluation_job_repeats_them(experiment, s
     assert read_jsonl(str(tmp_path / "media.jsonl")) == [shown]
 
 
+@pytest.mark.slow
 def test_the_real_images_are_recognised_and_their_halves_are_close(classifier):
     """The rating of the training images themselves, in place of samples."""
     (images, labels), (test, _) = image_data.digits_arrays()

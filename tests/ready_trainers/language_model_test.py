@@ -243,6 +243,7 @@ def test_it_learns_on_any_number_of_replicas(files, trained):
     assert first["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_an_evaluation_job_finds_all_weights(files, trained):
     folder, metrics = trained["one"]
     _, evaluator = language_model.build(config(files))

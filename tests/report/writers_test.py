@@ -270,6 +270,7 @@ def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_ro
     assert pace.at(1250, 300, None).left is None  # of a run that is beyond the step that was asked for
 
 
+@pytest.mark.slow
 def test_what_others_print_and_log_leaves_no_piece_of_the_bar_on_a_terminal(nursery, tmp_path):
     texts = []
     for target in (40, 60):

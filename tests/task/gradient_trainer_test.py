@@ -99,8 +99,7 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.slow(pairs=possible)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
 def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras, count, loop):

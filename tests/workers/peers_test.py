@@ -129,6 +129,7 @@ def test_a_worker_whose_main_thread_hangs_leaves_too(workers, network):
     assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; see its log{AGAIN}", [0, 1])
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("how", ["killed", "preempted"])
 def test_a_worker_that_leaves_for_the_end_of_another_notes_how_the_run_ended(how, workers, network, tmp_path):
     workers.tell(0, f"note {tmp_path / 'end'}")
@@ -188,6 +189,7 @@ def test_a_worker_that_continues_for_long_after_the_others_have_left_is_not_alar
 # The meeting.
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("missing", [[0], [1, 2]])
 def test_workers_that_never_come_are_named_by_all(missing, network, tmp_path):
     with Workers(command(join_limit=2.0), network, tmp_path, late=missing) as workers:

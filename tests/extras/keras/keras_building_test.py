@@ -249,6 +249,7 @@ class Accumulating(keras3.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_variables_in_a_list_of_a_keras_3_model_are_saved(tmp_path):
     weights = []
     for folder, ends in ((None, [4]), (tmp_path, [2, 4])):

@@ -485,6 +485,7 @@ def test_an_error_in_the_step_is_raised_before_the_first_step():
         controller(Broken())
 
 
+@pytest.mark.slow
 def test_variables_made_too_late_to_be_restored_are_refused_before_the_first_save(tmp_path):
     class Late(Line):
         def train(self, num_steps):
@@ -626,6 +627,7 @@ def test_a_binary_runs_them(python, tmp_path):
     assert "step       8  eval   line/error" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_evaluator_may_hold_its_trainer_and_the_run_resumes_under_another_strategy(tmp_path):
     class Holding(ClassifierEvaluator):
         def __init__(self, trainer):

@@ -372,6 +372,7 @@ def test_a_run_that_was_copied_or_moved_removes_its_own_exports_only(how, first,
     assert paths_in(first) == paths_in(other) == []
 
 
+@pytest.mark.slow
 def test_exports_that_a_checkpoint_from_elsewhere_names_are_removed_inside_the_run_only(first, tmp_path):
     """By a link in its folder; a path is refused."""
     folder, outside = tmp_path / "run", tmp_path / "outside"

@@ -537,6 +537,7 @@ def test_every_chart_is_drawn_for_the_printer(run, opened):
     assert charts > 4 and sheet.locator("figure canvas:visible").count() == charts
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_run_is_a_sentence(tmp_path, capsys):
     assert cli(["report", str(tmp_path)]) == 2
     assert "holds no run: neither it nor a folder in it has a run.json or metrics.jsonl" in capsys.readouterr().err

@@ -98,7 +98,7 @@ def test_the_order_is_the_same_for_any_number_of_replicas_and_workers(files, blo
         assert in_step_order(pipelines, replicas, steps) == expected
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 7])
 def test_any_position_is_entered_with_the_same_seeds(files, block):
     pairs = list(context().records(files, block=block, seeds=True).take(25).as_numpy_iterator())

@@ -67,7 +67,7 @@ def test_a_good_binary_is_ready(results):
     assert "fault" not in result.stdout
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "case, sentence, marker",
     [

@@ -128,6 +128,7 @@ def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
     assert last in out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_last_line_says_where_a_replay_began_and_which_reports_it_compared(runs, capfd):
     folder, _ = runs("plain")
     assert main(["replay", str(folder), "--step=3"]) == EXIT_DONE

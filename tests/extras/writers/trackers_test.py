@@ -181,6 +181,7 @@ def test_a_tracker_that_raises_is_left_out_with_one_warning(tmp_path, caplog):
     assert len(warnings) == 1 and "Raising" in warnings[0] and "no such host" in warnings[0]
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("most_waiting, reason", [(2, "2 records are waiting"), (100, "did not end within 0.5 s")])
 def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
     hanging = Hanging()
