@@ -96,7 +96,7 @@ def run(
     try:
         configuration = None if settings or config is None else _configuration()
     except UsageError as error:
-        Session().end(failed(str(error), error))
+        Session().end(failed(str(error), error.line))
     own = configuration.FLAGS if configuration else (PRINT_FLAG,)
     for flag in own:
         flag.make(flag.default)

@@ -131,8 +131,11 @@ def test_the_step_that_a_replay_says_never_goes_back(tmp_path, monkeypatch):
     class Stream:
         passed = skipped = 0
 
-    class Loop:
+    class Data:
         stream = Stream()
+
+    class Loop:
+        data = Data()
 
     class Steps:
         loop, step = Loop(), 0

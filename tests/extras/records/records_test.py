@@ -497,7 +497,7 @@ def test_files_of_no_known_format_are_a_sentence(tmp_path):
     with pytest.raises(RecordsError, match="'zip'.*array_record"):
         looplib.open_records(f"{tmp_path}/train-*", "zip")
     for format, options in (("binary", {}), ("tfrecord", {"columns": ["a"]}), ("parquet", {"record_bytes": 3})):
-        with pytest.raises(RecordsError, match=f"{format}.*(record|no"):
+        with pytest.raises(RecordsError, match=format):
             looplib.open_records(f"{tmp_path}/train-*", format, **options)
     for format in ("parquet", "array_record"):
         said = f"train-00000, 0 bytes, cannot be opened as {format}: .*; it was truncated .*; restore it from a copy"
