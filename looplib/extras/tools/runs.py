@@ -230,7 +230,7 @@ def _stamp(folder: str) -> tuple[int, int] | None:
 
 
 def saved_step(folder: str) -> int:
-    """Returns the step of the newest checkpoint in a run directory, maybe an unfinished one; 0 if there is none."""
-    names = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "ckpt-*.index"))
-    found = (re.search(r"ckpt-(\d+)\.index$", name) for name in names)
+    """Returns the step of the newest committed checkpoint in a run directory; 0 if there is none."""
+    names = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "ckpt-*.commit"))
+    found = (re.search(r"ckpt-(\d+)\.commit$", name) for name in names)
     return max((int(match[1]) for match in found if match), default=0)
