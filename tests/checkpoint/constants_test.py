@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_with_the_statistics_of_its_checkpoint(trained):
     assert [part.tolist() for part in weights(trainer.model)] == [kernel.tolist(), bias.tolist()]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_warm_start_trains_with_the_statistics_that_it_takes(trained, tmp_path):
     keras, path, pretrained = trained
     trainer = Line(keras, make_model(keras))

@@ -169,7 +169,7 @@ def test_momenta_stay_with_their_variables_where_others_are_frozen(build, optimi
         np.testing.assert_array_equal(value, saved.get(name, np.zeros_like(value)), err_msg=name)
 
 
-@pytest.mark.slow(spread=4)
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_a_strict_restore_refuses_names_in_another_order(build, keras, tmp_path):
     path = Saved(build(keras, "abc")).save(tmp_path)
@@ -249,7 +249,7 @@ def test_averages_stay_with_their_variables(keras, tmp_path):
     assert not np.isin([100.0, 101.0], values["a"]).any()
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_a_checkpoint_without_recorded_names_is_restored_where_the_structure_is_the_same(build, keras, tmp_path):
     first = Saved(build(keras, "abc"), keras.optimizers.Adam())

@@ -353,7 +353,7 @@ USES = [
 ]
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, python: str, monkeypatch) -> None:
     monkeypatch.setattr(sys, "executable", repetitions(python, sys.executable))  # where it has not started
@@ -431,7 +431,7 @@ def test_the_installed_tensorflow_says_which_variables_a_function_updates_also_i
     assert [_tf.identity_of(variable) in updated for variable in variables] == [False, True, True, True]
 
 
-@pytest.mark.slow(spread=14)
+@pytest.mark.slow(spread=11)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_compat_uses_what_tensorflow_and_keras_do_not_publish(path: pathlib.Path) -> None:
     name, found = str(path.relative_to(ROOT / "looplib")), set(private_names(path))

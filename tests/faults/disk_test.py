@@ -147,6 +147,7 @@ def assert_equal_weights(trainer, steps):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_directory_that_cannot_be_written_between_saves_only_hinders_nothing(run):
     def action(event):
         if event.step in (5, 9):

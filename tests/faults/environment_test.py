@@ -202,6 +202,7 @@ def test_secrets_are_in_no_file_of_a_run_and_on_no_console(secret):
     assert report["command"][2:5] == [f"--config.api_key={masks.MASK}", "--config.database.password", masks.MASK]
 
 
+@pytest.mark.slow
 def test_a_masked_configuration_is_refused_until_the_secrets_are_given_again(secret, nursery, python, tmp_path):
     folder, _ = secret
     life = nursery.life_of("secretive", f"--model_dir={tmp_path}/a", f"--config_file={folder}/config.yaml")

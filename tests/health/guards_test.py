@@ -443,6 +443,7 @@ def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_d
     assert "the policy rollback to continue automatically (--on_spike)" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
     guards = looplib.Guards(spike_score=8, spike_window=10, on_spike="rollback")
     trainer = type("Late", (Jumping,), {"bad_steps": (33,)})()

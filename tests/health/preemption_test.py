@@ -176,6 +176,7 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_during_a_save_the_save_is_finished_first(tmp_path, monkeypatch):
     write, writing = commits.commit, threading.Event()
 
@@ -459,6 +460,7 @@ def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
     assert taken == ["usr2"] * 3 and path.read_text().count("(most recent call first)") >= 3
 
 
+@pytest.mark.slow
 def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(python, tmp_path):
     """The step ends after 1.5 s of running time; the grace of 3 s, by the wall, is over while it is suspended."""
     code, _, errors = interrupted(

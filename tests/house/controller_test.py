@@ -230,6 +230,7 @@ def test_loop_end_adds_and_changes_metrics(tmp_path):
     assert record["perplexity"] == pytest.approx(np.exp(record["loss"]))
 
 
+@pytest.mark.slow
 def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(tmp_path):
     trainer, training, result = run(tmp_path, 14)
     _, evaluator = build()
@@ -388,7 +389,7 @@ def test_an_evaluators_own_copy_of_the_model_is_refused():
         toy.controller(DEFAULT, trainer, evaluator)
 
 
-@pytest.mark.slow(spread=4)
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -407,7 +408,7 @@ def test_bad_settings_are_sentences(settings, message):
         flat_config.controller(**settings)
 
 
-@pytest.mark.slow(spread=4)
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("name", ["rates", "own_actions", "own_steps_per_loop"])
 @pytest.mark.parametrize("base", [toy.Regression, toy.RegressionEvaluator])
 def test_what_only_an_adapter_has_is_refused_without_one(base, name):
@@ -418,7 +419,7 @@ def test_what_only_an_adapter_has_is_refused_without_one(base, name):
         toy.controller(DEFAULT, trainer, evaluator)
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("interval", [0, -5, 2.5])
 def test_bad_intervals_are_sentences(interval):
     with pytest.raises(SettingError, match="every_steps.*1"):

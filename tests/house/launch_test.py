@@ -148,6 +148,7 @@ def test_help_shows_the_flags(python):
         assert text in result.stdout
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_and_evaluates(replicas, python, tmp_path):
     whole, _ = replicas[1]
     for steps in ("--train_steps=30", "--train_steps=60"):
@@ -244,6 +245,7 @@ def main():
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_binary_without_an_evaluator_trains_without_a_mode_and_is_refused_to_evaluate(python, tmp_path):
     code = """
 import looplib, toy

@@ -205,6 +205,7 @@ except AttributeError as error:
     assert done.stdout.splitlines() == ["False False True", f"{sentence} (PluginError)"], done.stderr
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "."], ["nonsense"]], ids=" ".join)
 def test_without_the_extras_the_tools_end_in_one_line(arguments, core):
     done = core("from looplib.__main__ import main; sys.exit(main())", *arguments)

@@ -235,6 +235,7 @@ class Ending(Quick):
         return data.batch(context.per_replica_batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
 def test_a_training_set_that_ends_is_trained_to_its_last_step(loop, fast_trials):
     controller, trainer = train(loop, -1, Ending())

@@ -77,7 +77,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("change, said", CHANGES.values(), ids=CHANGES)
 def test_a_change_that_a_traced_step_does_not_see_is_refused_before_the_next_step(change, said, keras):
     trainer = make(keras)

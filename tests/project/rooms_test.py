@@ -139,7 +139,7 @@ def used_from_outside() -> dict[str, set[str]]:
     return names
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_room_says_what_it_is_for_and_which_names_others_use(folder: pathlib.Path) -> None:
     used = used_from_outside()

@@ -23,6 +23,7 @@ def test_no_other_interval_is_better(mean):
     assert save_interval(300.0, mean) / MINUTE == pytest.approx(best, rel=0.02)
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "n,mean", [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (10, 1.53875)]
 )

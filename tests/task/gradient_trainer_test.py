@@ -134,6 +134,7 @@ class Strings(Tagger):
         return losses + 0 * tf.strings.to_number(tf.strings.as_string(losses))
 
 
+@pytest.mark.slow
 def test_jit_compile_says_what_xla_lacks():
     train(Strings(), 1, loop="graph")
     with pytest.raises(EngineError, match="Strings.loss_fn.*jit_compile.*AsString.*jit_comp"):

@@ -323,6 +323,7 @@ def test_a_cut_link_is_distinguished_from_a_death_by_silence_and_ends_both_sides
             assert workers.err(i).splitlines()[0] in lines and len(workers.err(i).splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_a_link_that_is_cut_for_a_moment_alarms_nobody(tmp_path):
     with Namespaces(2) as network, Workers(command(silence_limit=5.0), network, tmp_path) as workers:

@@ -192,6 +192,7 @@ def test_a_loss_that_was_another_one_is_found(runs, tmp_path, capfd):
     assert "equal, bit by bit, to what the run reported at " in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_replay_of_data_that_waits_in_python_says_where_it_is_and_ends(runs, monkeypatch, capfd):
     monkeypatch.setattr(replay, "_NEWS_SECONDS", 0.2)
     assert main(["replay", str(runs("slow")[0]), f"--step={HANGS - 3}"]) == EXIT_DONE  # the data of 3 more steps waits
