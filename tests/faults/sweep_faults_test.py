@@ -351,7 +351,7 @@ def test_a_run_of_other_settings_is_never_the_result_of_a_trial(
     folder: pathlib.Path, program: str, capsys: pytest.CaptureFixture
 ) -> None:
     """Of a sweep whose database is gone: its runs are continued with equal settings only."""
-    checkpoint = folder / "trial-0000" / "checkpoints" / "ckpt-40.index"
+    checkpoint = folder / "trial-0000" / "checkpoints" / "ckpt-40.commit"
     checkpoint.touch()
     report = '{"starts": [{"command": ["program.py", "--rate=%s", "--model_dir=/moved"]}]}'
     os.remove(folder / "sweep.db")
