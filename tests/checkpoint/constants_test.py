@@ -156,7 +156,7 @@ def test_what_initialize_adapts_is_what_the_step_and_the_data_compute_with(name)
     assert run.train(1)["loss"] == pytest.approx(before, rel=1e-4)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_function_that_keeps_earlier_constants_is_refused(trained):
     keras, path, _ = trained
     evaluator = Error(make_model(keras))

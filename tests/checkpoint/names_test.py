@@ -169,7 +169,7 @@ def test_momenta_stay_with_their_variables_where_others_are_frozen(build, optimi
         np.testing.assert_array_equal(value, saved.get(name, np.zeros_like(value)), err_msg=name)
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_a_strict_restore_refuses_names_in_another_order(build, keras, tmp_path):
     path = Saved(build(keras, "abc")).save(tmp_path)
@@ -181,7 +181,7 @@ def test_a_strict_restore_refuses_names_in_another_order(build, keras, tmp_path)
     np.testing.assert_array_equal(second.kernels()["a"], start["a"])
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_names_that_keras_counts_in_each_process_are_no_difference(build, keras, tmp_path):
     for _ in range(2):
@@ -262,7 +262,7 @@ def test_a_checkpoint_without_recorded_names_is_restored_where_the_structure_is_
     assert second.model.weights
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("build", [sequential, functional])
 def test_a_checkpoint_without_recorded_names_gives_weights_by_the_names_that_tensorflow_keeps(build, keras, tmp_path):
     first = Saved(build(keras, "abc"), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -294,7 +294,7 @@ class Phase(looplib.GradientTrainer):
         return tf.square(self.model(inputs[0], training=True)[:, 0] - inputs[1])
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, caplog):
     caplog.set_level("INFO", logger="absl")
@@ -380,7 +380,7 @@ class Holder:
     attributes = staticmethod(lambda models: dict(zip(("one", "two"), models)))
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("hold", [Holder.lists, Holder.dicts, Holder.attributes], ids=["list", "dict", "attributes"])
 @pytest.mark.parametrize("build", [sequential, subclassed])
 def test_a_warm_start_takes_the_weights_of_models_wherever_they_are_and_no_optimizer(build, hold, keras, tmp_path):

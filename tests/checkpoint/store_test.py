@@ -391,6 +391,7 @@ def test_a_bad_evaluation_leaves_the_best_checkpoint_where_it_is(tmp_path):
         json.loads(path.read_text(), parse_constant=pytest.fail)
 
 
+@pytest.mark.slow
 def test_programs_find_checkpoints_with_paths_steps_and_scores(tmp_path):
     steps = run_scored(tmp_path, 5, KeepLast(5))
     found = looplib.checkpoints(tmp_path)

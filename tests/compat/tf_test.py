@@ -431,7 +431,7 @@ def test_the_installed_tensorflow_says_which_variables_a_function_updates_also_i
     assert [_tf.identity_of(variable) in updated for variable in variables] == [False, True, True, True]
 
 
-@pytest.mark.slow(spread=11)
+@pytest.mark.slow(spread=8)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_compat_uses_what_tensorflow_and_keras_do_not_publish(path: pathlib.Path) -> None:
     name, found = str(path.relative_to(ROOT / "looplib")), set(private_names(path))

@@ -323,7 +323,7 @@ def test_a_training_rewinds_to_a_position(strategy):
 # What TPUs get, on CPUs: the iterators of tf.distribute.
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     loop = loop_of(strategy, shuffled, distribute="tf")

@@ -99,6 +99,7 @@ def ids_of_calls(calls, steps=30, **changes):
     return [np.concatenate([*c.indices(n, **named).take(steps).as_numpy_iterator()]) for n, named in calls]
 
 
+@pytest.mark.slow
 def test_each_call_has_an_order_of_its_own_or_names_the_one_that_it_shares():
     n = 24
     alone, *_ = ids_of_calls([(n, {})])
@@ -334,7 +335,7 @@ def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path
     assert controller.global_step == 4
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @chosen(
     "strategy, loop_n_end",
     [STRATEGIES, [(3, 32, 4), (4, 32, 4), (100, 32, 4), (2, 37, 5)]],

@@ -374,7 +374,7 @@ def case(make):
     return whole, rests, log.text, stages
 
 
-@pytest.mark.slow(spread=4)
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("name", [*FEW, *more(REPEATED)])
 def test_resumes_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])

@@ -180,6 +180,7 @@ def names_of(folder, step):
     return [name for name in names(folder / "checkpoints") if name.startswith((f"ckpt-{step}.", f"ckpt-{step}_"))]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_and_started_again_equals_one_that_was_not(folder, whole, caplog):
     check_it_resumes(folder, whole, caplog, NEWEST)
 

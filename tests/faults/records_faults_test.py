@@ -779,6 +779,7 @@ def test_notes_of_damaged_records_are_written_inside_of_the_run_directory(what, 
     assert not list(victim.iterdir())
 
 
+@pytest.mark.slow
 def test_notes_that_cannot_be_written_are_counted_in_the_process_and_said(undisturbed, tmp_path, caplog, monkeypatch):
     path, run = damaged(tmp_path / "a.tfrecord"), tmp_path / "run"
     (run / "bad_records").mkdir(parents=True)

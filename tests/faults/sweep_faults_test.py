@@ -36,8 +36,8 @@ for step in range(int(given.get("steps", 0))):
     time.sleep(0.05)
     if ended:
         sys.exit(75)
-if kind == "child" and not os.path.exists(folder + "/checkpoints/ckpt-1.index"):
-    open(folder + "/checkpoints/ckpt-1.index", "w").close()
+if kind == "child" and not os.path.exists(folder + "/checkpoints/ckpt-1.commit"):
+    open(folder + "/checkpoints/ckpt-1.commit", "w").close()
     child = subprocess.Popen(["sleep", "1000"])
     open(folder + "/child", "w").write(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)

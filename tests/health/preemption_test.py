@@ -409,7 +409,7 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
 REPEATED = [signal.SIGXCPU, signal.SIGUSR2, signal.SIGHUP, signal.SIGUSR1]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", REPEATED)
 def test_a_hangup_or_notice_that_comes_again_changes_nothing(signum, python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)

@@ -244,6 +244,7 @@ def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(tmp_path):
         assert job.evaluate_continuously(until_step=14) == result
 
 
+@pytest.mark.slow
 def test_continuous_evaluation_says_once_that_it_waits_and_times_out_with_a_sentence(tmp_path, caplog, monkeypatch):
     _, evaluator = build()
     job = looplib.Controller(
@@ -389,7 +390,7 @@ def test_an_evaluators_own_copy_of_the_model_is_refused():
         toy.controller(DEFAULT, trainer, evaluator)
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -408,7 +409,7 @@ def test_bad_settings_are_sentences(settings, message):
         flat_config.controller(**settings)
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("name", ["rates", "own_actions", "own_steps_per_loop"])
 @pytest.mark.parametrize("base", [toy.Regression, toy.RegressionEvaluator])
 def test_what_only_an_adapter_has_is_refused_without_one(base, name):
@@ -468,6 +469,7 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(path):
         toy.controller(DEFAULT, trainer, model_dir=path)
 
 
+@pytest.mark.slow
 def test_a_change_of_the_data_order_after_a_restart_is_logged(tmp_path, caplog):
     run(tmp_path, 8, None)
     run(tmp_path, 12, None, seed=5)
@@ -494,6 +496,7 @@ def test_an_action_cannot_train_or_restore_inside_a_training(call, tmp_path):
         run(tmp_path, 8, None, actions=[lambda event: call(event.controller)])
 
 
+@pytest.mark.slow
 def test_training_continues_exactly_after_data_that_could_not_be_read():
     failures = iter([True])
 
@@ -580,6 +583,7 @@ def test_training_to_the_end_of_endless_data_is_refused():
         toy.controller(DEFAULT, build()[0]).train(-1)
 
 
+@pytest.mark.slow
 def test_a_closed_controller_evaluates_and_trains_no_more(tmp_path):
     trainer, evaluator = toy.build(DEFAULT)
     with toy.controller(DEFAULT, trainer, evaluator, model_dir=tmp_path) as controller:
@@ -611,6 +615,7 @@ def test_an_argument_of_another_kind_is_refused_by_name(settings, kind, name):
         )
 
 
+@pytest.mark.slow(spread=6)
 @pytest.mark.parametrize(
     "make, name",
     [

@@ -55,6 +55,7 @@ def replicas(python, tmp_path_factory):
         return dict(zip(counts, pool.map(run, counts)))
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_code_0_and_says_where_it_is(replicas):
     for folder, result in replicas.values():
         assert result.returncode == 0, result.stderr

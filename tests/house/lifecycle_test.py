@@ -58,6 +58,7 @@ def test_restoring_to_evaluate_changes_nothing_on_disk(tmp_path):
     assert disk(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     with build(tmp_path) as controller:
@@ -172,6 +173,7 @@ def test_a_directory_is_free_after_a_controller_whose_building_failed(tmp_path):
     assert str(kept) == "broken"
 
 
+@pytest.mark.slow
 def test_a_trainer_of_two_controllers_reads_the_step_of_the_one_that_trains_it(tmp_path, caplog):
     trainer, _ = toy.build(make_strategy("default"))
     steps = []
@@ -297,6 +299,7 @@ def test_an_action_continues_with_its_memory(tmp_path):
         assert parts.seen == [2, 4, 6, 8] and controller.global_step == 8
 
 
+@pytest.mark.slow
 def test_an_action_may_be_one_hook_and_have_no_memory(tmp_path):
     ends = []
 
@@ -385,7 +388,7 @@ def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     assert "learning rate" not in caplog.text and "settings changed" not in caplog.text
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_path, caplog):
     trained(tmp_path, keras, 0.05, 3, change=0.02)
     assert rate_of(trained(tmp_path, keras, 0.05, 6)) == pytest.approx(0.02)
@@ -435,6 +438,7 @@ def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
     assert second["seconds"]["train"] >= first["seconds"]["train"] > 0
 
 
+@pytest.mark.slow
 def test_run_json_says_how_a_training_failed(tmp_path):
     def fail(event):
         raise RuntimeError("the cat pulled the plug")

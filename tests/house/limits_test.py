@@ -155,7 +155,7 @@ class Piped(toy.Regression):
         return ids.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_pipeline_that_ends_repeats_its_first_batch(name, tmp_path):
     strategy, order = make_strategy(name), []

@@ -62,6 +62,7 @@ def tool(folder, *arguments):
     )
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "value, why",
     [

@@ -337,7 +337,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
     assert resumed.engines["train"] == chosen and resumed.global_step == steps
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "milliseconds, expected",
     [
@@ -425,6 +425,7 @@ def test_xla_says_what_it_cannot_run():
         train("xla", 10, Strings())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["mirrored_x4"])])
 def test_xla_is_refused_on_several_replicas_and_auto_takes_graph(name, fast_trials):
     strategy = make_strategy(name)

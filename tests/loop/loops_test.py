@@ -78,7 +78,7 @@ def test_the_graph_loop_equals_a_plain_loop_over_tf_function():
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_step_of_many_ops_trains_like_one_of_few(ends, monkeypatch):
     weights = []

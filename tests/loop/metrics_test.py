@@ -94,6 +94,7 @@ EXAMPLES = st.lists(
 LOOP = st.lists(st.tuples(EXAMPLES.filter(bool), EXAMPLES, EXAMPLES, EXAMPLES), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(loops=st.lists(LOOP, min_size=1, max_size=2), data=st.data())
 def test_metrics_are_those_of_all_examples_however_they_come_in_steps_replicas_loops_and_restarts(sums, loops, data):
@@ -116,7 +117,7 @@ def test_metrics_are_those_of_all_examples_however_they_come_in_steps_replicas_l
         }, rel=1e-12, abs=1e-12, nan_ok=True)  # fmt: skip
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, n", [(1, 3), (4, 13), *more([(4, 12), (5, 41)])])
 def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
     size = batch * strategy.num_replicas_in_sync

@@ -84,6 +84,7 @@ def test_what_is_not_honoured_is_named(run):
     assert output.count("not honoured") == 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_job_and_post_evaluation_give_the_same_numbers(run, files, nursery, tmp_path):
     directory, _ = run
     arguments = ["--experiment=resnet_imagenet", f"--config_file={directory}/params.yaml"]
@@ -127,6 +128,7 @@ def test_bad_input_is_a_sentence_and_code_1(nursery, tmp_path):
         assert "Traceback" not in life.output(), case
 
 
+@pytest.mark.slow
 def test_a_start_that_is_refused_leaves_the_runs_configuration(run, files, nursery):
     directory, _ = run
     before = (directory / "params.yaml").read_bytes()

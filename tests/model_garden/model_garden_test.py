@@ -173,7 +173,7 @@ def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
         assert controller.global_step == 3
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sgd", "sgd_experimental"])
 def test_the_reported_learning_rate_is_that_of_the_reported_step(kind, tmp_path):
     rate = {"type": "stepwise", "stepwise": {"boundaries": [1, 3], "values": [0.5, 0.2, 0.1]}}

@@ -11,6 +11,7 @@ from benchmarks.scaling_model import Costs, expected_maximum, save_interval, sim
 HOUR, MINUTE = 3600.0, 60.0
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("mean,minutes", [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
 def test_the_save_interval_is_that_of_dalys_paper(mean, minutes):
     found = save_interval(5 * MINUTE, mean) / MINUTE  # its figures 3 to 5: dump time 5 minutes
@@ -23,7 +24,7 @@ def test_no_other_interval_is_better(mean):
     assert save_interval(300.0, mean) / MINUTE == pytest.approx(best, rel=0.02)
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "n,mean", [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 1.5 / math.sqrt(math.pi)), (10, 1.53875)]
 )

@@ -173,6 +173,7 @@ def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies
     assert metrics["xz_bits_per_byte"] == pytest.approx(8 * len(compressed) / size)
 
 
+@pytest.mark.slow
 def test_a_cache_changes_no_token():
     model, scalar = decoder(), tf.constant
     known = np.array([[START, *text] for text in (b"de", b"cl", b"\n\n")], np.int32)

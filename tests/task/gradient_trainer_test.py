@@ -198,7 +198,7 @@ def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
         train(trainer, 8, model_dir=tmp_path, loop="graph")
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
 def test_losses_of_the_models_layers_count_once(weighted, count):
     """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
@@ -219,7 +219,7 @@ class InOrder(Tagger):
         return data.batch(context.per_replica_batch_size).map(rows).repeat()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, keras):
@@ -529,7 +529,7 @@ class OwnSlope(looplib.Trainer):
         return {"learning_rate": looplib.last(rate), "update_norm": looplib.last(moved[0, 0])}
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, name, settings",
     [

@@ -190,6 +190,7 @@ def test_workers_roll_back_together(nursery, tmp_path):
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 40
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_starts_is_named(nursery, tmp_path):
     processes = nursery.workers(3, tmp_path / "run", *ARGUMENTS, "--join_limit=4", missing=[1])
     assert codes(processes, time.monotonic()) == [1, 1]

@@ -220,6 +220,7 @@ def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery,
 CLUSTER = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
 
 
+@pytest.mark.slow(spread=4)
 @pytest.mark.parametrize(
     ("config", "words"),
     [

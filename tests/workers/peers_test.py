@@ -60,6 +60,7 @@ def test_when_a_worker_is_killed_the_others_leave_at_once(victim, workers, netwo
     assert max(workers.ended[i] for i in others) - killed < SILENCE + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [2, *more([0])])
 def test_when_a_worker_freezes_the_others_leave_and_it_leaves_too_once_it_wakes(victim, workers, network):
     frozen = workers.signal(victim, signal.SIGSTOP)
@@ -129,7 +130,7 @@ def test_a_worker_whose_main_thread_hangs_leaves_too(workers, network):
     assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; see its log{AGAIN}", [0, 1])
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "preempted"])
 def test_a_worker_that_leaves_for_the_end_of_another_notes_how_the_run_ended(how, workers, network, tmp_path):
     workers.tell(0, f"note {tmp_path / 'end'}")

@@ -62,6 +62,7 @@ def profiled(tmp_path_factory):
     return folder, counting
 
 
+@pytest.mark.slow
 def test_the_profile_has_exactly_the_steps(profiled):
     folder, _ = profiled
     report = json.loads((folder / "profile.json").read_text())

@@ -157,7 +157,7 @@ def read(start, *texts):
     return made, config.text_of(made, tree)
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "start, texts, hidden, name",
     [
@@ -203,7 +203,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_wrong_value_in_a_dict_a_list_or_a_part_is_a_sentence(text):
     with pytest.raises(UsageError) as error:
@@ -229,7 +229,7 @@ class Thrice(Twice):
     times: int = 3
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
     "hint, value, sentence",
     [

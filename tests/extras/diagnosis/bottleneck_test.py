@@ -58,6 +58,7 @@ def slowest(data, elements):
     return bottleneck.of(iterator)
 
 
+@pytest.mark.slow
 def test_the_stage_that_takes_the_time_is_named(records):
     zipped = lambda path: tf.data.TFRecordDataset(path, "GZIP")
     numbers = Data.range(10**6)
@@ -225,6 +226,7 @@ def train(make):
     return *controller.clock.of_input(), waited  # also of a closed controller
 
 
+@pytest.mark.slow
 def test_the_slowest_stage_is_named_and_the_advice_helps():
     """A map that is slow for each call: first alone, then in parallel, as advised, then on whole batches, as advised."""
     alone, together = Slow(), Slow()

@@ -39,7 +39,7 @@ def by_hand():
     return 2 * convolution + 3 * depthwise + 3 * dense  # forward, of weights, of inputs; the images need no gradient
 
 
-@pytest.mark.slow(keep=1)  # both options on two replicas
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 4}], ids=str)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
 def test_a_step_has_the_operations_of_its_layers(strategy, options):

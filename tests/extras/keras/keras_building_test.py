@@ -140,7 +140,7 @@ def test_an_optimizer_that_a_model_holds_anywhere_sums_before_it_clips_and_resum
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True])
 def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, keras, caplog):
     if legacy and keras is keras3:

@@ -243,7 +243,7 @@ def watching(keras, monitor, patience=3):
     return keras.callbacks.EarlyStopping(monitor=monitor, min_delta=100.0, patience=patience)  # the first is the best
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_callbacks_remember_by_what_they_watch(keras, tmp_path, caplog):
     start = lambda epochs, callbacks: trained("mlp", keras, epochs=epochs, callbacks=callbacks, model_dir=tmp_path)[2]
     steps = start(2, [watching(keras, "loss")]) // 2  # of an epoch

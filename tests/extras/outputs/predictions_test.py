@@ -118,7 +118,7 @@ ALL = [
 ]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, n, loop", [*EACH, *more(ALL)])
 def test_each_example_has_one_record_in_order(name, n, loop, tmp_path):
     folder = predict(make_strategy(name), tmp_path, lambda model: PredictsAll(model, n), loop=loop, piece=5)
@@ -131,6 +131,7 @@ def test_a_pipeline_of_its_own_keeps_its_order(name, tmp_path):
     check(read(predict(make_strategy(name), tmp_path, lambda model: Predicts(model, pipeline=True), piece=7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, family",
     [("mirrored_x2", "keras"), *more([("default", "tf_keras"), ("mirrored_x4", "keras"), ("mirrored_x2", "tf_keras")])],

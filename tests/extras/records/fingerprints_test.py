@@ -137,6 +137,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run_with_its_name_and_a_r
         assert time.monotonic() < begin + 2.5  # files are looked at once a second
 
 
+@pytest.mark.slow
 def test_plans_and_sources_of_any_kind_have_fingerprints(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

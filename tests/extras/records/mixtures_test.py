@@ -254,7 +254,7 @@ def test_epochs_are_known_where_there_are_any():
         c = context()
 
 
-@pytest.mark.slow(spread=8)
+@pytest.mark.slow(spread=6)
 @pytest.mark.parametrize(
     "make, message",
     [

@@ -131,6 +131,7 @@ def test_a_range_without_values_is_a_sentence(argument):
         space.parse(["train", argument])
 
 
+@pytest.mark.slow
 def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_restart(tmp_path):
     command = ["train", "--a=1..2", "--b=x,y", "--c=0.1..0.2:0.1"]
     plan = SweepPlan(command=command, search="random", metric="eval/score", goal="max", prune="none", seeds=0)

@@ -67,7 +67,7 @@ def test_a_good_binary_is_ready(results):
     assert "fault" not in result.stdout
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "case, sentence, marker",
     [
@@ -179,6 +179,7 @@ def test_slow_types_are_found_where_they_are_made():
     assert {kind for kind, _ in kinds(look(train))} == set()
 
 
+@pytest.mark.slow
 def test_batches_of_unknown_size_are_found():
     rows = tf.data.Dataset.from_tensor_slices(tf.ones([64, 4])).repeat()
     assert ("dynamic shape", "") in kinds(look(train, lambda context: rows.batch(8)))

@@ -80,6 +80,7 @@ def ids_of(step):
     return list(context.indices(50).take(step).as_numpy_iterator())[-1]
 
 
+@pytest.mark.slow
 def test_a_halted_run_names_the_command_that_shows_the_bad_op_and_its_batch(runs, tmp_path, capfd):
     folder, last = runs("bad")
     assert f"; python -m looplib replay {folder} --step={BAD} shows that step; " in last
@@ -144,6 +145,7 @@ def test_the_last_line_says_where_a_replay_began_and_which_reports_it_compared(r
     )
 
 
+@pytest.mark.slow
 def test_a_step_of_tf_keras_is_replayed_with_its_dropout_and_gradients(runs, capfd):
     assert main(["replay", str(runs("tf_keras")[0]), "--step=31"]) == EXIT_DONE
     out = capfd.readouterr().out

@@ -90,6 +90,7 @@ def runs(nursery, tmp_path_factory):
             life.end()
 
 
+@pytest.mark.slow
 def test_a_run_is_starting_then_running_then_silent_then_killed(runs):
     _, moments, rows = runs
     assert [moments[state][0] for state in ("starting", "running", "silent")] == ["starting", "running", "silent"]
@@ -247,7 +248,7 @@ def test_watch_redraws_a_terminal_until_ctrl_c(runs, python):
     assert text.count(b"trial-0000") >= 2 and b"Traceback" not in text
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(("tool", "code"), [("status", 0), ("inspect", 0), ("diff", 2), ("report", 0)])
 def test_a_reader_that_has_ended_is_no_traceback_and_no_verdict(tool, code, runs, python, tmp_path):
     run = f"{runs[0]}/sweep/trial-0000/seed-0"
