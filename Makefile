@@ -20,8 +20,8 @@ demo: env
 	rm -rf build/demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 
-# Four processes on two cores, because many tests wait; what measures time or memory runs alone, after the rest.
-TOGETHER := -n 4 --dist loadfile --no-loadscope-reorder -m "not alone"
+# Three processes on two cores, because many tests wait; what measures time or memory runs alone, after the rest.
+TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
 
 ALONE = -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
 

@@ -403,6 +403,7 @@ def test_a_prediction_beside_a_training_and_an_evaluation_beside_a_prediction_di
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_two_workers_mend_a_piece_and_a_refusal_of_the_chief_ends_both(nursery, trained, undisturbed, tmp_path):
     place = [f"--predictions={tmp_path}"]
     first = nursery.life(trained, *PREDICT, *place)
