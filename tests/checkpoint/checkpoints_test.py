@@ -58,7 +58,7 @@ def test_everything_is_restored(keras, tmp_path):
     assert float(second.extra["ema"]) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 def test_running_metrics_of_keras_are_in_the_checkpoint(keras, tmp_path):
     """Half a window before the stop and half after it make the metric of a whole window."""
 

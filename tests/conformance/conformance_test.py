@@ -58,7 +58,7 @@ def check_weights(found, expected, exact=False):
         np.testing.assert_array_equal(a, b) if exact else np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=4)
 @pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("strategy", ["default", "one_device", "mirrored_x2", *more(["mirrored_x4"])], indirect=True)

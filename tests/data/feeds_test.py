@@ -241,7 +241,7 @@ def test_indices_need_no_state(strategy, caplog):
     assert "resumes after step 5 from its position" in caplog.text and "skipping" not in caplog.text
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("n", [17, *more([24, 29])])
 def test_every_example_is_evaluated_once_in_elements_of_any_kind(strategy, n):
     def every_kind(ids):
@@ -338,7 +338,7 @@ def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     assert "resumes after step 7 by skipping" in caplog.text
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("n, training, steps", [(37, True, 5), (37, False, 5), (33, False, 5), (32, True, 4)])
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default", "one_device", "mirrored_x4"])])
 def test_tf_distribute_hands_out_the_last_batches_alike(name, n, training, steps):

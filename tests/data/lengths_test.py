@@ -10,7 +10,6 @@ from looplib.data.stream import ShareLengths
 ENDLESS, UNKNOWN = tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
 
 
-@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_data_lasts_as_long_as_each_replica_gets_a_batch(replicas):
     for shares in itertools.product([0, 1, 4, 7], repeat=3):

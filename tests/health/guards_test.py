@@ -223,7 +223,7 @@ def test_a_bad_update_in_the_last_step_of_all_is_found_without_a_directory():
         run(make_strategy("default"), "weight", bad_steps=(20,))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @cases(
     ("input", "mirrored_x2", "tf_keras"),
     ("loss", "default", "keras"),

@@ -82,7 +82,6 @@ def test_what_steps_return_as_each_reaches_the_host_in_order(strategy, n, loop):
         assert words == [str(i).encode() for i in range(n)]
 
 
-@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("loop", ["graph", "eager"])
 def test_replicas_whose_first_batches_are_empty_add_nothing(loop):
     class Filtered(looplib.Evaluator):
