@@ -233,7 +233,6 @@ def name_of(call: ast.Call) -> str:
 # Tests.
 
 
-@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
 def test_build_says_what_the_files_say(package: pathlib.Path) -> None:
     assert (ROOT / package / "BUILD").read_text() == build_text(package), (

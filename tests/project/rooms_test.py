@@ -71,7 +71,6 @@ def level(room: str) -> int:
     return next((number for number, rooms in enumerate(LEVELS) if room in rooms), len(LEVELS))
 
 
-@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_downward_by_room(path: pathlib.Path) -> None:
     importer = room_of(module_of(path))
@@ -139,7 +138,6 @@ def used_from_outside() -> dict[str, set[str]]:
     return names
 
 
-@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_room_says_what_it_is_for_and_which_names_others_use(folder: pathlib.Path) -> None:
     used = used_from_outside()

@@ -52,7 +52,6 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PATHS = {"a batch": 12, "a step count": 7, "a metric to `metrics.jsonl`": 9, "a save": 8}
 
 
-@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("path", PATHS)
 def test_the_architecture_numbers_the_files_of_a_path(path):
     section = ARCHITECTURE.split(f"## The path of {path}\n")[1].split("\n## ")[0]
@@ -76,7 +75,6 @@ def test_the_architecture_names_functions_that_are_there():
     assert not missing
 
 
-@pytest.mark.slow
 def test_the_site_is_built_without_warnings(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
