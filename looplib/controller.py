@@ -19,7 +19,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.data.dataset_requests import BadRecords
 from looplib.diagnosis import diagnosis
-from looplib.errors import MissingPartError, UsageError
+from looplib.errors import MissingPartError
 from looplib.health.guards import Diverged, Guards
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
@@ -389,10 +389,7 @@ class Controller:
                     checkpointer.save(wait=True)  # a checkpoint to go back to
                 yield
         except BaseException as error:
-            try:
-                checkpointer.wait()  # lets a background save end
-            except UsageError as failure:
-                logging.error("%s", failure)
+            checkpointer.settle()
             if lost := lost_server(error):
                 raise lost from error
             raise

@@ -273,6 +273,13 @@ class Checkpointer:
         if self._saver:
             self._saver.wait()
 
+    def settle(self) -> None:
+        """Waits for a save under way, and logs its error; for a run that has another one."""
+        try:
+            self.wait()
+        except UsageError as failure:
+            logging.error("%s", failure)
+
     def take_committed(self) -> list[str]:
         """Returns the paths of the checkpoints that this process has committed since the last call."""
         committed = self._saver.committed if self._saver else []
@@ -458,10 +465,7 @@ class Checkpointer:
         Raises:
           DivergenceError: if the policy is to halt, or the run may not or cannot go back.
         """
-        try:
-            self.wait()  # a checkpoint under way may be the newest
-        except UsageError as failure:
-            logging.error("%s", failure)
+        self.settle()  # a checkpoint under way may be the newest
         kept, done, program = self.directory.latest, self.record.rollbacks, self._reporter.report.program
         self._reporter.ended_at = fault.resume_after  # unless there is a rollback
         advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"

@@ -27,16 +27,20 @@ class SavedPosition:
 
     def begin(self, iterator: tf.data.Iterator, *kind: object) -> bool:
         """Takes a new iterator of a kind; returns whether its position can be saved, as far as is known."""
-        if self._renew is not None and not self.obstacle:
+        if self._possible:
             try:
                 self._digest = iterator_state.digest(iterator, *kind)
             except iterator_state.UnsavableError as error:
                 self._give_up(str(error))
+        return self._possible
+
+    @property
+    def _possible(self) -> bool:
         return self._renew is not None and not self.obstacle
 
     def save(self, iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> bytes | None:
         """Returns the position of an iterator of a data set; None if it has none that can be saved."""
-        if self._renew is None or self.obstacle:
+        if not self._possible:
             return None
         try:
             packed, stages = iterator_state.save(iterator, dataset)

@@ -28,9 +28,8 @@ def measure_gradients(gradients: list[tuple[str, Any]]) -> tuple[list[str], list
       if all its elements are. It is half the squared norm, which overflows from 2e19 on, or the sum: of large matrices,
       and of many small gradients of one shape, in a step that does not run eagerly.
     """
-    noted = [(GRADIENT_OF + name, gradient) for name, gradient in gradients]
     groups: dict[Any, list[tuple[str, tf.Tensor]]] = {}
-    for name, gradient in noted:
+    for name, gradient in gradients:
         if gradient is None:
             continue
         # A step that accumulates gradients itself may apply variables.
@@ -42,7 +41,7 @@ def measure_gradients(gradients: list[tuple[str, Any]]) -> tuple[list[str], list
         elements = gradient.shape.num_elements()
         alike = elements is not None and elements <= _SMALL and not tf.executing_eagerly()
         key = (gradient.dtype, tuple(gradient.shape)) if alike else len(groups)
-        groups.setdefault(key, []).append((name, gradient))
+        groups.setdefault(key, []).append((GRADIENT_OF + name, gradient))
     many = [group for group in groups.values() if len(group) >= _MANY]
     others = [each for group in groups.values() if len(group) < _MANY for each in group]
     measures = [_sums([gradient for _, gradient in group]) for group in many]
