@@ -488,14 +488,16 @@ def test_the_verdict_follows_the_numbers(run):
 
 def test_the_verdict_of_a_run_that_did_not_come_to_its_end_has_no_advice_for_longer_ones(run):
     rows = [{"step": step, "split": "eval", "accuracy": step / 100} for step in range(10, 101, 10)]
+    starts = read_run(str(run), "run").starts
+    starts[-1] = dataclasses.replace(starts[-1], verdict="start-bound: start-up took 60% of the time; wait")
     for status, first in (
         ("failed", "The run failed at step 12."),
         ("killed", "The run was killed at step 12 or later. Run the same command to continue."),
         ("preempted", "The run was stopped at step 12 and has saved its state. Run the same command to continue."),
     ):
-        text = of(run, rows, status=status)
+        text = of(run, rows, status=status, starts=starts)
         assert text.startswith(first) and "Start-bound" not in text and "longer" not in text
-    assert "Start-bound" in of(run, rows)
+    assert "Start-bound" in of(run, rows, starts=starts)
     bad = [*rows, {"step": 5, "split": "train", "loss": None}]
     assert "--non_finite" not in of(run, bad)
     assert "Use --non_finite=halt" in of(run, bad, settings={"guards.non_finite": "off"})
