@@ -7,10 +7,8 @@ import graphlib
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
 
-import pytest
-import rooms
+import entry_points
 
 import looplib
 
@@ -44,13 +42,15 @@ def module_of(path: pathlib.Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
-    """Yields the modules of looplib that a file imports, and whether it does so inside of a function."""
-    tree = ast.parse(path.read_text())
-    inside = {
-        id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+def parse(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imports(path: pathlib.Path) -> set[str]:
+    """Returns the modules of looplib that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -59,9 +59,11 @@ def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
             names = [name if exists(name) else node.module for name in names]
         else:
             continue
-        yield from ((name, id(node) in inside) for name in names if name.split(".")[0] == "looplib")
+        found.update(name for name in names if name.split(".")[0] == "looplib")
+    return found
 
 
+@functools.cache
 def exists(module: str) -> bool:
     path = ROOT.joinpath(*module.split("."))
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
@@ -71,27 +73,27 @@ def level(room: str) -> int:
     return next((number for number, rooms in enumerate(LEVELS) if room in rooms), len(LEVELS))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_downward_by_room(path: pathlib.Path) -> None:
-    importer = room_of(module_of(path))
-    wrong = []
-    for module, _ in imports(path):
-        room = room_of(module)
-        if room == importer or room == "__init__":
-            continue
+def test_imports_go_downward_by_room() -> None:
+    def allowed(importer: str, room: str) -> bool:
+        if room in (importer, "__init__"):
+            return True
         if room == "extras":
-            allowed = False  # they are plug-ins, which the core names by entry points alone
-        elif importer == "extras" or importer in ("__init__", "__main__"):
-            allowed = True
-        else:
-            allowed = level(room) < level(importer) or level(room) == level(importer) == 0
-        if not allowed:
-            wrong.append(module)
-    assert not wrong, f"{importer} imports {wrong}, which stand above it or beside it; LEVELS has the order"
+            return False  # they are plug-ins, which the core names by entry points alone
+        if importer in ("extras", "__init__", "__main__"):
+            return True
+        return level(room) < level(importer) or level(room) == level(importer) == 0
+
+    wrong = [
+        f"{module_of(path)} imports {module}"
+        for path in FILES
+        for module in imports(path)
+        if not allowed(room_of(module_of(path)), room_of(module))
+    ]
+    assert not wrong, f"{wrong}, which stand above or beside; LEVELS has the order"
 
 
 def test_there_are_no_circles() -> None:
-    graph = {module_of(path): {module for module, _ in imports(path)} - {module_of(path), "looplib"} for path in FILES}
+    graph = {module_of(path): imports(path) - {module_of(path), "looplib"} for path in FILES}
     graph.pop("looplib")
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
@@ -105,24 +107,23 @@ def test_every_folder_and_file_has_a_level() -> None:
 def test_no_two_classes_have_one_name() -> None:
     places = collections.defaultdict(list)
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module_of(path))
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
 
 
-@functools.cache
 def used_from_outside() -> dict[str, set[str]]:
     """The names of each module that files of other rooms, or the public names of looplib, use."""
     names = collections.defaultdict(set)
     for name, home in looplib._HOMES.items():
         names[f"looplib.{home}"].add(name)
     for group in ("commands", "writers", "backends", "parts"):
-        for place in rooms.plug_ins(f"looplib.{group}").values():
+        for place in entry_points.plug_ins(f"looplib.{group}").values():
             module, name = place.rsplit(".", 1)
             names[f"looplib.{module}"].add(name)
     for path in FILES:
-        room, tree, modules = room_of(module_of(path)), ast.parse(path.read_text()), {}
+        room, tree, modules = room_of(module_of(path)), parse(path), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "looplib":
                 for alias in node.names:
@@ -138,10 +139,9 @@ def used_from_outside() -> dict[str, set[str]]:
     return names
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_room_says_what_it_is_for_and_which_names_others_use(folder: pathlib.Path) -> None:
+def test_a_room_says_what_it_is_for_and_which_names_others_use() -> None:
     used = used_from_outside()
-    for init in sorted(folder.rglob("__init__.py")):
+    for init in (path for path in FILES if path.name == "__init__.py" and path.parent != ROOT / "looplib"):
         text = ast.get_docstring(ast.parse(init.read_text())) or ""
         assert len(text.splitlines()[0].split()) >= 5, f"{init} has to say what the room is for"
         listed = {}
@@ -165,7 +165,7 @@ def picture() -> str:
     below = collections.defaultdict(set)
     for path in FILES:
         room = room_of(module_of(path))
-        below[room] |= {room_of(module) for module, _ in imports(path)} - {room, "__init__"}
+        below[room] |= {room_of(module) for module in imports(path)} - {room, "__init__"}
     lazy = sorted(room for room in below if "extras" in below[room])
     below = {room: others - {"extras"} for room, others in below.items() if room not in ("__init__", "__main__")}
 

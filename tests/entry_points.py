@@ -1,4 +1,4 @@
-"""What the tests of several rooms ask of the project: its plug-ins."""
+"""The entry points of the project, as setup.cfg names them."""
 
 import configparser
 import pathlib
