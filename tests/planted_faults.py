@@ -58,7 +58,7 @@ FAULTS = [
           "needed = optionals[:1] if self.properties.may_be_empty else optionals", "needed = optionals", "evaluator feeds"),
     Fault("a step trains on a batch for each replica", "data/pipelines.py",
           "_drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset", "dataset",
-          "feeds small_data lengths controller"),
+          "feeds"),
     Fault("damage of a checkpoint's content is found", "checkpoint/commits.py",
           'expected["sha256"] if thorough else None', "None", "markers faults/files"),
     Fault("a damaged checkpoint is not used", "checkpoint/commits.py",
