@@ -4,11 +4,20 @@ Each kind of error that a user can mend is a class here, whose name starts the l
 what was found, what was expected and what to do.
 """
 
-# Exit codes of a binary: done; failed; saved and ended by a signal, run again; ended by the watchdog.
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
-# Other exit codes of a tool: two runs differ, or something is wrong; the tool could not find
-# out, or was used wrongly; ended by Ctrl-C, as shells have it.
+EXIT_CODES = {  # of a binary
+    EXIT_DONE: "Done.",
+    EXIT_FAILED: "Failed; the last line says what to do.",
+    EXIT_PREEMPTED: "Ended by a signal or `--max_time`, after a save. Run the same command again to continue.",
+    EXIT_STALLED: "Ended by the watchdog, because nothing made progress.",
+}
 EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_CODES_OF_TOOLS = {
+    EXIT_DONE: "Done; what was compared is equal.",
+    EXIT_DIFFERENT: "Two runs differ, or something is wrong.",
+    EXIT_UNKNOWN: "The tool could not find out, or was used wrongly.",
+    EXIT_INTERRUPTED: "Ended by Ctrl-C.",
+}
 
 
 class UsageError(ValueError):
@@ -19,7 +28,7 @@ class UsageError(ValueError):
 
     @property
     def line(self) -> str:
-        """The message, and in parentheses the class by which docs/api/errors.md explains it."""
+        """The message, and in parentheses the class by which the docs explain it."""
         return f"{self} ({type(self).__name__})" if type(self) is not UsageError else f"{self}"
 
 

@@ -130,7 +130,8 @@ def failed(copy, tests):
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
     if found or result.returncode in (0, 5):  # 5: all tests of the file are slow
         return found and found[1]
-    return (result.stdout + result.stderr).strip().splitlines()[-1]
+    lines = (result.stdout + result.stderr).strip().splitlines()
+    return lines[-1] if lines else f"pytest ended with {result.returncode}"
 
 
 def main():

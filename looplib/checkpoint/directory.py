@@ -23,14 +23,32 @@ from looplib.task.record import RunRecord
 
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
 
-_FOLDERS = (
-    "checkpoints", os.path.join("checkpoints", "set_aside"), "train", "eval", "media", "csv", "wandb",
-    "predictions", "export", "bad_records",
-)  # fmt: skip
-_FILES = (
-    "lock", "metrics.jsonl", "metrics.voided.jsonl", "media.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
-    "report.html",
-)  # fmt: skip
+# What a run directory holds; docs/reference/run_directory.md is made of it. The name of a folder ends with a slash.
+CONTENTS = {
+    "checkpoints/": "The checkpoints.",
+    "checkpoints/set_aside/": "Damaged and unfinished checkpoints, which a start has moved there.",
+    "metrics.jsonl": "The metrics, one JSON object a line: `step`, `split` and numbers.",
+    "metrics.voided.jsonl": "Lines of `metrics.jsonl` whose steps a resume or a rollback has repeated.",
+    "media.jsonl": "The images, texts and histograms that were shown.",
+    "media.voided.jsonl": "Lines of `media.jsonl` whose steps were repeated.",
+    "media/": "Their files.",
+    "run.json": "Configuration, versions, strategy, last metrics, time by phase, all starts.",
+    "run_eval.json": "The same of a job that does not train.",
+    "config.yaml": "The settings of the program, for `--config_file`; secrets are masked.",
+    "code.diff": "What differed from the git commit that `run.json` names.",
+    "report.html": "The page about the run.",
+    "train/": "TensorBoard events of the training.",
+    "eval/": "TensorBoard events of the evaluation; an evaluator of another name has its own folder.",
+    "events.out.tfevents.*": "TensorBoard events with the settings, for its HParams page.",
+    "profile.json": "The ops that took most of the time, by `--profile`.",
+    "profile.trace.json.gz": "The trace of `--profile`, for Perfetto.",
+    "csv/": "CSV files of `--trackers=csv`.",
+    "wandb/": "What `--trackers=wandb` keeps.",
+    "predictions/": "What `--mode=predict` writes.",
+    "export/": "What `--mode=export` and `looplib.ExportBest` write.",
+    "bad_records/": "Damaged records that `--bad_records` left out.",
+    "lock": "Held by the process that trains.",
+}
 
 
 def resolve(model_dir: str | os.PathLike[str]) -> str:
@@ -53,11 +71,12 @@ def check_inside(model_dir: str, writes: bool) -> None:
     """
     if files.is_remote(model_dir):
         return
-    for name in _FOLDERS:
+    names = [name for name in CONTENTS if "*" not in name]
+    for name in (name for name in names if name.endswith("/")):
         folders.check_folder(os.path.join(model_dir, name))
     for folder in (model_dir, os.path.join(model_dir, "checkpoints")) if writes else ():
         folders.remove_unfinished(folder)
-    for name in _FILES if writes else ():
+    for name in (name for name in names if writes and not name.endswith("/")):
         path = os.path.join(model_dir, name)
         if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
             logging.warning("%s is not a file; moved to %s", path, folders.move_aside(model_dir, name))

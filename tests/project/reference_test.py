@@ -1,0 +1,177 @@
+"""The pages of docs/reference, which `python tests/project/reference_test.py --write` makes of the code."""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import looplib
+from looplib import errors, launch
+from looplib.checkpoint import directory
+from looplib.extras.configuration import config
+from looplib.settings import Flag, flags_of
+
+ROOT = pathlib.Path(__file__).absolute().parents[2]
+PAGES = ROOT / "docs" / "reference"
+SETTINGS = (looplib.RunConfig, looplib.CheckpointPolicy, looplib.Start, looplib.Guards)
+RUN = [sys.executable, "tests/project/reference_test.py", "--write"]
+
+
+def flags() -> str:
+    """Returns the page of the flags."""
+    groups: dict[str, list[Flag]] = {f"`looplib.{kind.__name__}`": flags_of(kind) for kind in SETTINGS}
+    known = {flag.name for group in groups.values() for flag in group}
+    groups = {"The job and its devices": [flag for flag in launch.FLAGS if flag.name not in known], **groups}
+    groups["Settings of the program"] = list(config.FLAGS)
+    parts = [
+        "# Flags\n\nEvery binary, a program that calls `looplib.launch.run`, takes these flags. `--helpfull` lists them, with the "
+        "defaults of the program. The program's own settings are `--config.<field>=<value>` ([settings](../settings.md)). The "
+        "sections are named after the classes that take the same values [in code](settings.md).\n"
+    ]
+    for title, group in groups.items():
+        rows = [f"| `--{flag.name}` | {default_of(flag.default)} | {text_of(flag)} |" for flag in group]
+        parts.append("\n".join([f"## {title}\n", "| flag | default | |", "|---|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def default_of(value: object) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def text_of(flag: Flag) -> str:
+    return flag.help + (f" One of {', '.join(flag.choices)}." if flag.choices else "")
+
+
+def settings() -> str:
+    """Returns the page of the settings in code."""
+    parts = [
+        "# Settings in code\n\n`looplib.Controller(RunConfig(...), checkpoints=CheckpointPolicy(...), start=Start(...), "
+        "guards=Guards(...))` takes these dataclasses. They check their values when they are made.\n"
+    ]
+    for kind in SETTINGS:
+        texts = described(kind)
+        flag_names = {field.name: flag.name for field, flag in zip(with_flag(kind), flags_of(kind), strict=True)}
+        parts.append(f"## {kind.__name__}\n\n{inspect.getdoc(kind).partition(chr(10))[0]}\n")
+        rows = []
+        for field in dataclasses.fields(kind):
+            flag = f", `--{flag_names[field.name]}`" if field.name in flag_names else ""
+            default = f"default `{field.default!r}`" if field.default is not dataclasses.MISSING else "required"
+            if field.default_factory is not dataclasses.MISSING:
+                default = f"default `{field.default_factory()!r}`"
+            rows.append(f"- `{field.name}` ({type_of(field)}, {default}{flag}): {texts[field.name]}")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def with_flag(kind: type) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(kind) if "setting" in field.metadata]
+
+
+def type_of(field: dataclasses.Field) -> str:
+    text = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+    return f"`{text}`"
+
+
+def described(kind: type) -> dict[str, str]:
+    """Returns the description of each field: the text below it, or its entry under `Attributes:`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    found = {}
+    for node, following in zip(tree.body, tree.body[1:]):
+        if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr):
+            found[node.target.id] = " ".join(inspect.cleandoc(following.value.value).split())
+    listed = re.search(r"^Attributes:\n((?:  .*\n?|\n)*)", inspect.getdoc(kind), re.MULTILINE)
+    for name, text in re.findall(r"^  (\w+): ((?:.*\n?)(?:    .*\n?)*)", listed[1] if listed else "", re.MULTILINE):
+        text = " ".join(text.split())
+        found.setdefault(name, text[0].upper() + text[1:])
+    return found
+
+
+def commands() -> str:
+    """Returns the page of the commands of `python -m looplib`."""
+    parts = [
+        "# Commands\n\n`python -m looplib COMMAND`. Those that take a run directory work while a run trains, and after it ended "
+        "or was killed. Further packages can [add commands](../extending.md).\n"
+    ]
+    for name, text in helps():
+        parts.append(f"## {name}\n\n```text\n{text.rstrip()}\n```\n")
+    return "\n".join(parts)
+
+
+def helps() -> Iterator[tuple[str, str]]:
+    """Yields the name and the --help of each command, with those below it."""
+    from looplib import __main__, plugins
+
+    os.environ["COLUMNS"] = "100"
+    parser = argparse.ArgumentParser(prog="python -m looplib")
+    tools = parser.add_subparsers()
+    for name in sorted(plugins.names("looplib.commands")):
+        plugins.load("looplib.commands", name)(tools)
+    assert __main__
+    for name, tool in tools.choices.items():
+        yield name, tool.format_help()
+        for action in tool._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from ((f"{name} {below}", parser.format_help()) for below, parser in action.choices.items())
+
+
+def exit_codes() -> str:
+    """Returns the page of the exit codes."""
+    rows = [f"| {code} | {text} |" for code, text in sorted(errors.EXIT_CODES.items())]
+    tools = [f"| {code} | {text} |" for code, text in sorted(errors.EXIT_CODES_OF_TOOLS.items())]
+    head = "| code | meaning |\n|---|---|\n"
+    return (
+        f"# Exit codes\n\n## Of a binary\n\n{head}" + "\n".join(rows) + "\n\nThe last line of a binary that failed says what "
+        "to do, and ends with the [class of the error](../api/errors.md) in parentheses.\n\n## Of `python -m looplib`\n\n" + head
+        + "\n".join(tools) + "\n"
+    )  # fmt: skip
+
+
+def run_directory() -> str:
+    """Returns the page of the files of a run directory."""
+    rows = [f"| `{name}` | {text} |" for name, text in directory.CONTENTS.items()]
+    return (
+        "# Run directory\n\nWhat `--model_dir` holds. Paths in it are relative, so that it can be moved or copied "
+        "([copies](../checkpoints.md)).\n\n| path | contents |\n|---|---|\n" + "\n".join(rows) + "\n"
+    )
+
+
+MADE = {
+    "flags": flags,
+    "settings": settings,
+    "commands": commands,
+    "exit_codes": exit_codes,
+    "run_directory": run_directory,
+}
+
+
+def test_the_reference_says_what_the_code_says() -> None:
+    wrong = [name for name, make in MADE.items() if (PAGES / f"{name}.md").read_text() != make()]
+    assert not wrong, "run `python tests/project/reference_test.py --write`"
+
+
+def test_each_setting_has_a_description() -> None:
+    for kind in SETTINGS:
+        assert set(described(kind)) >= {field.name for field in dataclasses.fields(kind)}
+
+
+def test_what_a_run_leaves_is_in_the_reference(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-m", "trainers.image_classification", "--config.model=mlp", f"--model_dir={tmp_path}"]
+    flags = ["--train_steps=20", "--eval_interval=10", "--trackers=csv", "--profile=12:2", "--keep_best=eval/loss"]
+    subprocess.run([*command, *flags], cwd=ROOT, check=True, capture_output=True)
+    found = {path.name + "/" * path.is_dir() for path in tmp_path.iterdir()}
+    named = {name.strip() for names in directory.CONTENTS for name in names.split(",")}
+    unknown = {name for name in found if not any(pathlib.PurePath(name).match(pattern) for pattern in named)}
+    assert not unknown and len(found) > 8
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--write"], "usage: python tests/project/reference_test.py --write"
+    for name, make in MADE.items():
+        (PAGES / f"{name}.md").write_text(make())
