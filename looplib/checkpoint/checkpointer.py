@@ -60,7 +60,6 @@ class Checkpointer:
       objects: dict from attribute name to trackable object, once all variables exist.
 
     Attributes:
-      directory: the run directory.
       restored_from: the path of the checkpoint that the run continues from, or None.
       saved_step: the step whose state was last saved or restored, or None.
 

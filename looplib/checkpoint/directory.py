@@ -97,11 +97,6 @@ class RunDirectory:
       close: closes the controller, for another one of this process that is built for the directory.
 
     Attributes:
-      model_dir: the run directory, or None.
-      policy: the `CheckpointPolicy`.
-      start: the `Start`.
-      trains: whether the controller trains.
-      workers: the `Workers`.
       checkpoints: the path of the folder of the checkpoints; None without a `model_dir`.
       is_training: whether a training is under way.
       writable: whether metrics can be written to the directory.

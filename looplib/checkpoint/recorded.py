@@ -29,9 +29,6 @@ class RecordedParts:
       actions: the states of the actions.
 
     Attributes:
-      trainer: the trainer, or None.
-      loops: the loops.
-      window: the steps since the last report, or None.
       optimizers: dict from the name of each of the trainer's optimizers to its class.
     """
 

@@ -42,7 +42,6 @@ class Reporter:
     Attributes:
       report: `run.json`, with the page of the run.
       writers: all writers as one.
-      clock: the clock.
       pace: how fast the training goes.
       last_evaluation: the metrics of the last evaluation, by evaluator.
       end: the step that the newest training goes to; None before it starts, and where it is not known.
