@@ -10,11 +10,13 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 
+_MOST_SECONDS = 400  # of a test file
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 
 
@@ -123,15 +125,21 @@ def plant(fault, copy):
 
 
 def failed(copy, tests):
-    """Runs test files, until one test fails; returns its name, or None."""
+    """Runs test files, until one test fails, or does not end; returns its name, or None."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not alone", *tests]
-    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-    if found or result.returncode in (0, 5):  # 5: all tests of the file are slow
+    with subprocess.Popen(
+        command, cwd=copy, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
+        try:
+            output, _ = run.communicate(timeout=_MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)
+            return f"no end within {_MOST_SECONDS} s"
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    if found or run.returncode in (0, 5):  # 5: all tests of the file are slow
         return found and found[1]
-    lines = (result.stdout + result.stderr).strip().splitlines()
-    return lines[-1] if lines else f"pytest ended with {result.returncode}"
+    return output.strip().splitlines()[-1] if output.strip() else f"pytest ended with {run.returncode}"
 
 
 def main():
