@@ -186,7 +186,7 @@ def _gathered(dataset: tf.data.Dataset, arrays: Any, batch_size: int) -> tuple[t
     """Returns the pipeline of the rows of resident arrays, and what gathers them; None if a step has to do that itself.
 
     In the program of a step, XLA of TensorFlow 2.20 divides the gather among threads. To wake one takes longer than to
-    copy a small batch (docs/speed.md).
+    copy a small batch (docs/speed_choices.md).
     """
     first = [tf.convert_to_tensor(array[:1]) for array in tf.nest.flatten(arrays)]
     size = batch_size * sum(math.prod(row.shape) * row.dtype.size for row in first)

@@ -47,7 +47,9 @@ def test_the_api_pages_name_each_public_name_where_it_is_defined():
     } | {name: entry_points.plug_ins("looplib.parts")[name] for name in looplib._PARTS}
 
 
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+ARCHITECTURE = "".join(
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("architecture", "architecture_paths", "extending")
+)
 # As many files as one opens to follow it, at most.
 PATHS = {"a batch": 12, "a step count": 7, "a metric to `metrics.jsonl`": 9, "a save": 8}
 
@@ -61,7 +63,7 @@ def test_the_architecture_numbers_the_files_of_a_path(path):
 
 
 def test_the_architecture_names_functions_that_are_there():
-    """What a table says is in a file, such as `_standing` in `controller.py`."""
+    """What the pages say is in a file, such as `_ADVICE` in `extras/diagnosis/bottleneck.py`."""
     named = re.findall(r"`([A-Za-z_][\w.]*)`,? (?:of|in) `([\w/]+\.py)`", ARCHITECTURE)
     named += [
         (name, file) for file, name in re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", ARCHITECTURE, re.MULTILINE)
