@@ -1,4 +1,4 @@
-"""Models of the kinds that people train with `fit` are right in looplib, or refused: docs/keras_matrix.md and its parts."""
+"""Models of the kinds that people train with `fit` are right in looplib, or refused: docs/keras_matrix*.md."""
 
 import dataclasses
 import itertools
