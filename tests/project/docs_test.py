@@ -93,7 +93,14 @@ TPU_PAGES = {
     "tpu_strategy": LOWER.format(trainer="Separation", evaluator="None"),
     "tpu_course": CLASSIFIER,
 }
-MIGRATIONS = ("from_orbit", "from_keras", "from_tf_distribute", "from_lightning")
+MIGRATIONS = (
+    "from_orbit",
+    "from_orbit_port",
+    "from_keras",
+    "from_keras_differences",
+    "from_tf_distribute",
+    "from_lightning",
+)
 PAGES = {
     "readme": readme,
     "guide": guide,
@@ -106,7 +113,7 @@ PAGES = {
 
 # Run with --all: a TPU's page also runs with a stand-in for it, one migration shows what the others do, and the tests of exports
 # and predictions what the page about them does.
-REPETITIONS = ("tpu_guide", "tpu_course", "tpu_strategy", "from_orbit", "from_tf_distribute", "from_lightning",
+REPETITIONS = ("tpu_guide", "tpu_course", "tpu_strategy", *(name for name in MIGRATIONS if name != "from_keras"),
                "recipes", "after_training")  # fmt: skip
 
 
@@ -277,7 +284,7 @@ def test_the_programs_of_after_training_run_as_printed(results, folders):
 @pytest.mark.slow
 @needs_models
 def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
-    out = printed(results["from_orbit"])
+    out = printed(results["from_orbit"]) + printed(results["from_orbit_port"])
     found = dict(re.findall(r"^(adapter|ported): ([\d.]+)$", out, re.MULTILINE))
     assert float(found["adapter"]) > 0.9 and float(found["ported"]) > 0.9
 
@@ -291,6 +298,13 @@ def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
     np.testing.assert_allclose(after, before, rtol=1e-5)
     first, *_ = programs("docs/from_keras.md")
     assert "stopped by Keras after 2 epochs" in out and first.count("\n") < 30
+
+
+@pytest.mark.slow
+def test_a_summed_loss_is_refused_on_two_replicas_and_a_mean_trains(results):
+    out = printed(results["from_keras_differences"])
+    assert "refused: the loss of Sequential is no mean over examples" in out
+    assert shown(r"^loss: (\S+)$", out)[0] < 0.2
 
 
 @pytest.mark.slow
