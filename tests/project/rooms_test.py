@@ -198,9 +198,3 @@ if __name__ == "__main__":
     assert sys.argv[1:] == ["--write"], "usage: python tests/project/rooms_test.py --write"
     text = ARCHITECTURE.read_text()
     ARCHITECTURE.write_text(re.sub(r"```mermaid.*?```", lambda _: picture(), text, flags=re.DOTALL))
-
-
-def test_the_readme_has_the_levels_of_the_rooms():
-    readme = (ROOT / "README.md").read_text()
-    (line,) = re.findall(r"`(errors, messages[^`]*)`", readme)
-    assert [set(level.split(", ")) for level in " ".join(line.split()).split(" < ")] == LEVELS
