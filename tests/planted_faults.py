@@ -105,7 +105,7 @@ FAULTS = [
           "sweep faults/sweep_faults"),
     Fault("an export computes in inference mode", "task/exported.py", "model(inputs, training=False)",
           "model(inputs, training=True)", "exports"),
-    Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "configuration program"),
+    Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "faults/environment"),
     Fault("a page runs no foreign script", "extras/page/html.py", "title=html.escape(title.encode(errors=\"replace\").decode())",
           "title=title", "report_page faults/foreign_text faults/hostile"),
     Fault("seeds of augmentation differ from example to example", "data/order.py",
