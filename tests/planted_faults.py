@@ -112,7 +112,7 @@ FAULTS = [
           "words = mix(tf.bitcast(tf.reshape(positions, [-1]), tf.uint64) + key)",
           "words = mix(tf.bitcast(0 * tf.reshape(positions, [-1]), tf.uint64) + key)", "inputs"),
     Fault("nothing is written outside of the run directory", "checkpoint/directory.py",
-          "        folders.check_folder(os.path.join(model_dir, name))\n", "        pass\n", "faults/hostile"),
+          '        folders.check_folder(os.path.join(model_dir, name.rstrip("/")))', "        pass", "faults/hostile"),
 ]  # fmt: skip
 
 
