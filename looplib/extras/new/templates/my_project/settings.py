@@ -1,4 +1,4 @@
-"""The settings. Each is a flag of `python -m my_project.train`, such as `--config.width=64`."""
+"""The settings. Each is a flag of the command, such as `--config.width=64`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The command: `python -m my_project.train --model_dir=runs/first`. It also evaluates; `--help` lists all flags."""
+"""The command: `python -m my_project.train --help` lists its flags."""
 
 import looplib
 
