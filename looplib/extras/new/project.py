@@ -30,11 +30,7 @@ _FOLDERS = ("data", "tests", "runs")  # of a project, beside its package
 
 
 def make(directory: str, start: str) -> None:
-    """Makes a project in a new or an empty directory, which appears as a whole.
-
-    Args:
-      directory: its path; the last name is that of the package.
-      start: what the trainer is: "loss", "keras" or "step".
+    """Makes a project in a new or an empty directory, which appears as a whole; its name is that of the package.
 
     Raises:
       UsageError: if the name cannot be that of a package, or the directory cannot be made.
@@ -51,7 +47,8 @@ def make(directory: str, start: str) -> None:
                 files.write_whole(os.path.join(folders.make_folder(place, *inner), last), text)
             folders.move(*os.path.split(place), parent, name)
     except OSError as error:
-        raise FileError(f"{directory} cannot be made: {with_cure(error, 'name another directory')}") from error
+        reason = OSError(error.errno, error.strerror)  # without a temporary name, which nobody knows
+        raise FileError(f"{directory} cannot be made: {with_cure(reason, 'name another directory')}") from error
 
 
 def _check_place(directory: str, path: str) -> None:
@@ -77,8 +74,8 @@ def _check_name(parent: str, name: str) -> None:
         )
     found = importlib.util.find_spec(name)
     if name in _FOLDERS or (found and found.origin):  # a folder that is no package has no origin
-        what = f"{found.origin}" if name not in _FOLDERS else "a folder of each project"
-        raise CommandError(f"{name!r} is the name of {what}, which the package would hide; use another name")
+        what = "a folder in each project" if name in _FOLDERS else f"the module {found.origin}"
+        raise CommandError(f"{name!r} is the name of {what}; use another name for the package")
 
 
 def _texts(name: str, start: str) -> dict[str, str]:
