@@ -42,8 +42,8 @@ def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = F
     left_out = describe_differences(taken.others)
     if not taken.count:
         raise WarmStartError(
-            f"nothing in {path} fits ({left_out or 'it has no such names'}); name a checkpoint of the same model, or of "
-            "a part of it under the same attribute names"
+            f"nothing in {path} fits ({left_out or 'it has no such names'}); name a checkpoint of the same model, or "
+            "of a part of it under the same attribute names"
         )
     logging.info("took %d values from %s", taken.count, path)
     if left_out:
