@@ -154,9 +154,9 @@ def _refuse_without_batches(
     """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
     if not any(cardinalities):
         raise EmptyDataError(
-            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
-            f"or not one for each of {pipelines.replicas} replicas; check where the data is read from, and that "
-            "drop_remainder does not drop the only batch"
+            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch"
+            f"{f', or not one for each of {pipelines.replicas} replicas' * (pipelines.replicas > 1)}; check where the "
+            "data is read from, and that drop_remainder does not drop the only batch"
         )
     if lengths is not None and lengths.steps == 0:
         raise EmptyDataError(
