@@ -34,7 +34,7 @@ OF_THE_MACHINE = (
 CONFIG_FILE = "config.yaml"  # in the run directory
 PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 
-# The flags of every binary. README.md's table is made of them.
+# The flags of every binary; docs/reference/flags.md is made of them.
 FLAGS = (
     Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
     Flag("mode", str, "train_and_eval", "Job to run; without an evaluator, train.", MODES),
