@@ -156,8 +156,8 @@ def build_optimizers(trainer: Trainer, strategy: tf.distribute.Strategy, engine:
                         optimizer.build(trained)
                 except RuntimeError as error:  # Keras's, for an optimizer of another strategy
                     raise VariableError(
-                        f"{type(optimizer).__name__} was made outside the scope of {type(strategy).__name__}; build models, "
-                        "optimizers and metrics inside `with strategy.scope():`"
+                        f"{type(optimizer).__name__} was made outside the scope of {type(strategy).__name__}; build "
+                        "models, optimizers and metrics inside `with strategy.scope():`"
                     ) from error
         elif engine == "eager" and in_one:
             _trace_update(optimizer, trained, strategy)
