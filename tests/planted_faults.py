@@ -113,6 +113,18 @@ FAULTS = [
           "words = mix(tf.bitcast(0 * tf.reshape(positions, [-1]), tf.uint64) + key)", "inputs"),
     Fault("nothing is written outside of the run directory", "checkpoint/directory.py",
           '        folders.check_folder(os.path.join(model_dir, name.rstrip("/")))', "        pass", "faults/hostile"),
+    Fault("the newest checkpoint is kept by any rules", "checkpoint/saving.py", "for done in kept[1:]:", "for done in kept:", "store"),
+    Fault("a learning rate that an action has changed is restored", "task/learning_rates.py",
+          "if recorded.get(path, rate) != rate:", "if True:", "lifecycle"),
+    Fault("sums of metrics resume on fewer replicas", "loop/reducer.py", "if len(totals) != replicas:",
+          "if len(totals) < replicas:", "loop/metrics"),
+    Fault("what each replica keeps for itself is restored", "checkpoint/checkpointer.py",
+          "                self._replica_state.apply()\n", "                pass\n", "store"),
+    Fault("adaptive clipping has the units of the paper", "task/gradients.py",
+          "axes = list(range(value.shape.rank - 1)) if", "axes = list(range(1, value.shape.rank)) if", "gradient_trainer"),
+    Fault("an overflow ends a row of good steps", "task/gradients.py",
+          "tf.where(finite, self._good_steps + 1, tf.zeros_like(self._good_steps))", "self._good_steps + 1",
+          "gradient_trainer"),
 ]  # fmt: skip
 
 
