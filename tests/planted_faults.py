@@ -125,6 +125,9 @@ FAULTS = [
     Fault("an overflow ends a row of good steps", "task/gradients.py",
           "tf.where(finite, self._good_steps + 1, tf.zeros_like(self._good_steps))", "self._good_steps + 1",
           "gradient_trainer"),
+    Fault("a time limit does not end the next training", "health/preemption.py",
+          '                self.requested = ""\n                self.flag.assign(False)\n', '                self.requested = ""\n',
+          "limits"),
 ]  # fmt: skip
 
 

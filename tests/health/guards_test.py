@@ -422,7 +422,8 @@ def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
 
 
 def test_losses_are_scored_against_the_last_window_only_and_a_bad_one_is_not_among_them():
-    guards, losses, good = looplib.Guards(spike_score=6, spike_window=8), [], np.random.default_rng(0).normal(2, 0.1, 30)
+    guards, losses = looplib.Guards(spike_score=6, spike_window=8), []
+    good = np.random.default_rng(0).normal(2, 0.1, 30)
     for number, loss in enumerate(good, 1):
         check_loss(losses, number, float(loss), guards, 1)
         assert losses == good[max(0, number - 8) : number].tolist()

@@ -283,7 +283,8 @@ def test_each_kind_of_clipping_is_that_of_numpy(clip):
     shapes = [(5, 3), (4,), (2, 3, 3, 6)]
     weights = [random.normal(size=shape) for shape in shapes]
     gradients = [random.normal(size=shape) * np.geomspace(1e-3, 3, shape[-1]) for shape in shapes]
-    found = Clipping(**{clip.removeprefix("clip_"): limit}).clip(*([tf.constant(v) for v in all] for all in (gradients, weights)))
+    clipping = Clipping(**{clip.removeprefix("clip_"): limit})
+    found = clipping.clip(list(map(tf.constant, gradients)), list(map(tf.constant, weights)))
     for one, expected, before in zip(found, change(gradients, weights), gradients):
         np.testing.assert_allclose(one, expected, rtol=1e-6)
         assert not np.allclose(one, before)
