@@ -128,6 +128,14 @@ FAULTS = [
     Fault("a time limit does not end the next training", "health/preemption.py",
           '                self.requested = ""\n                self.flag.assign(False)\n', '                self.requested = ""\n',
           "limits"),
+    Fault("a saved position has the batches that were read ahead", "data/block_stream.py",
+          "        self._buffer.put(rest)\n        return True", "        return True", "engines"),
+    Fault("a pipeline that skips leaves out no batch that was read together with used ones", "data/block_stream.py",
+          "self._buffer.put(parts, tf.minimum(used, tf.shape(parts[0])[0]))", "self._buffer.put(parts)", "engines"),
+    Fault("a resumed run is not initialized again", "checkpoint/checkpointer.py",
+          "            self._restore_start(directory.starts_from.path)\n",
+          "            self._restore_start(directory.starts_from.path)\n            trainer and trainer.initialize()\n",
+          "store"),
 ]  # fmt: skip
 
 
