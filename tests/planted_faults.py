@@ -136,6 +136,12 @@ FAULTS = [
           "            self._restore_start(directory.starts_from.path)\n",
           "            self._restore_start(directory.starts_from.path)\n            trainer and trainer.initialize()\n",
           "store"),
+    Fault("a second rollback leaves out the data of the first too", "checkpoint/checkpointer.py",
+          "offset = fault.resume_after + self.record.input_offset - target.step",
+          "offset = fault.resume_after - target.step", "guards"),
+    Fault("a jump is one among the last losses", "health/guards.py", "    del losses[: -guards.spike_window]\n", "", "guards"),
+    Fault("averages start from the weights of the start", "task/derived.py",
+          "        starts = [tf.identity(variable) for variable, _ in pairs]\n", "", "derived"),
 ]  # fmt: skip
 
 

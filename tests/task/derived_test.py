@@ -143,7 +143,7 @@ CASES = [  # trainer, family, whose averages, the start, strategy
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "kind, family, ema, start, name", CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
@@ -168,7 +168,6 @@ def test_averages_start_from_the_weights_of_the_start(kind, family, ema, start, 
     np.testing.assert_allclose(last, expected, rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_averages_of_a_checkpoint_or_of_the_program_are_kept(tmp_path):
     strategy, seen = make_strategy("default"), []
     _, saved = trained(strategy, Gradient(keras3), tmp_path, 5, seen)
