@@ -142,6 +142,11 @@ FAULTS = [
     Fault("a jump is one among the last losses", "health/guards.py", "    del losses[: -guards.spike_window]\n", "", "guards"),
     Fault("averages start from the weights of the start", "task/derived.py",
           "        starts = [tf.identity(variable) for variable, _ in pairs]\n", "", "derived"),
+    Fault("uneven parts of a batch have all its examples", "task/micro_batches.py",
+          "return leaf[number * size // count : (number + 1) * size // count]",
+          "return leaf[number * (size // count) : (number + 1) * (size // count)]", "gradient_trainer"),
+    Fault("a last value over the parts of a batch is their mean", "task/micro_batches.py",
+          "reductions.last(value / count)", "reductions.last(value)", "gradient_trainer"),
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
 from looplib.errors import EngineError, OptimizerError, StaleTraceError, StepError
 from looplib.extras.diagnosis import model_table
+from looplib.task import micro_batches
 from looplib.task.gradients import Clipping, DynamicLossScale
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
@@ -274,6 +275,23 @@ CLIPS = {
     "clip_global_norm": (0.1, lambda g, p: [x * min(1, 0.1 / np.sqrt(sum((y**2).sum() for y in g))) for x in g]),
     "clip_adaptive": (0.05, _adaptive),
 }
+
+
+@pytest.mark.parametrize("size", [7, 12])
+def test_parts_of_a_batch_of_unknown_size_have_each_example_once_and_metrics_of_all(size):
+    values, metrics = np.random.default_rng(0).normal(size=[size, 2]), micro_batches.MetricSums()
+
+    def compute(part):
+        return metrics.pack({"mean": part[:, 0], "last": looplib.last(tf.reduce_sum(part))}, part)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float64)])
+    def step(batch):
+        found = metrics.unpack(micro_batches.summed(compute, batch, 3), 3)
+        return found["mean"].value, found["last"].value
+
+    mean, last = step(values)
+    assert float(mean) == pytest.approx(values[:, 0].mean())
+    assert float(last) == pytest.approx(values.sum() / 3)
 
 
 @pytest.mark.parametrize("clip", CLIPS)
