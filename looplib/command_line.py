@@ -36,7 +36,8 @@ PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML
 
 # The flags of every binary. README.md's table is made of them.
 FLAGS = (
-    Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
+    Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, events; or its URL."),
+    Flag("local_dir", str, None, "Local directory of a run whose model_dir is a URL; none: one in the cache."),
     Flag("mode", str, "train_and_eval", "Job to run; without an evaluator, train.", MODES),
     Flag("train_steps", int, 1000, "The global step to train to; -1 trains to the end of the data."),
     *flags_of(RunConfig),

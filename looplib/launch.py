@@ -177,7 +177,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     values.update(preflight.settings() if preflight else {})
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
-    values["model_dir"] = values["model_dir"] and resolve(values["model_dir"])
+    values["model_dir"] = values["model_dir"] and resolve(values["model_dir"], values["local_dir"])
     for name in command_line.PATHS:
         values[name] = values[name] and files.resolve(values[name], f"--{name}")
     command_line.check(values, argv)
@@ -212,6 +212,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
     controller.report.write("done")
+    controller.close()
 
 
 def _make_controller(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import tensorflow as tf
 from absl import logging
 
-from looplib import files, folders
+from looplib import files, folders, plugins
 from looplib.checkpoint import choice, commits
 from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.lock import RunLock, acquire
@@ -21,6 +21,7 @@ from looplib.messages import gist
 from looplib.report import run_json
 from looplib.task.record import RunRecord
 
+_mirrors: dict[str, "Mirror"] = {}  # by their local run directory
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
 
 # What a run directory holds; docs/reference/run_directory.md is made of it. The name of a folder ends with a slash.
@@ -51,8 +52,15 @@ CONTENTS = {
 }
 
 
-def resolve(model_dir: str | os.PathLike[str]) -> str:
-    """Returns the one name of a run directory, see `files.resolve`; refuses one that TensorFlow takes for a pattern."""
+def resolve(model_dir: str | os.PathLike[str], local_dir: str | None = None) -> str:
+    """Returns the one name of a run directory, see `files.resolve`; refuses one that TensorFlow takes for a pattern.
+
+    That of a run in an object store is its local copy, `local_dir` or one in the cache.
+    """
+    if files.is_remote(model_dir):
+        mirror = plugins.load("looplib.parts", "mirror")(os.fspath(model_dir), local_dir)
+        _mirrors[mirror.directory] = mirror
+        return mirror.directory
     path = files.resolve(model_dir, "model_dir")
     files.refuse_patterns("model_dir", path)
     return path
@@ -69,8 +77,6 @@ def check_inside(model_dir: str, writes: bool) -> None:
     Raises:
       UsageError: if a folder of the run is a symbolic link or not a directory.
     """
-    if files.is_remote(model_dir):
-        return
     names = [name for name in CONTENTS if "*" not in name]
     for name in (name for name in names if name.endswith("/")):
         folders.check_folder(os.path.join(model_dir, name))
@@ -80,6 +86,24 @@ def check_inside(model_dir: str, writes: bool) -> None:
         path = os.path.join(model_dir, name)
         if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
             logging.warning("%s is not a file; moved to %s", path, folders.move_aside(model_dir, name))
+
+
+class Mirror:
+    """The copy of a run directory in an object store; this one is of a run that has none."""
+
+    directory = ""
+
+    def begin(self, trains: bool) -> None:
+        """Fetches what a start needs; for a training, keeps other writers away, and copies what is new from now on."""
+
+    def refresh(self) -> None:
+        """Fetches what is new, for a process that does not train."""
+
+    def check(self) -> None:
+        """Raises `UsageError` if another process has taken the run."""
+
+    def end(self) -> None:
+        """Copies what is missing; called again, what was written since."""
 
 
 class RunDirectory:
@@ -118,6 +142,7 @@ class RunDirectory:
         self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
         self.is_training = False
         self._lock: RunLock | None = None
+        self._mirror = _mirrors.get(model_dir, Mirror())
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
         self.writable = bool(model_dir)
@@ -137,6 +162,7 @@ class RunDirectory:
             check_inside(model_dir, trains)
             if trains:
                 self._lock = acquire(model_dir, functools.partial(self._give_up, close))
+            self._mirror.begin(trains)
         self.starts_from = self._chosen_start()
         self._check_nothing_is_lost()
 
@@ -178,9 +204,11 @@ class RunDirectory:
         """Raises `UsageError` if the run directory is not this controller's any more."""
         if self._lock is not None:
             self._lock.check()
+        self._mirror.check()
 
     def release(self) -> None:
         """Lets another process, or another controller of this one, write to the directory."""
+        self._mirror.end()
         if self._lock is not None:
             self._lock.release()
 
@@ -256,7 +284,7 @@ class RunDirectory:
             return
         try:
             reason = commits.verify(commits.read_marker(path))
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             if isinstance(error, UsageError):
                 raise
             if not tf.io.gfile.exists(f"{path}.index"):
@@ -281,6 +309,7 @@ class RunDirectory:
     def _wait_for_newer(self, than: str | None, timeout: float | None) -> Commit | None:
         started, damaged = time.monotonic(), None
         while True:
+            self._mirror.refresh()
             done = commits.newest(self.checkpoints)
             if done and done.path != than and done != damaged:
                 try:

@@ -73,7 +73,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     text = page(runs, title if len(directories) == 1 else "Comparison")
     try:
         is_file = files.write_named(place, text) if output else not files.write_whole(place, text)
-    except files.failures(place) as error:
+    except OSError as error:
         raise RunDirectoryError(
             f"{place} cannot be written: {with_cure(error, 'name another file with --output')}"
         ) from error
@@ -89,7 +89,7 @@ def _runs_in(directory: str) -> list[str]:
     Raises:
       UsageError: if there is none.
     """
-    if not files.is_directory(directory):
+    if not os.path.isdir(directory):
         raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     found = list(itertools.islice(_search(directory, 0), 10 * _MOST_RUNS))
     if not found:
@@ -102,7 +102,7 @@ def _runs_in(directory: str) -> list[str]:
 
 def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[str]:
     """Yields the run directories in a directory; for a sweep, the trials alone."""
-    names = {name.rstrip("/") for name in files.names_in(directory)}
+    names = {name.rstrip("/") for name in os.listdir(directory)}
     if {"run.json", "metrics.jsonl"} & names:
         yield directory
         return
@@ -110,7 +110,7 @@ def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[st
     for name in sorted(names) if depth < _DEEPEST else ():
         inner = os.path.join(directory, name)
         belongs = not of_a_sweep or _OF_A_SWEEP.fullmatch(name)
-        if belongs and files.is_directory(inner) and not os.path.islink(inner):
+        if belongs and os.path.isdir(inner) and not os.path.islink(inner):
             yield from _search(inner, depth + 1, of_a_sweep)
 
 

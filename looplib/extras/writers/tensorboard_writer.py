@@ -228,7 +228,7 @@ def _names(split: str) -> tuple[str, ...]:
 
 
 def _names_in(folder: str) -> list[str]:
-    return files.names_in(folder) if files.is_directory(folder) else []
+    return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def _own(folder: str) -> Iterator[re.Match[str]]:

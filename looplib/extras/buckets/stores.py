@@ -1,0 +1,145 @@
+"""Object stores: s3://, gs://, az://, memory:// and whatever else fsspec has a driver for."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from absl import logging
+
+from looplib.errors import MissingPartError, StoreError
+from looplib.masks import masked_text
+from looplib.messages import gist
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, ValueError)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
+PATIENCE = 120.0  # seconds that a start waits for a store that is down
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFile:
+    """What a listing says of an object.
+
+    Attributes:
+      bytes: its size.
+      version: a text that differs after the object was written again: an ETag, a generation or a time.
+    """
+
+    bytes: int
+    version: str
+
+
+class Store:
+    """The objects below one URL.
+
+    Every call is tried again with growing pauses while the store is down, and counted in `requests`.
+
+    Args:
+      url: such as "s3://bucket/run".
+      gone: returns whether to give up early, as at the end of the process.
+
+    Raises:
+      MissingPartError: if the driver is not installed.
+      StoreError: if the URL cannot be used.
+    """
+
+    def __init__(self, url: str, gone: Callable[[], bool] = lambda: False) -> None:
+        self.url, self.requests, self._gone = url.rstrip("/"), 0, gone
+        scheme = url.partition("://")[0]
+        try:
+            import fsspec
+
+            # Listings are asked for each time: others write there too. The drivers' own retries stay on.
+            self._files, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as error:
+            extra = _EXTRAS.get(scheme, "s3")
+            raise MissingPartError(
+                f"{masked_text(self.url)} needs a driver that is not installed ({gist(error)}): pip install "
+                f"'looplib[{extra}]'"
+            ) from error
+        except ValueError as error:
+            raise StoreError(f"{masked_text(self.url)} cannot be used: {masked_text(gist(error))}") from error
+
+    def ask(self, what: Callable[[], _Result], doing: str, patience: float = PATIENCE) -> _Result:
+        """Calls a function of the driver until it succeeds, or for `patience` seconds.
+
+        Raises:
+          FileNotFoundError, FileExistsError: as the store answers.
+          StoreError: if the store refuses, or does not answer in time.
+        """
+        end, pause = time.monotonic() + patience, _FIRST_PAUSE
+        while True:
+            self.requests += 1
+            try:
+                return what()
+            except (FileNotFoundError, FileExistsError):
+                raise
+            except Exception as error:  # each driver has errors of its own
+                said = masked_text(gist(error))
+                if isinstance(error, _FINAL) or self._gone() or time.monotonic() + pause > end:
+                    raise StoreError(
+                        f"{masked_text(self.url)} cannot be reached to {doing}: {said}; check the address, the "
+                        "credentials and the network, and run the same command again"
+                    ) from error
+                logging.log_every_n_seconds(logging.WARNING, "%s: %s; tried again", 60, masked_text(self.url), said)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def listed(self, below: str = "", patience: float = PATIENCE) -> dict[str, StoredFile]:
+        """Returns the objects below a prefix, by name; one request per 1,000 of them."""
+        root = f"{self._root}/{below}".rstrip("/")
+        found = self.ask(lambda: self._files.find(root, detail=True), "list it", patience)
+        start = len(self._root.strip("/")) + 1
+        return {
+            path.strip("/")[start:]: StoredFile(int(entry["size"]), _version(entry))
+            for path, entry in found.items()
+            if entry.get("type") == "file" and len(path.strip("/")) > start
+        }
+
+    def subfolders(self) -> list[str]:
+        """Returns the names of the folders directly below the URL."""
+        try:
+            found = self.ask(lambda: self._files.ls(self._root, detail=True), "list it")
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory")
+
+    def read(self, name: str, patience: float = PATIENCE) -> bytes:
+        """Returns the content of a small object."""
+        return self.ask(lambda: self._files.cat_file(self._at(name)), f"read {name}", patience)
+
+    def fetch(self, name: str, path: str) -> None:
+        """Copies an object into a local file."""
+        self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}")
+
+    def write(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
+        """Writes a small object, in place of one of that name."""
+        self.ask(lambda: self._files.pipe_file(self._at(name), content), f"write {name}", patience)
+
+    def put(self, path: str, name: str, patience: float = PATIENCE) -> None:
+        """Copies a local file into an object, in place of one of that name."""
+        self.ask(lambda: self._files.put_file(path, self._at(name)), f"write {name}", patience)
+
+    def create(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
+        """Writes a small object that must not exist, by the store's own conditional write; else `FileExistsError`."""
+        self.ask(lambda: self._files.pipe_file(self._at(name), content, mode="create"), f"write {name}", patience)
+
+    def delete(self, names: Iterable[str], patience: float = PATIENCE) -> None:
+        """Deletes objects; one that is not there is no error."""
+        for name in names:
+            try:
+                self.ask(lambda name=name: self._files.rm_file(self._at(name)), f"delete {name}", patience)
+            except FileNotFoundError:
+                pass
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def _version(entry: dict[str, Any]) -> str:
+    for key in ("ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "created"):
+        if entry.get(key):
+            return str(entry[key]).strip('"')
+    return ""
