@@ -1,7 +1,6 @@
 """The errors that looplib raises, and the exit codes of its programs.
 
-Each kind of error that a user can mend is a class here, whose name starts the last line of a binary. The message says
-what was found, what was expected and what to do.
+Each kind of error that a user can mend is a class, whose name ends the last line of a binary and which docs/ explains.
 """
 
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
@@ -28,12 +27,13 @@ class UsageError(ValueError):
 
     @property
     def line(self) -> str:
-        """The message, and in parentheses the class by which the docs explain it."""
-        return f"{self} ({type(self).__name__})" if type(self) is not UsageError else f"{self}"
+        """The message, and in parentheses the class of this file by which docs/ explains it."""
+        kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"{self} ({kind.__name__})" if kind is not UsageError else f"{self}"
 
 
 class SettingError(UsageError):
-    """A setting or an argument has a value of the wrong kind, or out of its range. Use a value of the message."""
+    """A setting or an argument has a value of the wrong kind, or out of its range. Use one that the message names."""
 
 
 class FlagError(UsageError):
@@ -57,11 +57,11 @@ class MissingPartError(UsageError):
 
 
 class ClosedError(UsageError):
-    """A call to a controller that was closed, or one of whose steps has failed. Build a new one."""
+    """A call was made to a controller that is closed, or after one of its steps failed. Build a new one."""
 
 
 class BusyError(UsageError):
-    """A call that is not possible while the run trains. Wait for its end, or call it outside of the training."""
+    """A call is not possible while a run trains. Wait until the training ends, and call it then."""
 
 
 class TaskError(UsageError):
@@ -113,7 +113,7 @@ class OrbitError(UsageError):
 
 
 class EngineError(UsageError):
-    """The engine (`--loop`) cannot run this step. `--loop=graph` runs every step."""
+    """The engine (`--loop`) or XLA (`jit_compile`) cannot run this step. `--loop=graph` runs every step."""
 
 
 class DatasetError(UsageError):
@@ -145,15 +145,15 @@ class RecordsError(UsageError):
 
 
 class DataError(UsageError):
-    """Data could not be read while a run was under way, as a file is damaged or gone; the run can be resumed."""
+    """Data could not be read or used while a run was under way. Mend the data, and resume the run."""
 
 
 class NoCheckpointError(UsageError):
-    """There is no checkpoint where one is needed. Train first, or name another run directory."""
+    """There is no checkpoint where one is needed. Train first, or name another place."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is damaged, or written in a form that this version does not read."""
+    """A checkpoint is damaged, or in a form that this version does not read. Use another one."""
 
 
 class MismatchError(UsageError):
@@ -193,7 +193,7 @@ class StrategyError(UsageError):
 
 
 class DeviceError(UsageError):
-    """TensorFlow's devices cannot be set up as the settings ask."""
+    """TensorFlow cannot start, or its devices cannot be set up as the settings ask."""
 
 
 class ClusterError(UsageError):
@@ -252,7 +252,7 @@ class _Ended(SystemExit):
 
 
 class Preempted(_Ended):
-    """A signal asked the run to end, and it has saved its state; uncaught, the process exits with `EXIT_PREEMPTED`.
+    """A signal or a time limit ended the run, which saved its state; uncaught, the process exits with `EXIT_PREEMPTED`.
 
     Attributes:
       message: what the error says.

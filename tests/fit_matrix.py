@@ -1,10 +1,10 @@
-"""Small models of the kinds that people have, beside Keras `fit`: a matrix, in docs/keras_matrix.md.
+"""Small models of the kinds that people have, beside Keras `fit`: a matrix, in docs/keras_matrix.md and its parts.
 
     python tests/fit_matrix.py --rows=gan,vae --families=keras --columns=fit,replicas
-    python tests/fit_matrix.py --write  # all rows, into the page; with --rows only these
+    python tests/fit_matrix.py --write  # all rows, into the pages; with --rows only these
 
-Each cell is "right", with the largest relative difference; "refused", with the sentence; or "differs", with the
-sentence of docs/from_keras.md that says so. Anything else is wrong, and the exit code is 1.
+Each cell is "right", with the largest relative difference; "refused", with what the error says first; or "differs",
+with the sentence of docs/from_keras_differences.md that says so. Anything else is wrong, and the exit code is 1.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import looplib
 from looplib.messages import gist
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-PAGE, SAYS = DOCS / "keras_matrix.md", DOCS / "from_keras.md"
+OVERVIEW, SAYS = DOCS / "keras_matrix.md", DOCS / "from_keras_differences.md"
 COLUMNS = {
     "fit": "one replica, against `fit`",
     "replicas": "two replicas, against `fit` on one device",
@@ -46,7 +46,19 @@ SCRIPTS["multi_output"] = dataclasses.replace(
     SCRIPTS["multi_output"], not_compared={"price_loss": PER_OUTPUT, "kind_loss": PER_OUTPUT}
 )
 SCRIPTS["autoencoder"] = dataclasses.replace(SCRIPTS["autoencoder"], said={"replicas": fit_models.STATISTICS})
-ROWS = {**SCRIPTS, **fit_models.ROWS, **fit_steps.ROWS}
+_NAMES = list(fit_models.ROWS)
+_LOSSES = _NAMES[: _NAMES.index("normalization")]
+PARTS = {  # of the matrix, each a page
+    "keras_matrix_scripts.md": ("Whole programs", SCRIPTS),
+    "keras_matrix_losses.md": ("Losses and metrics", {name: fit_models.ROWS[name] for name in _LOSSES}),
+    "keras_matrix_layers.md": (
+        "Layers, optimizers and data",
+        {name: row for name, row in fit_models.ROWS.items() if name not in _LOSSES},
+    ),
+    "keras_matrix_steps.md": ("Training steps of their own", fit_steps.ROWS),
+}
+ROWS = {name: row for _, rows in PARTS.values() for name, row in rows.items()}
+FIRST, LAST = "<!-- the matrix -->\n", "<!-- its end -->\n"
 NOT_OF_FIT = ("epoch", "steps_per_second", "val_examples")
 RIGHT, REFUSED, DIFFERS, WRONG = "right", "refused", "differs", "**wrong**"
 
@@ -88,7 +100,8 @@ class _Program:
         except _NotMadeError as error:
             return f"{REFUSED}: by Keras, when the model is made: {_one_line(error)}"
         except looplib.UsageError as error:
-            return f"{REFUSED}: {_one_line(error).replace(str(self._folder), 'DIR')}"
+            what = re.split(r"; | \(|: ", _one_line(error).replace(str(self._folder), "DIR"), maxsplit=1)[0]
+            return f"{REFUSED}: {what}"  # the rest says what to do
         except Exception as error:  # a crash of any kind is no refusal
             return f"{WRONG}: {type(error).__name__}: {_one_line(gist(error))}"
         allowed = self._row.tolerance if column in ("fit", "replicas") else 1e-5
@@ -207,7 +220,7 @@ class _Program:
 
 
 def _is_said(sentence):
-    """Returns whether docs/from_keras.md has a sentence; None is none."""
+    """Returns whether docs/from_keras_differences.md has a sentence; None is none."""
     return sentence is not None and sentence in " ".join(SAYS.read_text().split())
 
 
@@ -270,18 +283,29 @@ def names_in(text):
 
 
 def every():
-    """Returns the pairs of a row and a family, in the order of the table."""
+    """Returns the pairs of a row and a family, in the order of the tables."""
     return [(row, family) for row in ROWS.values() for family in row.families]
 
 
 def write(lines):
-    """Puts lines into the page, in place of those of the same models."""
-    text = PAGE.read_text()
-    before, after = text.split("<!-- the matrix -->\n")[0], text.split("<!-- its end -->\n")[-1]
-    known = {**names_in(text), **names_in("\n".join(lines))}
-    order = [next(iter(names_in(line_of(row, family, {})))) for row, family in every()]
-    table = "\n".join([*head(), *(known[name] for name in order if name in known)])
-    PAGE.write_text(f"{before}<!-- the matrix -->\n{table}\n<!-- its end -->\n{after}")
+    """Puts lines into the pages, in place of those of the same models, and their numbers into the overview."""
+    new, counts = names_in("\n".join(lines)), ["| page | models | right | refused | differs |", "|---" * 5 + "|"]
+    for part, (title, rows) in PARTS.items():
+        page = DOCS / part
+        known = {**names_in(page.read_text()), **new}
+        order = [next(iter(names_in(line_of(row, family, {})))) for row in rows.values() for family in row.families]
+        found = [known[name] for name in order if name in known]
+        _put(page, [*head(), *found])
+        numbers = [len(found), *("".join(found).count(f"| {kind}") for kind in (RIGHT, REFUSED, DIFFERS))]
+        counts.append(f"| [{title}]({part}) | " + " | ".join(map(str, numbers)) + " |")
+    _put(OVERVIEW, counts)
+
+
+def _put(page, lines):
+    """Replaces the table of a page."""
+    text = page.read_text()
+    before, after = text.split(FIRST)[0], text.split(LAST)[-1]
+    page.write_text(f"{before}{FIRST}{chr(10).join(lines)}\n{LAST}{after}")
 
 
 def main():
@@ -291,7 +315,7 @@ def main():
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--families", default=",".join(fit_rows.BOTH))
     parser.add_argument("--columns", default=",".join(COLUMNS))
-    parser.add_argument("--write", action="store_true", help="put the lines into the page")
+    parser.add_argument("--write", action="store_true", help="put the lines into the pages")
     flags = parser.parse_args()
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)

@@ -4,8 +4,8 @@ import numpy as np
 import tensorflow as tf
 from fit_rows import BATCH, EXAMPLES, labels, noise, padded, rows_of, sparse_loss
 
-RANDOM = "Layers that draw numbers at random, such as dropout, draw others for the parts of a batch"
-STATISTICS = "Batch normalization takes the statistics of each replica's own examples"
+RANDOM = "Layers that draw random numbers, such as dropout, draw different numbers for the parts of a batch"
+STATISTICS = "Batch normalization uses the statistics of each replica's own examples"
 
 
 def _dense(keras, outputs=1, features=5, **arguments):

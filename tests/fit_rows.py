@@ -19,10 +19,10 @@ class Row:
       text: what it is.
       build: makes the model and the arguments of `fit`, `batch_size` too, from a module of Keras.
       families: the modules that it can be written for.
-      said: by column, a sentence of docs/from_keras.md that says why it differs there.
-      not_compared: metrics, by a sentence of docs/from_keras.md that says why they differ from those of `fit`.
+      said: by column, a sentence of docs/from_keras_differences.md that says why it differs there.
+      not_compared: metrics, by a sentence of that page that says why they differ from those of `fit`.
       tolerance: the largest relative difference that is rounding.
-      after: what a user calls with the model after the training, as docs/from_keras.md says.
+      after: what a user calls with the model after the training, as that page says.
       prepare: what a program does with the model, from it and whether the program is the first of its run.
     """
 

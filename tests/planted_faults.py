@@ -105,14 +105,14 @@ FAULTS = [
           "sweep faults/sweep_faults"),
     Fault("an export computes in inference mode", "task/exported.py", "model(inputs, training=False)",
           "model(inputs, training=True)", "exports"),
-    Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "configuration program"),
-    Fault("a page runs no foreign script", "extras/page/html.py", "title=html.escape(title.encode(errors=\"replace\").decode())",
-          "title=title", "report_page faults/foreign_text faults/hostile"),
+    Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "faults/environment"),
+    Fault("a page runs no foreign script", "extras/page/html.py", 'return text.replace("<", "\\u003c")', "return text",
+          "report_page"),
     Fault("seeds of augmentation differ from example to example", "data/order.py",
           "words = mix(tf.bitcast(tf.reshape(positions, [-1]), tf.uint64) + key)",
           "words = mix(tf.bitcast(0 * tf.reshape(positions, [-1]), tf.uint64) + key)", "inputs"),
     Fault("nothing is written outside of the run directory", "checkpoint/directory.py",
-          "        folders.check_folder(os.path.join(model_dir, name))\n", "        pass\n", "faults/hostile"),
+          '        folders.check_folder(os.path.join(model_dir, name.rstrip("/")))', "        pass", "faults/hostile"),
 ]  # fmt: skip
 
 

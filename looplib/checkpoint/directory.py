@@ -79,7 +79,7 @@ def check_inside(model_dir: str, writes: bool) -> None:
     """
     names = [name for name in CONTENTS if "*" not in name]
     for name in (name for name in names if name.endswith("/")):
-        folders.check_folder(os.path.join(model_dir, name))
+        folders.check_folder(os.path.join(model_dir, name.rstrip("/")))  # a slash would lead through a link
     for folder in (model_dir, os.path.join(model_dir, "checkpoints")) if writes else ():
         folders.remove_unfinished(folder)
     for name in (name for name in names if writes and not name.endswith("/")):

@@ -18,7 +18,7 @@ from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalize
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import CheckpointError, MismatchError, UsageError
+from looplib.errors import CheckpointError, MismatchError, NoCheckpointError, UsageError
 from looplib.messages import gist, join_names
 from looplib.task.record import Contents, RunRecord
 from looplib.task.state import SlotOptimizer
@@ -127,7 +127,8 @@ def peek(path: str) -> tuple[int, RunRecord]:
             raise ValueError(f"the step in it is {step}")
         text = reader.get_tensor(_tf.python_state_key("run_state"))
     except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
-        raise CheckpointError(
+        kind = CheckpointError if tf.io.gfile.exists(f"{path}.index") else NoCheckpointError
+        raise kind(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
             "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
         ) from error

@@ -154,9 +154,9 @@ def _refuse_without_batches(
     """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
     if not any(cardinalities):
         raise EmptyDataError(
-            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
-            f"or not one for each of {pipelines.replicas} replicas; check where the data is read from, and that "
-            "drop_remainder does not drop the only batch"
+            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch"
+            f"{f', or not one for each of {pipelines.replicas} replicas' * (pipelines.replicas > 1)}; check where the "
+            "data is read from, and that drop_remainder does not drop the only batch"
         )
     if lengths is not None and lengths.steps == 0:
         raise EmptyDataError(
@@ -186,7 +186,7 @@ def _gathered(dataset: tf.data.Dataset, arrays: Any, batch_size: int) -> tuple[t
     """Returns the pipeline of the rows of resident arrays, and what gathers them; None if a step has to do that itself.
 
     In the program of a step, XLA of TensorFlow 2.20 divides the gather among threads. To wake one takes longer than to
-    copy a small batch (docs/speed.md).
+    copy a small batch (docs/speed_choices.md).
     """
     first = [tf.convert_to_tensor(array[:1]) for array in tf.nest.flatten(arrays)]
     size = batch_size * sum(math.prod(row.shape) * row.dtype.size for row in first)

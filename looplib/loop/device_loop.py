@@ -19,7 +19,7 @@ from looplib.loop.xla import XlaChunk
 _FEW = 3  # chunks of XLA that are called one by one
 _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop; a TPU counts no further
 # Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
-# small step (docs/speed.md), and several workers have to ask each other.
+# small step (docs/speed_choices.md), and several workers have to ask each other.
 _STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
 # Ops of a step from which the loop over steps looks at the stop flag itself, which costs 17 microseconds a step. At the
 # end of a loop TensorFlow passes over all ops of its body again, in a third of the time of a step of many small ops.

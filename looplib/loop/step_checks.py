@@ -48,7 +48,7 @@ class TracedValues:
                 continue
             cure = (
                 "start the run again with it and with --partial_restore (Start(partial=True)), which keeps "
-                "what still fits: docs/recipes.md has such phases"
+                "what still fits: docs/phases.md shows how"
                 if name == "trainable"
                 else "keep a value that changes in a tf.Variable, and assign to that"
             )

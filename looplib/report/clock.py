@@ -11,8 +11,10 @@ _IMPORTED = time.perf_counter()
 _SHORT_CALL = 0.002  # seconds; each call of the loop costs a few tenths of a millisecond, whatever its number of steps
 _HALF_LIFE = 30.0  # seconds of training after which a measurement of speed has half of its weight
 _LONG_TRAINING = 0.5  # seconds; in a shorter training, waiting means waiting for the first batch
+_OF_A_START = ("start", "compile", "restore")
 # The advice for the phase that takes most of the time.
 _AGAINST = {
+    **dict.fromkeys(_OF_A_START, "train more steps per start"),
     "train": "try --loop=auto, a lower precision, or more devices",
     "input": "try map(..., tf.data.AUTOTUNE) on batches, cache(), prefetch(), or context.resident for arrays",
     "evaluate": "evaluate less often, or beside the training with --mode=continuous_eval",
@@ -20,7 +22,6 @@ _AGAINST = {
     "save": "save less often",
     "save before evaluations": "evaluate less often, because each evaluation saves first; save no more often",
 }
-_OF_A_START = ("start", "compile", "restore")
 _NO_OVERHEAD = ("train", "input", "evaluate", "suspended")
 
 
@@ -124,8 +125,7 @@ class Clock:
         most, overhead = max(others, key=others.get), sum(others.values()) / wall
         if begun > max(training, evaluated, overhead * wall - begun):
             parts = ", ".join(f"{name} {format_share(value / wall)}" for name, value in of_start.items())
-            what = f"start-up took {begun / wall:.0%} of the time ({parts})"
-            advice = "train more steps per start"
+            what, advice = f"start-up took {begun / wall:.0%} of the time ({parts})", _AGAINST["start"]
             if training > _LONG_TRAINING and self.waits_for_input:
                 clause, change = self.of_input() or ("", _AGAINST["input"])
                 what += (

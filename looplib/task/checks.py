@@ -34,13 +34,13 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
         raise TaskError("a controller needs a trainer, an evaluator or both; it got neither")
     if trainer is not None and not isinstance(trainer, Trainer):
         raise TaskError(
-            f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass (one of "
+            f"trainer is {shown(trainer)}; expected an instance of a looplib.Trainer subclass (one of "
             "Orbit's is wrapped: looplib.OrbitTrainer(trainer))"
         )
     for name, value in evaluators.items():
         if not isinstance(value, Evaluator):
             raise TaskError(
-                f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of "
+                f"evaluator {name!r} is {shown(value)}; expected a looplib.Evaluator instance (one of "
                 "Orbit's is wrapped: looplib.OrbitEvaluator(evaluator))"
             )
         if name == "train" or not isinstance(name, str) or not (re.fullmatch(r"[\w.-]+", name) and is_name(name)):

@@ -408,7 +408,7 @@ def _losses_and_metrics(trainer: type[Trainer], returned: Any, inputs: Any) -> t
             f"{who}.loss_fn returned {found}; expected one loss per example, a float tensor [batch], or "
             "looplib.mean(losses, weights): a mean that is taken already would be wrong for micro-batches and replicas"
         )
-    splitting.check_per_example(f"what {who}.loss_fn returned as losses", losses, inputs)
+    splitting.check_per_example(f"what {who}.loss_fn returned as losses", losses, inputs, LossError)
     return losses, metrics
 
 

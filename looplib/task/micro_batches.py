@@ -8,7 +8,7 @@ from absl import logging
 
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import BatchSizeError, MetricError, StepError
+from looplib.errors import BatchSizeError, MetricError, StepError, UsageError
 from looplib.task import reductions
 from looplib.task.media import Media
 from looplib.task.reductions import Reduction
@@ -105,13 +105,13 @@ def _rows(leaf: tf.Tensor | tf.RaggedTensor, number: tf.Tensor, count: int) -> t
 
 
 @tf.autograph.experimental.do_not_convert
-def check_per_example(what: str, value: Any, inputs: Any) -> None:
+def check_per_example(what: str, value: Any, inputs: Any, kind: type[UsageError] = MetricError) -> None:
     """Raises `UsageError` if the first dimension of a tensor, named `what`, is known to differ from its batch's."""
     shape = tf.convert_to_tensor(value).shape
     leaves = [leaf for leaf in tf.nest.flatten(inputs) if isinstance(leaf, (tf.Tensor, tf.RaggedTensor))]
     sizes = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
     if shape.rank and shape[0] is not None and sizes and None not in sizes and shape[0] not in sizes:
-        raise StepError(
+        raise kind(
             f"{what} has the shape {shape}, and its batch has {' or '.join(map(str, sorted(sizes)))} examples; "
             "expected one value per example, or looplib.mean, looplib.total or looplib.last to say how it reduces"
         )

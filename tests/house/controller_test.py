@@ -346,8 +346,8 @@ def test_a_file_that_is_no_checkpoint_is_a_sentence(tmp_path):
     trainer, _ = build()
     controller = toy.controller(DEFAULT, trainer, model_dir=tmp_path)
     (tmp_path / "x.index").write_bytes(b"nonsense")
-    for path in (tmp_path / "x", tmp_path / "missing"):
-        with pytest.raises(CheckpointError):
+    for path, kind in ((tmp_path / "x", CheckpointError), (tmp_path / "missing", NoCheckpointError)):
+        with pytest.raises(kind):
             controller.restore_checkpoint(path)
 
 

@@ -3,7 +3,7 @@
     python tests/model_garden/every_experiment.py [--write] [names ...]
 
 Three training steps and an evaluation of all validation data each, one after another in this process, in the precision
-that the experiment has. Prints a row for each; `--write` puts them into the table of docs/model_garden.md.
+that the experiment has. Prints a row for each; `--write` puts them into the table of docs/model_garden_compared.md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from official.core import exp_factory
 
 from trainers import model_garden, model_garden_config
 
-PAGE = ROOT / "docs" / "model_garden.md"
+PAGE = ROOT / "docs" / "model_garden_compared.md"
 HEAD = "| experiment | precision | Model Garden's driver: loss | looplib: loss | examples evaluated |\n|---|---|---|---|---|\n"
 
 

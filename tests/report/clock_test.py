@@ -118,6 +118,7 @@ def test_a_short_run_is_told_that_its_start_took_its_time():
     assert verdict(start=5, compile=1, train=0.95, input=2.85, save=0.2).startswith(f"{waits}start, and try map(")
     assert verdict(start=5, compile=1, train=7).startswith("compute-bound: the device computes 54% ")
     assert verdict(start=2, compile=1, train=1, save=6).startswith("overhead-bound: ")
+    assert verdict(compile=4.5, train=4.6, save=0.9).endswith("most of it compile; train more steps per start")
     assert verdict(start=2, compile=1, train=1, evaluate=4).startswith("evaluation-bound: ")
 
 

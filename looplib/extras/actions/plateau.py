@@ -11,7 +11,7 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.compat import keras as _keras
-from looplib.errors import ActionError, ExportError, MetricError, MissingPartError
+from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
 from looplib.messages import whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
@@ -297,7 +297,7 @@ class ReduceOnPlateau(_MetricWatcher):
         super().__init__(metric, patience, min_change, mode, name)
         self.factor = number("ReduceOnPlateau.factor", factor)
         if not 0 < self.factor < 1:
-            raise ActionError(f"ReduceOnPlateau.factor is {factor!r}; expected a number between 0 and 1")
+            raise SettingError(f"ReduceOnPlateau.factor is {factor!r}; expected a number between 0 and 1")
         self.cooldown = whole_number("ReduceOnPlateau.cooldown", cooldown, least=0)
         self.min_rate = number("ReduceOnPlateau.min_rate", min_rate)
         self._cooling = 0
@@ -348,7 +348,7 @@ class ReduceOnPlateau(_MetricWatcher):
 def number(name: str, value: Any) -> float:
     """Returns a number as a float; raises `UsageError` if it is none, negative or not finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
-        raise ActionError(f"{name} is {value!r}; expected a number of at least 0")
+        raise SettingError(f"{name} is {value!r}; expected a number of at least 0")
     return float(value)
 
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import folders
-from looplib.errors import ActionError
+from looplib.errors import ActionError, FlagError, MissingPartError
 from looplib.extras.actions import op_times
 from looplib.messages import gist, whole_number
 from looplib.task.actions import Action
@@ -47,7 +47,7 @@ class Profile(Action):
     def parse(cls, text: str) -> "Profile":
         """Returns the profile that --profile asks for; `UsageError` for a text of another form."""
         if not (found := re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)) or not int(found[2]):
-            raise ActionError(
+            raise FlagError(
                 f"--profile is {text!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
             )
         return cls(int(found[1]), int(found[2]))
@@ -81,7 +81,7 @@ class Profile(Action):
     def on_start(self, controller: Any) -> None:
         """Refuses a run without a directory."""
         if not controller.model_dir:
-            raise ActionError("a profile needs a run directory to be written to; give Controller(model_dir=...)")
+            raise MissingPartError("a profile needs a run directory to be written to; give Controller(model_dir=...)")
         if controller.global_step > self._start and not self._done:
             logging.info("steps %d to %d are past, and are not profiled again", self._start + 1, self._end)
 

@@ -69,7 +69,8 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     if len(sizes) != len(hosts) or sum(sizes) != count:
         raise ClusterError(
             f"Slurm's variables disagree: SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE "
-            f"{len(sizes)} with {sum(sizes)} tasks, SLURM_STEP_NUM_TASKS says {count}"
+            f"{len(sizes)} with {sum(sizes)} tasks, SLURM_STEP_NUM_TASKS says {count}; start the program "
+            "by srun, and change none of them"
         )
     places = [(local, node) for node, size in enumerate(sizes) for local in range(size)]  # by rank: node after node
     if environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):

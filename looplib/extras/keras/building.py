@@ -5,6 +5,7 @@ Several replicas and the eager loop cannot make them in a step. What is traced h
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,7 +105,9 @@ def _outside(make: Callable[..., Any], **settings: Any) -> Any:
         return make(**settings)
     settings["initial_value"] = value
     known = inspect.signature(tf.Variable.__init__).parameters
-    with tf.init_scope():
+    # A graph numbers a scope that is entered again, as that of a metric for its second variable; Keras does not.
+    path = getattr(sys.modules.get("keras.src.backend.common.name_scope"), "current_path", str)()
+    with tf.init_scope(), tf.name_scope(f"{path}/") if path else contextlib.nullcontext():
         return tf.Variable(**{name: value for name, value in settings.items() if name in known})
 
 

@@ -114,7 +114,7 @@ def _of_parts(model: Any, first: _Values, second: _Values, both: _Values, copies
     if _apart(first, copies) > tolerance:
         return _of_copies(_ratio(copies.compared, first.compared))
     if any(map(models.is_batch_normalization, _keras.sublayers(model))):
-        return ""  # which takes the statistics of each replica's examples; docs/from_keras.md
+        return ""  # which takes the statistics of each replica's examples; docs/from_keras_differences.md
     return (
         f"the mean of those of two halves of a batch differs from that of the batch by {_apart(mean, both):.2%} (it "
         "divides by something else than examples, such as its tokens or the sum of its weights, or uses statistics of "

@@ -24,8 +24,8 @@ from looplib.task.trainer import Trainer
 class KerasTrainer(Adapter, Trainer):
     """Trains a compiled Keras model, with its losses, metrics, weights and `train_step`, as `fit` does.
 
-    Build the model, compile it and build the trainer under `strategy.scope()`. docs/from_keras.md lists what differs
-    from `fit`.
+    Build the model, compile it and build the trainer under `strategy.scope()`. What differs from `fit` is in
+    docs/from_keras_differences.md.
 
     Args:
       model: a compiled model of Keras 3 or tf_keras: functional, sequential, or a subclass with its own `train_step` or

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.command_line import PREDICTIONS
-from looplib.errors import PredictionError
+from looplib.errors import PluginError, PredictionError
 
 Row = Any  # what one example has of an output: a numpy array or number, or lists of these where it is ragged
 Record = dict[str, Row]  # the rows of one example, by the names of the outputs
@@ -24,7 +24,7 @@ def check_kind(kind: str) -> None:
         try:
             import pyarrow.parquet  # noqa: F401
         except ImportError as error:
-            raise PredictionError(
+            raise PluginError(
                 "the predictions' format is parquet, and pyarrow is not installed; install it (pip install pyarrow), "
                 "or use jsonl or tfrecord"
             ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from looplib import files
 from looplib.console import printable
-from looplib.errors import EXIT_DONE, RunDirectoryError
+from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
 from looplib.extras.page.html import FILE, page
 from looplib.extras.page.read import read_run
 from looplib.extras.tools.options import path
@@ -74,9 +74,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     try:
         is_file = files.write_named(place, text) if output else not files.write_whole(place, text)
     except OSError as error:
-        raise RunDirectoryError(
-            f"{place} cannot be written: {with_cure(error, 'name another file with --output')}"
-        ) from error
+        raise FileError(f"{place} cannot be written: {with_cure(error, 'name another file with --output')}") from error
     left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
     line = printable(f"{place}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
     print(line, file=sys.stdout if is_file else sys.stderr)  # which a page in standard output would not bear

@@ -10,7 +10,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from looplib.errors import RecordsError, UsageError
+from looplib.errors import PluginError, RecordsError, UsageError
 from looplib.extras.records.files import THREADS, Files, refuse_compressed
 from looplib.extras.records.index import Layout, find_offsets
 from looplib.extras.records.indexed import MOST_BYTES, IndexedFiles, Numbered, ReadElsewhere
@@ -336,4 +336,4 @@ def _imported(module: str, package: str) -> Any:
     try:
         return __import__(module, fromlist=["_"])
     except ImportError as error:
-        raise RecordsError(f"files of this format are read by {package}; install it: pip install {package}") from error
+        raise PluginError(f"files of this format are read by {package}; install it: pip install {package}") from error

@@ -15,7 +15,7 @@ def add(tools: Any) -> None:
         help="run a command with many settings, and rank the results",
         usage="python -m looplib sweep --dir=SWEEP [options] -- COMMAND --config.lr=0.1,0.01 ...",
         description="Runs COMMAND, without --model_dir, with many settings, each in a run directory of its own, and "
-        "ranks the results. The same command resumes a sweep that was ended or killed. docs/experiments.md describes "
+        "ranks the results. The same command resumes a sweep that was ended or killed. docs/sweeps.md describes "
         "the lists and ranges of values.",
         epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, or a full disk; 75 "
         "saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again",

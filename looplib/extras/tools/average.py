@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from looplib import folders
 from looplib.checkpoint import choice, commits
-from looplib.errors import EXIT_DONE, CheckpointError
+from looplib.errors import EXIT_DONE, MismatchError, NoCheckpointError, RunDirectoryError
 from looplib.messages import whole_number
 
 
@@ -37,12 +37,12 @@ def average(directory: str, output: str, last: int = 5, checkpoint: str = choice
     found = sorted(found, key=lambda done: done.step)[-last:]
     if len(found) < last:
         up_to = f" up to step {end.step}" if end and checkpoint != choice.LATEST else ""
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"{directory} has {len(found)} intact checkpoints{up_to}, and --last is {last}; keep more of them in the "
             "training (--keep_last), or average fewer"
         )
     if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
-        raise CheckpointError(f"{output} is not empty; name a new directory for the average")
+        raise RunDirectoryError(f"{output} is not empty; name a new directory for the average")
     folder = folders.make_folder(output, "checkpoints")
     path = commits.path_of(folder, found[-1].step)
     commits.begin(path)
@@ -64,9 +64,7 @@ def _mean(paths: list[str]) -> dict[str, tf.Tensor]:
         floating = {key: shape for key, shape in shapes.items() if dtypes[key].is_floating}
         others = reader.get_variable_to_shape_map()
         if any(others.get(key) != shape for key, shape in floating.items()):
-            raise CheckpointError(
-                f"{path} and {paths[-1]} are of different models; average the checkpoints of one model"
-            )
+            raise MismatchError(f"{path} and {paths[-1]} are of different models; average the checkpoints of one model")
     return {key: _value(readers, key, dtypes[key]) for key in sorted(shapes)}
 
 

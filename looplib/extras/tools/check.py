@@ -39,7 +39,7 @@ _DATA_HINT = (
 )
 _RESUME_HINT = (
     "the examples are equal, so the step uses something that a checkpoint does not hold: tf.random.normal, tf_keras "
-    "dropout, a Python counter, an array in an attribute (docs/guide.md: What is state, Randomness). --baseline=2 "
+    "dropout, a Python counter, an array in an attribute (docs/checkpoints.md). --baseline=2 "
     "shows whether two uninterrupted runs agree at all"
 )
 _REPORT_HINT = (

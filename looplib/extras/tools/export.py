@@ -35,5 +35,7 @@ def export(
     try:
         done = subprocess.run([*command, *flags], cwd=folder, check=False)
     except (OSError, ValueError) as error:
-        raise ExportError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
+        raise ExportError(
+            f"{command[0]} cannot be started in {folder} ({gist(error)}); restore them, or repeat the run by hand"
+        ) from error
     return EXIT_DONE if done.returncode == 0 else EXIT_UNKNOWN

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import selectors
-import shlex
 import signal
 import socket
 import subprocess
@@ -175,7 +174,9 @@ class _LaunchedRun:
                 preexec_fn=dying_with_parent(signal.SIGTERM),  # if the launcher is killed, they save and end
             )  # fmt: skip
         except OSError as error:
-            raise CommandError(f"{shlex.join(self._command)} cannot be started ({error.strerror})") from error
+            raise CommandError(
+                f"{self._command[0]!r} cannot be started: {error.strerror}; write the command as you type it"
+            ) from error
         task.code, task.killed, task.due = None, False, None
         for pipe, stream in ((task.process.stdout, sys.stdout), (task.process.stderr, sys.stderr)):
             os.set_blocking(pipe.fileno(), False)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from looplib import files
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.errors import CommandError
+from looplib.errors import CheckError
 from looplib.extras.diagnosis import places, traced_ops
 from looplib.extras.tools import xla
 from looplib.messages import gist
@@ -86,7 +86,7 @@ def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dic
     try:
         tf.function(lambda: tf.ones([]), jit_compile=True).experimental_get_compiler_ir()(stage="hlo")
     except Exception as error:  # XLA's errors have many types
-        raise CommandError(f"check in an environment whose TensorFlow compiles for a CPU: {gist(error)}") from error
+        raise CheckError(f"check in an environment whose TensorFlow compiles for a CPU: {gist(error)}") from error
     findings, steps = [], {}
     for split, loop in controller.loops.items():
         look = _Look(split, loop, platform, cores)

@@ -77,7 +77,7 @@ def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[
         if started is None:
             raise ReplayError(
                 f"the run in {directory} is of a Controller without launch.run, so that it has no command to repeat; "
-                "make the script a binary (docs/guide.md#a-binary)"
+                "make the script a binary (docs/first_trainer.md)"
             )
         arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
     except LookupError as error:

@@ -128,7 +128,9 @@ class Replayable(Recorded):
                         process.kill()
                         process.wait()
         except (OSError, ValueError) as error:
-            raise ReplayError(f"{command[0]} cannot be started in {place} ({gist(error)})") from error
+            raise ReplayError(
+                f"{command[0]} cannot be started in {place} ({gist(error)}); restore them, or repeat the run by hand"
+            ) from error
         if code == 0 and os.path.exists(order.to):
             return Answer.from_file(order.to)
         if log:

@@ -75,7 +75,9 @@ def rerun(directory: str, to: str | None = None) -> int:
             preexec_fn=dying_with_parent(signal.SIGTERM),
         )
     except (OSError, ValueError) as error:
-        raise ReplayError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
+        raise ReplayError(
+            f"{command[0]} cannot be started in {folder} ({gist(error)}); restore them, or repeat the run by hand"
+        ) from error
     if code := process.wait():
         print(f"looplib: error: the command ended with code {code}; its own last line says why", file=sys.stderr)
         return EXIT_UNKNOWN

@@ -37,12 +37,13 @@ def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = F
     except UsageError:
         raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
-        raise WarmStartError(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
+        kind = WarmStartError if tf.io.gfile.exists(f"{path}.index") else NoCheckpointError
+        raise kind(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
     left_out = describe_differences(taken.others)
     if not taken.count:
         raise WarmStartError(
-            f"nothing in {path} fits ({left_out}); name a checkpoint of the same model, or of a part of it under the "
-            "same attribute names"
+            f"nothing in {path} fits ({left_out or 'it has no such names'}); name a checkpoint of the same model, or "
+            "of a part of it under the same attribute names"
         )
     logging.info("took %d values from %s", taken.count, path)
     if left_out:

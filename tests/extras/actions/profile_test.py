@@ -12,7 +12,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib import command_line
-from looplib.errors import ActionError
+from looplib.errors import ActionError, FlagError, MissingPartError
 from looplib.extras.actions import op_times
 from looplib.loop.schedule import Schedule
 
@@ -144,7 +144,7 @@ def test_a_link_out_of_the_run_directory_gets_no_profile(tmp_path, caplog):
 @pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("text", ["10", "10:0", "a:b", "-1:3", "1:2:3"])
 def test_a_flag_of_another_form_is_a_sentence(text):
-    with pytest.raises(ActionError, match=re.escape(f"--profile is {text!r}; expected START:STEPS")):
+    with pytest.raises(FlagError, match=re.escape(f"--profile is {text!r}; expected START:STEPS")):
         command_line.actions({"profile": text})
 
 
@@ -161,5 +161,5 @@ def test_a_profile_after_the_end_is_refused_and_one_across_it_is_a_warning(caplo
 
 def test_a_profile_needs_a_directory():
     controller = toy.controller(make_strategy("default"), toy.Regression(), actions=[looplib.Profile(np.int64(1), 1)])
-    with pytest.raises(ActionError):
+    with pytest.raises(MissingPartError):
         controller.train(2)

@@ -409,3 +409,22 @@ def test_a_compiled_metric_of_ones_own_that_keeps_a_maximum_is_refused(keras):
 
     with pytest.raises(MetricError):
         trained(make, keras, make_strategy("mirrored_x2"), X, Y)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_with_a_metric_that_is_named_continues_on_another_number_of_replicas(family, tmp_path):
+    def trained(strategy, steps):
+        keras = FAMILIES[family]
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+            trainer = looplib.KerasTrainer(model, X, (Y[:, 0] > 0).astype("int32"))
+        config = looplib.RunConfig(global_batch_size=16)
+        with looplib.Controller(
+            config, trainer=trainer, strategy=strategy, model_dir=tmp_path, writers=[]
+        ) as controller:
+            return controller.train(steps)
+
+    trained(make_strategy("default"), 2)
+    assert 0 <= trained(make_strategy("mirrored_x2"), 4)["accuracy"] <= 1

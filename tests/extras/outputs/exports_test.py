@@ -144,11 +144,12 @@ class OfModule(toy.RegressionEvaluator):
 
 
 CASES = {
-    "GradientTrainer, Keras 3": (gradient, "keras", "default"),
+    # With dropout and batch normalization.
     "GradientTrainer, tf_keras, two replicas": (gradient, "tf_keras", "mirrored_x2"),
-    "KerasTrainer, Keras 3, two replicas": (keras_trainer, "keras", "mirrored_x2"),
 }
 REPEATED = {
+    "GradientTrainer, Keras 3": (gradient, "keras", "default"),
+    "KerasTrainer, Keras 3, two replicas": (keras_trainer, "keras", "mirrored_x2"),
     # The test of the command below exports an image classifier.
     "image classification, cnn": (images, "cnn", "default"),
     "KerasTrainer, tf_keras": (keras_trainer, "tf_keras", "default"),
@@ -184,7 +185,6 @@ def exported(cases, tmp_path_factory):
     return dict(zip(expected, zip(expected.values(), read_elsewhere(exports, folder))))
 
 
-@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "name", [*CASES, *more(REPEATED), pytest.param(RESNET, marks=[needs_models, pytest.mark.slow])]
 )

@@ -356,7 +356,7 @@ def test_ports_that_are_held_are_given_to_nobody_else_and_can_be_served(tmp_path
         (["--workers=2"], "the command is missing"),
         (["--workers=0", "--", "true"], "--workers is 0; expected at least 1"),
         (["--workers=2", "--restarts=-1", "--", "true"], "--restarts is -1; expected at least 0"),
-        (["--workers=2", "--", "/no/such/program"], "/no/such/program cannot be started (No such file or directory)"),
+        (["--workers=2", "--", "/no/such/program"], "'/no/such/program' cannot be started: No such file or directory"),
         (["--", "true"], "the following arguments are required: --workers"),
     ],
 )

@@ -19,7 +19,7 @@ from conftest import more
 
 import looplib
 from looplib import __main__ as tools
-from looplib.errors import CommandError
+from looplib.errors import CheckError
 from looplib.extras.diagnosis import traced_ops
 from looplib.extras.tools import check as checks
 from looplib.extras.tools import preflight
@@ -328,5 +328,5 @@ def test_memory_is_what_the_layers_come_to():
 
 def test_a_tensorflow_that_does_not_compile_for_a_cpu_is_a_sentence(monkeypatch):
     monkeypatch.setattr(tf, "ones", lambda shape: 1 / 0)
-    with pytest.raises(CommandError, match="TensorFlow.*CPU"):
+    with pytest.raises(CheckError, match="TensorFlow.*CPU"):
         preflight.look(None)
