@@ -23,7 +23,8 @@ _MOST_DEVICES = 256  # virtual ones, which a process takes seconds to make
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
 _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.LATEST}
 
-PATHS = ("predictions", "export", "warm_start", "continue_from")  # flags, besides --model_dir
+FETCHED = ("warm_start", "continue_from")  # flags that may be URLs, besides --model_dir
+PATHS = ("predictions", "export", *FETCHED)
 
 # The flags that `runtime.setup` takes.
 OF_THE_MACHINE = (

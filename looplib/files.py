@@ -24,6 +24,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from looplib import plugins
 from looplib.errors import FileError
 from looplib.messages import gist, with_cure
 
@@ -56,12 +57,16 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return _REMOTE.match(os.fspath(path)) is not None
 
 
-def resolve(path: str | os.PathLike[str], what: str) -> str:
+def resolve(path: str | os.PathLike[str], what: str, fetch: bool = False) -> str:
     """Returns the one name of a path that a user gives: absolute, so that a later `chdir` does not lead elsewhere.
+
+    With `fetch`, it may be the URL of something that is only read, and the path is that of a local copy.
 
     The path may begin with "~" or "file:///" and need not exist; `what` names it in the `UsageError` of a path that
     cannot be, or of a directory that this user may not read.
     """
+    if fetch and is_remote(path):
+        return plugins.load("looplib.parts", "fetched")(os.fspath(path))
     try:
         return _resolved(os.fspath(path))
     except (OSError, ValueError, TypeError) as error:

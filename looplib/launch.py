@@ -27,7 +27,7 @@ from absl import app, flags, logging
 from looplib import command_line, console, files, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster.collectives import Workers
-from looplib.command_line import FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
+from looplib.command_line import FETCHED, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
@@ -179,7 +179,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         values["loop"] = "graph"
     values["model_dir"] = values["model_dir"] and resolve(values["model_dir"], values["local_dir"])
     for name in command_line.PATHS:
-        values[name] = values[name] and files.resolve(values[name], f"--{name}")
+        values[name] = values[name] and files.resolve(values[name], f"--{name}", fetch=name in FETCHED)
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
     tracked = trains and values["trackers"] and not values["dry_run"]

@@ -277,7 +277,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
 
 def place_of(directory: str | os.PathLike[str]) -> str:
     """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself."""
-    directory = files.resolve(directory, "the run directory")
+    directory = files.resolve(directory, "the run directory", fetch=True)
     if not os.path.isdir(directory):
         raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     inner = os.path.join(directory, "checkpoints")

@@ -7,19 +7,20 @@ another machine fetches the newest checkpoint that is intact, and what it needs 
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from absl import logging
 
 from looplib import files, folders
-from looplib.checkpoint import commits, directory
+from looplib.checkpoint import commits, directory, lock
 from looplib.errors import LockedError, StoreError, UsageError
 from looplib.extras.buckets import lease as leases
+from looplib.extras.buckets import stores
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.stores import Store
 from looplib.masks import masked_text
@@ -32,8 +33,7 @@ _CHECKPOINTS, _MARKER = "checkpoints", ".commit"
 _REPORTS = ("metrics.jsonl", "media.jsonl", "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
             "config.yaml", "code.diff")  # fmt: skip
 _LOCK = "lock"
-_MOST_FILES = 200_000
-_RUN, _INCOMING, _OUTGOING, _NOTE, _STATUS = "run", "incoming", "outgoing", "mirror.json", "status.json"
+_INCOMING, _OUTGOING, _NOTE, _STATUS = "incoming", "outgoing", "mirror.json", "status.json"
 
 
 @dataclasses.dataclass
@@ -77,7 +77,7 @@ class StoreMirror(directory.Mirror):
 
     Args:
       url: the run directory in the store.
-      place: a local directory, which holds `run/`, the run directory, and what is noted about the copy.
+      directory: the local run directory; what is noted about the copy is beside it, in `<directory>.mirror`.
 
     Attributes:
       directory: the local run directory.
@@ -87,9 +87,10 @@ class StoreMirror(directory.Mirror):
       UsageError: if the place holds something else, or the store cannot be used.
     """
 
-    def __init__(self, url: str, place: str) -> None:
+    def __init__(self, url: str, directory: str) -> None:
         self.standing = Standing(url, complete=time.time())
-        self._place = folders.make_folder(place)
+        self.directory, self._checkpoints = directory, os.path.join(directory, _CHECKPOINTS)
+        self._place = folders.make_folder(f"{directory}.mirror")
         self._note = self._read_note()
         self._ending = threading.Event()
         self._store = Store(url)
@@ -98,20 +99,20 @@ class StoreMirror(directory.Mirror):
         self._later: list[int] = []  # steps of checkpoints that are to be fetched
         self._lost: LockedError | None = None
         self._sent_at: dict[str, float] = {}
-        self._checkpoints = os.path.join(folders.make_folder(place, _RUN), _CHECKPOINTS)
-        self.directory = os.path.dirname(self._checkpoints)
+        self._versions: dict[str, str] = {}  # of the objects that were fetched by this process
+        folders.make_folder(directory)
 
     def _read_note(self) -> _Note:
         url = self.standing.url
         path = os.path.join(self._place, _NOTE)
-        if not os.path.exists(path) and not set(os.listdir(self._place)) - {_RUN}:
+        if not os.path.exists(path) and not (os.path.isdir(self.directory) and os.listdir(self.directory)):
             return _Note(url, "", {})
         with contextlib.suppress(OSError, ValueError):
             note = files.typed(files.parse_json(files.read_text(path, 1 << 28)), _Note)
             if note.url == url:
                 return note
         raise StoreError(
-            f"{self._place} holds something else than a copy of {masked_text(url)}; give another --local_dir"
+            f"{self.directory} holds something else than a copy of {masked_text(url)}; give another --local_dir"
         )
 
     def _write_note(self) -> None:
@@ -138,14 +139,35 @@ class StoreMirror(directory.Mirror):
         for thread in self._threads:
             thread.start()
 
-    def refresh(self) -> None:
-        """Fetches what is new in the store, for a process that does not train."""
-        there = self._listed(leases.steps_of(leases.read(self._store, leases.highest(self._store))))
-        for step in _steps(there):
+    def refresh(self, checkpoints: bool = True) -> None:
+        """Fetches what is new in the store, for a process that does not train.
+
+        A directory in which a run of this machine trains, or was the last to train, is newer than the store.
+        """
+        holder = lock.holder(self.directory)
+        newest = leases.read(self._store, leases.highest(self._store))
+        if (holder and holder.holds) or self._note.token == newest.get("token", "nobody"):
+            return
+        there = self._listed(leases.steps_of(newest))
+        for step in _steps(there) if checkpoints else ():
             self._fetch_checkpoint(step)
         for name in _REPORTS:
-            if name in there:
+            if name in there and self._versions.get(name) != there[name]:
                 self._fetch(name)
+                self._versions[name] = there[name]
+        self._note_writer(newest)
+
+    def _note_writer(self, newest: dict[str, Any]) -> None:
+        """Notes who writes in the store, and since when there is no news, where a reader of this copy looks for it."""
+        host, pid, renewed = newest.get("host"), newest.get("pid"), newest.get("renewed")
+        if not isinstance(host, str) or type(pid) is not int or not isinstance(renewed, float):
+            return
+        files.write_whole(
+            os.path.join(self.directory, _LOCK), json.dumps({"pid": pid, "host": f"{host}, in the store"})
+        )
+        for name in _REPORTS:
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(os.path.join(self.directory, name), (renewed, renewed))
 
     def _start_from_the_store(self) -> None:
         """Fetches the newest intact checkpoint and the reports, in place of what an earlier start has left here."""
@@ -161,14 +183,10 @@ class StoreMirror(directory.Mirror):
             if name in there:
                 self._fetch(name)
 
-    def _listed(self, steps: list[int]) -> set[str]:
-        """Returns the names in the store, and the markers that an old listing may lack."""
-        names = [name for name in self._store.listed() if all(map(folders.is_name, name.split("/")))]
-        if len(names) > _MOST_FILES:
-            raise StoreError(
-                f"{masked_text(self.standing.url)} has more than {_MOST_FILES:,} files; is it a run directory?"
-            )
-        return {*names, *(f"{_CHECKPOINTS}/ckpt-{step}{_MARKER}" for step in steps)}
+    def _listed(self, steps: list[int]) -> dict[str, str]:
+        """Returns the names in the store, with versions, and the markers that an old listing may lack."""
+        markers = dict.fromkeys((f"{_CHECKPOINTS}/ckpt-{step}{_MARKER}" for step in steps), "")
+        return {**markers, **{name: file.version for name, file in self._store.listed().items()}}
 
     def _fetch_checkpoint(self, step: int) -> bool:
         """Fetches a checkpoint that is complete and undamaged in the store; returns whether it is here."""
@@ -380,11 +398,6 @@ def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:
 
     Args:
       url: the run directory in the store.
-      local_dir: the local directory; default one named after the URL in the cache, `LOOPLIB_CACHE` or
-        `~/.cache/looplib`.
+      local_dir: the local directory; default one named after the URL in the cache, see `stores.cache`.
     """
-    if not local_dir:
-        cache = os.environ.get("LOOPLIB_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "looplib")
-        name = f"{files.safe_name(url.rpartition('/')[2])}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
-        local_dir = os.path.join(files.resolve(cache, "the cache directory"), "runs", name)
-    return StoreMirror(url, files.resolve(local_dir, "--local_dir"))
+    return StoreMirror(url, files.resolve(local_dir, "--local_dir") if local_dir else stores.cache("runs", url))

@@ -1,19 +1,23 @@
 """Object stores: s3://, gs://, az://, memory:// and whatever else fsspec has a driver for."""
 
 import dataclasses
+import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from absl import logging
 
-from looplib.errors import MissingPartError, StoreError
+from looplib import files, folders
+from looplib.errors import PluginError, StoreError
 from looplib.masks import masked_text
 from looplib.messages import gist
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, ValueError)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
+_MOST_OBJECTS = 500_000  # of a listing
 PATIENCE = 120.0  # seconds that a start waits for a store that is down
 _Result = TypeVar("_Result")
 
@@ -41,7 +45,7 @@ class Store:
       gone: returns whether to give up early, as at the end of the process.
 
     Raises:
-      MissingPartError: if the driver is not installed.
+      PluginError: if the driver is not installed.
       StoreError: if the URL cannot be used.
     """
 
@@ -55,7 +59,7 @@ class Store:
             self._files, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
             extra = _EXTRAS.get(scheme, "s3")
-            raise MissingPartError(
+            raise PluginError(
                 f"{masked_text(self.url)} needs a driver that is not installed ({gist(error)}): pip install "
                 f"'looplib[{extra}]'"
             ) from error
@@ -88,23 +92,22 @@ class Store:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def listed(self, below: str = "", patience: float = PATIENCE) -> dict[str, StoredFile]:
-        """Returns the objects below a prefix, by name; one request per 1,000 of them."""
+        """Returns the objects below a prefix, by name, without those that no local file can be; a request per 1,000.
+
+        Raises:
+          StoreError: if there are too many.
+        """
         root = f"{self._root}/{below}".rstrip("/")
         found = self.ask(lambda: self._files.find(root, detail=True), "list it", patience)
+        if len(found) > _MOST_OBJECTS:
+            raise StoreError(f"{masked_text(self.url)} has more than {_MOST_OBJECTS:,} objects; name a folder below it")
         start = len(self._root.strip("/")) + 1
+        names = {path.strip("/")[start:]: entry for path, entry in found.items() if entry.get("type") == "file"}
         return {
-            path.strip("/")[start:]: StoredFile(int(entry["size"]), _version(entry))
-            for path, entry in found.items()
-            if entry.get("type") == "file" and len(path.strip("/")) > start
+            name: StoredFile(int(entry["size"]), _version(entry))
+            for name, entry in names.items()
+            if all(map(folders.is_name, name.split("/")))
         }
-
-    def subfolders(self) -> list[str]:
-        """Returns the names of the folders directly below the URL."""
-        try:
-            found = self.ask(lambda: self._files.ls(self._root, detail=True), "list it")
-        except FileNotFoundError:
-            return []
-        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory")
 
     def read(self, name: str, patience: float = PATIENCE) -> bytes:
         """Returns the content of a small object."""
@@ -143,3 +146,10 @@ def _version(entry: dict[str, Any]) -> str:
         if entry.get(key):
             return str(entry[key]).strip('"')
     return ""
+
+
+def cache(kind: str, url: str) -> str:
+    """Returns a local directory for what is at a URL, below `LOOPLIB_CACHE` or `~/.cache/looplib`."""
+    place = os.environ.get("LOOPLIB_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "looplib")
+    key = hashlib.sha256(url.encode()).hexdigest()[:16]
+    return os.path.join(files.resolve(place, "the cache directory"), kind, key, files.safe_name(url.rpartition("/")[2]))

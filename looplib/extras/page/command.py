@@ -13,7 +13,7 @@ from looplib.console import printable
 from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
 from looplib.extras.page.html import FILE, page
 from looplib.extras.page.read import read_run
-from looplib.extras.tools.options import path
+from looplib.extras.tools.options import path, reports
 from looplib.messages import with_cure
 from looplib.plugins import Command
 
@@ -34,18 +34,14 @@ def add(tools: Any) -> None:
     parser.add_argument(
         "directories",
         nargs="+",
-        type=path,
+        type=reports,
         metavar="DIR",
         help="a run directory, or one that holds some, such as a sweep's",
     )
     parser.add_argument(
         "--output", type=path, help="the file (default: report.html in DIR; of several, in the current directory)"
     )
-    parser.set_defaults(tool=Command(_report, needs_tensorflow=_is_remote))
-
-
-def _is_remote(options: argparse.Namespace) -> bool:
-    return any(map(files.is_remote, [*options.directories, options.output or ""]))
+    parser.set_defaults(tool=Command(_report, needs_tensorflow=lambda options: False))
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -116,6 +112,6 @@ def _names(directories: Sequence[str]) -> list[str]:
     """Returns what sets each directory apart from the others: its path below the folder that holds all of them."""
     if len(directories) == 1:
         return [os.path.basename(os.path.abspath(directories[0]))]
-    paths = [path if files.is_remote(path) else os.path.abspath(path) for path in directories]
+    paths = list(map(os.path.abspath, directories))
     common = os.path.commonpath(paths)
     return [os.path.relpath(path, common) for path in paths]

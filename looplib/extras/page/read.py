@@ -42,7 +42,7 @@ def read_run(directory: str, name: str) -> Run:
     status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     starts = [_start(one) for one in listed]
     final = values.whole(report.get("final_step")) if status == "done" else None
-    if not files.is_remote(directory) and (seen := read_status(directory)).state != "unknown":
+    if (seen := read_status(directory)).state != "unknown":
         status, step, final = seen.state, seen.step, seen.final
         if seen.detail.startswith(ENDED_EARLY):
             notes.append(f"{ENDED_EARLY[0].upper()}{ENDED_EARLY[1:]}, which is not among the starts below.")

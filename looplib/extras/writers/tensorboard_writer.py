@@ -242,7 +242,7 @@ def _paths_in(folder: str) -> list[str]:
 
 
 def _is_regular(path: str) -> bool:
-    return files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def _read(path: str) -> Iterator[Event]:
