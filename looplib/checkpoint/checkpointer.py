@@ -96,6 +96,7 @@ class Checkpointer:
                 directory.policy,
                 directory.workers,
                 check=directory.check_lock,
+                mirror=directory.mirror,
                 sync=reporter.writers.sync,
             )
         if directory.starts_from:

@@ -13,6 +13,7 @@ from looplib import files, folders, plugins
 from looplib.checkpoint import choice, commits
 from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.lock import RunLock, acquire
+from looplib.checkpoint.mirror import Mirror
 from looplib.checkpoint.policy import CheckpointPolicy, Start
 from looplib.checkpoint.restoring import peek
 from looplib.cluster.collectives import Workers
@@ -88,24 +89,6 @@ def check_inside(model_dir: str, writes: bool) -> None:
             logging.warning("%s is not a file; moved to %s", path, folders.move_aside(model_dir, name))
 
 
-class Mirror:
-    """The copy of a run directory in an object store; this one is of a run that has none."""
-
-    directory = ""
-
-    def begin(self, trains: bool) -> None:
-        """Fetches what a start needs; for a training, keeps other writers away, and copies what is new from now on."""
-
-    def refresh(self) -> None:
-        """Fetches what is new, for a process that does not train."""
-
-    def check(self) -> None:
-        """Raises `UsageError` if another process has taken the run."""
-
-    def end(self) -> None:
-        """Copies what is missing; called again, what was written since."""
-
-
 class RunDirectory:
     """The run directory of one controller: the lock on it, and the checkpoints in it.
 
@@ -125,6 +108,7 @@ class RunDirectory:
       is_training: whether a training is under way.
       writable: whether metrics can be written to the directory.
       starts_from: the `Commit` that the run starts from, or None.
+      mirror: the copy of the directory in an object store, a `Mirror`.
 
     Raises:
       UsageError: if the directory is in use by another process, or a training cannot write to it.
@@ -142,7 +126,7 @@ class RunDirectory:
         self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
         self.is_training = False
         self._lock: RunLock | None = None
-        self._mirror = _mirrors.get(model_dir, Mirror())
+        self.mirror = _mirrors.get(model_dir, Mirror())
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
         self.writable = bool(model_dir)
@@ -162,7 +146,11 @@ class RunDirectory:
             check_inside(model_dir, trains)
             if trains:
                 self._lock = acquire(model_dir, functools.partial(self._give_up, close))
-            self._mirror.begin(trains)
+            self.mirror.begin(trains)
+        if workers.count > 1:
+            workers.agree(0)  # that the chief has begun
+            if not workers.is_chief:
+                self.mirror.begin(False)
         self.starts_from = self._chosen_start()
         self._check_nothing_is_lost()
 
@@ -204,11 +192,11 @@ class RunDirectory:
         """Raises `UsageError` if the run directory is not this controller's any more."""
         if self._lock is not None:
             self._lock.check()
-        self._mirror.check()
+        self.mirror.check()
 
     def release(self) -> None:
         """Lets another process, or another controller of this one, write to the directory."""
-        self._mirror.end()
+        self.mirror.end()
         if self._lock is not None:
             self._lock.release()
 
@@ -309,7 +297,7 @@ class RunDirectory:
     def _wait_for_newer(self, than: str | None, timeout: float | None) -> Commit | None:
         started, damaged = time.monotonic(), None
         while True:
-            self._mirror.refresh()
+            self.mirror.refresh()
             done = commits.newest(self.checkpoints)
             if done and done.path != than and done != damaged:
                 try:

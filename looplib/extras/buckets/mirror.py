@@ -17,7 +17,8 @@ from typing import Any
 from absl import logging
 
 from looplib import files, folders
-from looplib.checkpoint import commits, directory, lock
+from looplib.checkpoint import commits, lock
+from looplib.checkpoint.mirror import Mirror
 from looplib.errors import LockedError, StoreError, UsageError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets import stores
@@ -72,7 +73,7 @@ class _Note:
     known: dict[str, list[int]]
 
 
-class StoreMirror(directory.Mirror):
+class StoreMirror(Mirror):
     """The local directory of a run in an object store.
 
     Args:
@@ -233,6 +234,25 @@ class StoreMirror(directory.Mirror):
         """Raises `LockedError` if another process has taken the run."""
         if self._lost:
             raise self._lost
+
+    def share(self, path: str) -> None:
+        """Copies a file of a checkpoint that a worker other than the chief has written.
+
+        Raises:
+          OSError: if the store does not take it.
+        """
+        try:
+            self._store.put(path, f"{_CHECKPOINTS}/{os.path.basename(path)}")
+        except StoreError as error:
+            raise OSError(str(error)) from error
+
+    def take(self, path: str) -> None:
+        """Fetches a file that another worker has shared, unless it is here, as on one machine."""
+        if not os.path.exists(path):
+            incoming, name = folders.make_folder(self._place, _INCOMING), os.path.basename(path)
+            with contextlib.suppress(StoreError, OSError):  # the chief then says that it does not see it
+                self._store.fetch(f"{_CHECKPOINTS}/{name}", os.path.join(incoming, name))
+                folders.move(incoming, name, self._checkpoints)
 
     def end(self) -> None:
         """Copies the rest, and lets others take the run; called again, what was written since.
