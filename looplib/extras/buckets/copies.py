@@ -1,5 +1,6 @@
 """Local copies of what is at a URL, for tools and for weights from elsewhere."""
 
+import concurrent.futures
 import os
 import re
 
@@ -7,11 +8,12 @@ from looplib import folders
 from looplib.errors import StoreError
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.mirror import StoreMirror
-from looplib.extras.buckets.stores import Store
+from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.masks import masked_text
 
 _OF_A_RUN = re.compile(r"(?:(.*)/)?(?:run\.json|metrics\.jsonl|\.lease/\d+)")
 _INSIDE_A_RUN = re.compile(r"(.*?)((?:/checkpoints(?:/ckpt-\d+)?)?(?:@[^/@]*)?)")
+_TOGETHER = 16  # runs that are asked for at the same time
 _DEEPEST = 3  # folders between a URL and the runs below it
 
 
@@ -28,15 +30,25 @@ def fetched(url: str, checkpoints: bool = True) -> str:
     place, inside = _INSIDE_A_RUN.fullmatch(url.rstrip("/")).groups()
     store = Store(place)
     there = store.listed()
-    runs = {match[1] or "" for match in map(_OF_A_RUN.fullmatch, there) if match}
-    if "" in runs:
-        mirror = StoreMirror(place, stores.cache("runs", place))
-        mirror.refresh(checkpoints)
-        return mirror.directory + inside
+    found = {match[1] or "" for match in map(_OF_A_RUN.fullmatch, there) if match}
+    if "" in found:
+        local = stores.cache("runs", place)
+        StoreMirror(store, local).update(there, checkpoints)
+        return local + inside
     local = stores.cache("copies", place)
-    if runs := {run for run in runs if run.count("/") < _DEEPEST}:
-        for run in sorted(runs):
-            StoreMirror(f"{place}/{run}", os.path.join(local, *run.split("/"))).refresh(checkpoints)
+    if runs := sorted(run for run in found if run.count("/") < _DEEPEST):
+        objects: dict[str, dict[str, StoredFile]] = {run: {} for run in runs}
+        for name, file in there.items():
+            parts = name.split("/")
+            for depth in range(1, min(_DEEPEST + 1, len(parts))):
+                if (run := "/".join(parts[:depth])) in objects:
+                    objects[run]["/".join(parts[depth:])] = file
+
+        def update(run: str) -> None:
+            StoreMirror(store.below(run), os.path.join(local, *run.split("/"))).update(objects[run], checkpoints)
+
+        with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
+            list(pool.map(update, runs))
         return local
     if not there:  # an object, and no folder
         *_, name = place.split("/")

@@ -2,8 +2,9 @@
 
 A lease is an object `.lease/<number>`, which a writer creates with the store's conditional write, so that one of two
 that try gets it. The highest number is the one that holds. A writer renews its own; whoever finds one that was not
-renewed for `SECONDS`, by its own clock, or whose process is gone, creates the next. The writer asks before each commit
-whether there is a higher one, and ends if so.
+renewed for `SECONDS`, by its own clock, or whose process is gone, creates the next. The writer asks whether there is a
+higher one before each commit and each deletion, and before anything else is written unless it has renewed its own just
+before; it ends if there is one.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from absl import logging
@@ -18,11 +20,12 @@ from absl import logging
 from looplib import files
 from looplib.errors import LockedError
 from looplib.extras.buckets.stores import PATIENCE, Store
+from looplib.masks import masked_text
 
 SECONDS = float(os.environ.get("LOOPLIB_LEASE_SECONDS", 60))
 FOLDER = ".lease"
 _NAME = FOLDER + "/{:08d}"
-_KEPT = 20  # older leases that are deleted at most, at a start
+_KEPT = 20  # older leases, which an old listing may show as the newest, and that are counted up from
 
 
 class Lease:
@@ -43,7 +46,7 @@ class Lease:
     def __init__(self, store: Store) -> None:
         self.token, self._store = secrets.token_hex(8), store
         self.before: dict[str, Any] = {}
-        number, self.steps = highest(store), []
+        number, self.steps = highest_of(store.listed(FOLDER)), []
         while True:
             while newer := self._holder(number + 1):  # an old listing; a single object is always the newest
                 number, self.before = number + 1, newer
@@ -55,8 +58,8 @@ class Lease:
             except FileExistsError:
                 if self._holder(number + 1).get("token") != self.token:  # else an answer was lost, and not the write
                     continue
-            self._number = number + 1
-            store.delete(self._name(old) for old in range(max(1, number - _KEPT), number))
+            self._number, self._sure_until = number + 1, time.monotonic() + SECONDS / 2
+            store.delete(self._name(old) for old in range(number - _KEPT, number - _KEPT + 1) if old > 0)
             return
 
     def _wait_for_end_of(self, number: int) -> dict[str, Any]:
@@ -68,13 +71,14 @@ class Lease:
                 return holder
             if holder != first:
                 raise LockedError(
-                    f"the run directory {self._store.url} is in use by process {holder.get('pid')} on "
+                    f"the run directory {masked_text(self._store.url)} is in use by process {holder.get('pid')} on "
                     f"{holder.get('host')}; wait until it ends or stop it, or use a separate model_dir"
                 )
             if time.monotonic() > end:
                 return holder
             if not noted:
-                logging.warning("%s may be in use; waiting %g s for a sign of life", self._store.url, SECONDS)
+                url = masked_text(self._store.url)
+                logging.warning("%s may be in use; waiting %g s for a sign of life", url, SECONDS)
                 noted = True
             time.sleep(SECONDS / 10)
 
@@ -95,15 +99,25 @@ class Lease:
         return _NAME.format(number)
 
     def renew(self, patience: float) -> None:
-        """Shows that the writer is alive."""
+        """Shows that the writer is alive; raises `LockedError` if that came too late."""
+        begun = time.monotonic()
+        self.write(patience)
+        self.check(patience, surely=True)
+        self._sure_until = begun + SECONDS / 2
+
+    def write(self, patience: float) -> None:
+        """Writes what the next writer should know, `steps` above all."""
         self._store.write(self._name(self._number), self._content(False), patience)
 
-    def check(self, patience: float) -> None:
-        """Raises `LockedError` if another writer has taken the run."""
+    def check(self, patience: float, surely: bool = False) -> None:
+        """Raises `LockedError` if another writer has taken the run; without `surely`, if it can have done so."""
+        if not surely and time.monotonic() < self._sure_until:
+            return
         if self._holder(self._number + 1, patience):
             raise LockedError(
-                f"another process has taken the run directory {self._store.url}, because this one did not renew its "
-                f"lease for {SECONDS:g} s; nothing more is written there; stop the other run, or let it continue"
+                f"another process has taken the run directory {masked_text(self._store.url)}, because this one did not "
+                f"renew its lease for {SECONDS:g} s; nothing more is written there; stop the other run, or let it "
+                "continue"
             )
 
     def release(self, patience: float) -> None:
@@ -111,10 +125,10 @@ class Lease:
         self._store.write(self._name(self._number), self._content(True), patience)
 
 
-def highest(store: Store) -> int:
-    """Returns the number of the newest lease that is listed; 0 for none."""
-    names = [name.rpartition("/")[2] for name in store.listed(FOLDER)]
-    return max((int(name) for name in names if name.isdecimal()), default=0)
+def highest_of(names: Iterable[str]) -> int:
+    """Returns the number of the newest lease among the names of a run's objects; 0 for none."""
+    numbers = [name.removeprefix(f"{FOLDER}/") for name in names if name.startswith(f"{FOLDER}/")]
+    return max((int(number) for number in numbers if number.isascii() and number.isdecimal()), default=0)
 
 
 def read(store: Store, number: int, patience: float = PATIENCE) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """Object stores: s3://, gs://, az://, memory:// and whatever else fsspec has a driver for."""
 
+import copy
 import dataclasses
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,9 +17,15 @@ from looplib.masks import masked_text
 from looplib.messages import gist
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, ValueError)
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+# Errors of the drivers that say that there are no credentials to try with, by the names of their classes.
+_WITHOUT_CREDENTIALS = frozenset((
+    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError",
+    "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "CredentialUnavailableError",
+))  # fmt: skip
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
 _MOST_OBJECTS = 500_000  # of a listing
+_MOST_BYTES = 1 << 20  # of a small object
 PATIENCE = 120.0  # seconds that a start waits for a store that is down
 _Result = TypeVar("_Result")
 
@@ -66,6 +74,12 @@ class Store:
         except ValueError as error:
             raise StoreError(f"{masked_text(self.url)} cannot be used: {masked_text(gist(error))}") from error
 
+    def below(self, name: str) -> "Store":
+        """Returns the objects below a folder, asked by the same driver."""
+        found = copy.copy(self)
+        found.url, found._root, found.requests = f"{self.url}/{name}", f"{self._root}/{name}", 0
+        return found
+
     def ask(self, what: Callable[[], _Result], doing: str, patience: float = PATIENCE) -> _Result:
         """Calls a function of the driver until it succeeds, or for `patience` seconds.
 
@@ -82,7 +96,7 @@ class Store:
                 raise
             except Exception as error:  # each driver has errors of its own
                 said = masked_text(gist(error))
-                if isinstance(error, _FINAL) or self._gone() or time.monotonic() + pause > end:
+                if _is_final(error) or self._gone() or time.monotonic() + pause > end:
                     raise StoreError(
                         f"{masked_text(self.url)} cannot be reached to {doing}: {said}; check the address, the "
                         "credentials and the network, and run the same command again"
@@ -110,8 +124,12 @@ class Store:
         }
 
     def read(self, name: str, patience: float = PATIENCE) -> bytes:
-        """Returns the content of a small object."""
-        return self.ask(lambda: self._files.cat_file(self._at(name)), f"read {name}", patience)
+        """Returns the content of a small object; by a file, because drivers else ask for the object's size first."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "read")
+            self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}", patience)
+            with open(path, "rb") as file:
+                return file.read(_MOST_BYTES)
 
     def fetch(self, name: str, path: str) -> None:
         """Copies an object into a local file."""
@@ -119,15 +137,27 @@ class Store:
 
     def write(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
         """Writes a small object, in place of one of that name."""
-        self.ask(lambda: self._files.pipe_file(self._at(name), content), f"write {name}", patience)
+        self._write(lambda: self._files.pipe_file(self._at(name), content), name, patience)
 
     def put(self, path: str, name: str, patience: float = PATIENCE) -> None:
-        """Copies a local file into an object, in place of one of that name."""
-        self.ask(lambda: self._files.put_file(path, self._at(name)), f"write {name}", patience)
+        """Copies a local file into an object, in place of one of that name; `FileNotFoundError` if it is gone."""
+        try:
+            self._write(lambda: self._files.put_file(path, self._at(name)), name, patience)
+        except StoreError:
+            os.stat(path)
+            raise
 
     def create(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
         """Writes a small object that must not exist, by the store's own conditional write; else `FileExistsError`."""
-        self.ask(lambda: self._files.pipe_file(self._at(name), content, mode="create"), f"write {name}", patience)
+        self._write(lambda: self._files.pipe_file(self._at(name), content, mode="create"), name, patience)
+
+    def _write(self, what: Callable[[], object], name: str, patience: float) -> None:
+        try:
+            self.ask(what, f"write {name}", patience)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{masked_text(self.url)} cannot be written: {masked_text(gist(error))}; check that the bucket exists"
+            ) from error
 
     def delete(self, names: Iterable[str], patience: float = PATIENCE) -> None:
         """Deletes objects; one that is not there is no error."""
@@ -139,6 +169,12 @@ class Store:
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
+
+
+def _is_final(error: Exception) -> bool:
+    """Returns whether it makes no sense to try again."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, _FINAL) or not _WITHOUT_CREDENTIALS.isdisjoint(names)
 
 
 def _version(entry: dict[str, Any]) -> str:

@@ -25,9 +25,14 @@ def run(text: str) -> str:
 
 def reports(text: str) -> str:
     """Returns what `run` does, without the checkpoints of what is at a URL; the type of an option."""
+    return _known(text, lambda: without_checkpoints(text))
+
+
+def without_checkpoints(text: str) -> str:
+    """Returns a path, or a local copy of the runs at a URL without their checkpoints."""
     if not files.is_remote(text):
-        return path(text)
-    return _known(text, lambda: plugins.load("looplib.parts", "fetched")(text, checkpoints=False))
+        return files.resolve(text, "the path")
+    return plugins.load("looplib.parts", "fetched")(text, checkpoints=False)
 
 
 def _known(text: str, find: Callable[[], str]) -> str:

@@ -63,7 +63,7 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
             raise RunDirectoryError(f"{directory} is not a directory on this machine; name folders that hold runs")
     try:
         while True:
-            rows, cut = _rows([options.reports(directory) for directory in directories])
+            rows, cut = _rows([options.without_checkpoints(directory) for directory in directories])
             lines = _table(rows) if rows else [f"there is no run in {' or '.join(map(printable, directories))}"]
             lines += [
                 f"not all folders were looked at: they are more than {_MOST_FOLDERS:,}, have more than "
