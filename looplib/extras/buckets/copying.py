@@ -49,8 +49,7 @@ class Copier:
 
     def missing(self) -> list[int]:
         """Returns the steps of the checkpoints that the store does not have as they are here, the newest first."""
-        names = os.listdir(self._copy.checkpoints) if os.path.isdir(self._copy.checkpoints) else ()
-        steps = steps_of(f"{CHECKPOINTS}/{name}" for name in names if name.endswith(MARKER))
+        steps = steps_of(f"{CHECKPOINTS}/{name}" for name in self._in_checkpoints())
         return [step for step in steps if self._copy.has_changed(marker_of(step))]
 
     def _copy_checkpoint(self, step: int, patience: float) -> None:
@@ -110,7 +109,8 @@ class Copier:
 
     def _delete_what_is_gone(self, patience: float) -> None:
         known = self._copy.note.known
-        gone = [name for name in known if not os.path.lexists(self._copy.path(name))]
+        kept = self._last_resort()
+        gone = [name for name in known if not os.path.lexists(self._copy.path(name)) and not name.startswith(kept)]
         if not gone:
             return
         self._lease.check(patience, surely=True)
@@ -120,6 +120,20 @@ class Copier:
             self._store.delete([name], patience)
             del known[name]
         self._copy.write_note()
+
+    def _last_resort(self) -> tuple[str, ...]:
+        """Returns how the names of a checkpoint begin that the store needs, although the run has deleted it.
+
+        That is the newest one there, until the run's newest is there too.
+        """
+        here = steps_of(f"{CHECKPOINTS}/{name}" for name in self._in_checkpoints())
+        there = steps_of(self._copy.note.known)
+        if not there or (here and here[0] not in self.missing()):
+            return ()
+        return (f"{CHECKPOINTS}/ckpt-{there[0]}.",)
+
+    def _in_checkpoints(self) -> list[str]:
+        return os.listdir(self._copy.checkpoints) if os.path.isdir(self._copy.checkpoints) else []
 
     def _send(self, name: str, path: str, patience: float) -> None:
         """Copies a file as it is now; one that the run has removed meanwhile is left out."""

@@ -21,7 +21,8 @@ _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 # Errors of the drivers that say that there are no credentials to try with, by the names of their classes.
 _WITHOUT_CREDENTIALS = frozenset((
     "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError",
-    "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "CredentialUnavailableError",
+    "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError",
+    "CredentialUnavailableError",
 ))  # fmt: skip
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
 _MOST_OBJECTS = 500_000  # of a listing

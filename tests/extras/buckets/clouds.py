@@ -1,36 +1,21 @@
-"""What the tests of runs in object stores share: a server of S3, a proxy before it, and runs of the binary `faulty`."""
+"""A store and machines that run there, for tests of runs in object stores; `conftest.py` has the fixture `cloud`."""
 
 import dataclasses
+import json
+import os
 import pathlib
 import shutil
-import sys
-
-import pytest
-
-pytest.importorskip("s3fs")
-pytest.importorskip("moto")
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import time
 
 from proxy import Proxy
 from servers import KEY, S3, SECRET
 
 BUCKET = "bucket"
 LEASE = 3.0  # seconds
-
-
-@pytest.fixture(scope="session")
-def s3():
-    """moto's server of S3, with one bucket."""
-    with S3() as server:
-        server.make_bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def proxy(s3):
-    """A proxy before the server."""
-    with Proxy("127.0.0.1", s3.port) as proxy:
-        yield proxy
+_HERE = pathlib.Path(__file__).parent
+_PATH = os.pathsep.join(
+    map(str, [_HERE.parents[2], _HERE.parents[1], _HERE, *(_HERE.parents[1] / name for name in ("faults", "workers"))])
+)
 
 
 @dataclasses.dataclass
@@ -60,7 +45,7 @@ class Cloud:
             "AWS_ENDPOINT_URL": self.proxy.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
             "LOOPLIB_CACHE": str(self.folder / machine), "LOOPLIB_LEASE_SECONDS": str(LEASE),
-            "LOOPLIB_UPLOAD_SECONDS": "1", "HOME": str(self.folder), **more,
+            "LOOPLIB_UPLOAD_SECONDS": "0.5", "HOME": str(self.folder), "PYTHONPATH": _PATH, **more,
         }  # fmt: skip
 
     def run(self, *arguments, name="run", machine="m", environment=(), **order):
@@ -72,6 +57,11 @@ class Cloud:
         """Starts a tool, `python -m looplib ...`; returns its `Life`."""
         variables = self.environment(machine, **dict(environment))
         return self.nursery.life_of("looplib", *map(str, arguments), environment=variables, **order)
+
+    def copied(self, *arguments, name="run", machine="m", environment=(), **order):
+        """Starts `copied`, a run without a model; returns its `Life`."""
+        variables = self.environment(machine, **dict(environment))
+        return self.nursery.life_of("copied", self.url(name), *arguments, environment=variables, **order)
 
     def lose(self, machine="m"):
         """Removes all local files of a machine."""
@@ -104,6 +94,15 @@ class Cloud:
         return self.s3.download(BUCKET, f"{self.prefix}/{name}", self.folder / to)
 
 
-@pytest.fixture
-def cloud(s3, proxy, nursery, tmp_path):
-    return Cloud(s3, proxy, nursery, tmp_path, tmp_path.name)
+def said(life):
+    """What a life of `copied` has printed: a list of dicts."""
+    return [json.loads(line) for line in life.output().splitlines() if line.startswith("{") and line.endswith("}")]
+
+
+def wait_for(condition, seconds=30.0):
+    """Waits until a condition is true; returns it."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.02)
+    return found
