@@ -206,15 +206,16 @@ class StoreMirror(Mirror):
         tick = _TICK
         while not self._ending.wait(tick) and not self._lost:
             try:
+                self._copier.copy(everything=False, patience=leases.SECONDS / 4)
+                self.standing.error, self.standing.complete = "", time.time()
                 if self._later:
                     self._fetcher.fetch_checkpoint(self._later[0])
                     self._later.pop(0)
-                self._copier.copy(everything=False, patience=leases.SECONDS / 4)
-                self.standing.error, self.standing.complete, tick = "", time.time(), _TICK
+                tick = 0.0 if self._later else _TICK
             except LockedError as error:
                 self._lost = error
             except (StoreError, OSError) as error:
-                self.standing.error, tick = str(error), min(2 * tick, _LONGEST_TICK)
+                self.standing.error, tick = str(error), min(max(_TICK, 2 * tick), _LONGEST_TICK)
             self._show()
 
     def _show(self) -> None:

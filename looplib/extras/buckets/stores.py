@@ -110,10 +110,13 @@ class Store:
         """Returns the objects below a prefix, by name, without those that no local file can be; a request per 1,000.
 
         Raises:
-          StoreError: if there are too many.
+          StoreError: if there are too many, or no bucket.
         """
         root = f"{self._root}/{below}".rstrip("/")
-        found = self.ask(lambda: self._files.find(root, detail=True), "list it", patience)
+        try:
+            found = self.ask(lambda: self._files.find(root, detail=True), "list it", patience)
+        except FileNotFoundError as error:  # a folder without objects is empty, and no error
+            raise self._has_no_bucket(error) from error
         if len(found) > _MOST_OBJECTS:
             raise StoreError(f"{masked_text(self.url)} has more than {_MOST_OBJECTS:,} objects; name a folder below it")
         start = len(self._root.strip("/")) + 1
@@ -156,9 +159,11 @@ class Store:
         try:
             self.ask(what, f"write {name}", patience)
         except FileNotFoundError as error:
-            raise StoreError(
-                f"{masked_text(self.url)} cannot be written: {masked_text(gist(error))}; check that the bucket exists"
-            ) from error
+            raise self._has_no_bucket(error) from error
+
+    def _has_no_bucket(self, error: Exception) -> StoreError:
+        said = masked_text(gist(error))
+        return StoreError(f"{masked_text(self.url)} cannot be used: {said}; make the bucket, or correct the address")
 
     def delete(self, names: Iterable[str], patience: float = PATIENCE) -> None:
         """Deletes objects; one that is not there is no error."""

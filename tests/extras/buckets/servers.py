@@ -116,6 +116,7 @@ class Gcs(Served):
 
 
 def _ask(method, url, content=None):
-    request = urllib.request.Request(url, data=content, method=method, headers={"Authorization": _SIGNED})
+    headers = {"Authorization": _SIGNED, "Content-Type": "application/octet-stream"}
+    request = urllib.request.Request(url, data=content, method=method, headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read()
