@@ -35,7 +35,7 @@ OF_THE_MACHINE = (
 CONFIG_FILE = "config.yaml"  # in the run directory
 PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 
-# The flags of every binary. README.md's table is made of them.
+# The flags of every binary; docs/reference/flags.md is made of them.
 FLAGS = (
     Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, events; or its URL."),
     Flag("local_dir", str, None, "Local directory of a run whose model_dir is a URL; none: one in the cache."),

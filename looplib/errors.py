@@ -1,6 +1,6 @@
 """The errors that looplib raises, and the exit codes of its programs.
 
-Each kind of error that a user can mend is a class, whose name ends the last line of a binary and which docs/ explains.
+Each kind of error that a user can fix is a class, whose name ends the last line of a binary and which docs/ explains.
 """
 
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
@@ -20,7 +20,7 @@ EXIT_CODES_OF_TOOLS = {
 
 
 class UsageError(ValueError):
-    """Something that the user can mend; the base of the errors below.
+    """Something that the user can fix; the base of the errors that have a name.
 
     Binaries print it as one last line, without a stack trace, and exit with `EXIT_FAILED`.
     """

@@ -86,7 +86,7 @@ def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iter
             )
         if plugin is not None:
             plugin.check_variable(what, getattr(value, "device", "") or "")
-        if not distributed and replicas > 1:
+        if not distributed and (replicas > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)):
             raise VariableError(
                 f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
                 "build models, optimizers and metrics inside `with strategy.scope():`"

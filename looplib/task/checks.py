@@ -151,8 +151,14 @@ def build_optimizers(trainer: Trainer, strategy: tf.distribute.Strategy, engine:
     for optimizer in filter(_keras.is_optimizer, held):
         if isinstance(optimizer, _Buildable):
             if len(layers) == 1:
-                with strategy.scope():
-                    optimizer.build(trained)
+                try:
+                    with strategy.scope():
+                        optimizer.build(trained)
+                except RuntimeError as error:  # Keras's, for an optimizer of another strategy
+                    raise VariableError(
+                        f"{type(optimizer).__name__} was made outside the scope of {type(strategy).__name__}; build "
+                        "models, optimizers and metrics inside `with strategy.scope():`"
+                    ) from error
         elif engine == "eager" and in_one:
             _trace_update(optimizer, trained, strategy)
 

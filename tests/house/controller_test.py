@@ -367,6 +367,15 @@ def test_a_model_outside_the_strategys_scope_is_refused(keras):
         toy.controller(DEFAULT, trainer, evaluator)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: tf.distribute.MirroredStrategy(["/cpu:0"]), lambda: make_strategy("one_device")]
+)
+def test_an_optimizer_outside_the_scope_of_a_strategy_of_one_replica_is_refused(make):
+    trainer, _ = toy.build(DEFAULT)
+    with pytest.raises(VariableError, match="strategy.scope"):
+        toy.controller(make(), trainer)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_a_model_without_variables_trains_where_tensorflow_can_and_else_is_a_sentence(keras, tmp_path):

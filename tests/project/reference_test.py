@@ -138,7 +138,9 @@ def run_directory() -> str:
     rows = [f"| `{name}` | {text} |" for name, text in directory.CONTENTS.items()]
     return (
         "# Run directory\n\nWhat `--model_dir` holds. Paths in it are relative, so that it can be moved or copied "
-        "([copies](../checkpoints.md)).\n\n| path | contents |\n|---|---|\n" + "\n".join(rows) + "\n"
+        "([copies](../checkpoint_files.md#copy-or-move-a-run-directory)).\n\n| path | contents |\n|---|---|\n"
+        + "\n".join(rows)
+        + "\n"
     )
 
 

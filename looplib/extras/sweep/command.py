@@ -24,7 +24,9 @@ def add(tools: Any) -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default %(default)s)")
     parser.add_argument("--search", default="grid", help="grid, random or tpe (default %(default)s)")
     parser.add_argument("--trials", type=int, help="number of configurations (default: all points of the grid)")
-    parser.add_argument("--seeds", type=int, default=0, help="runs each configuration with --seed=0, 1, ... up to this")
+    parser.add_argument(
+        "--seeds", type=int, default=0, help="trains each configuration with this number of seeds: --seed=0, 1, ..."
+    )
     parser.add_argument("--metric", default="eval/accuracy", help="SPLIT/NAME to rank by (default %(default)s)")
     parser.add_argument(
         "--value", default="last", help="last or best: which value of a run's metric ranks it (default %(default)s)"
