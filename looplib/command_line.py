@@ -1,10 +1,10 @@
 """The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
 
 import difflib
+import os
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
 from absl import flags
 
 from looplib import plugins, runtime
@@ -120,7 +120,7 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise FlagError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
         raise FlagError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
-    if values["mode"] in ("eval", "predict", "export") and not tf.io.gfile.isdir(values["model_dir"]):
+    if values["mode"] in ("eval", "predict", "export") and not os.path.isdir(values["model_dir"]):
         raise NoCheckpointError(
             f"there is no directory {values['model_dir']}, so there is no checkpoint in it; train first, or name the "
             "directory of a training with --model_dir"

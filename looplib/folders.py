@@ -86,10 +86,7 @@ def move(folder: str, name: str, to: str, new_name: str | None = None) -> None:
 
 
 def link(folder: str, name: str, to: str) -> None:
-    """Gives the content of a file in a folder a second name in another one, so that it stays when the first is removed.
-
-    Raises like `inside`, and what the file system does.
-    """
+    """Gives a file a second name in another folder, which stays when the first is removed; raises as `move` does."""
     os.link(inside(folder, name), inside(to, name), follow_symlinks=False)
 
 

@@ -15,7 +15,6 @@ A binary describes its experiment in one function and hands it over:
 """
 
 import dataclasses
-import functools
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -100,15 +99,19 @@ def run(
     own = configuration.FLAGS if configuration else (PRINT_FLAG,)
     for flag in own:
         flag.make(flag.default)
-    if configuration:
-        read = _define_config(config, experiments or {}, argv)
-    else:
-        read = functools.partial(_read_others, settings)
+    read = _define_config(config, experiments or {}, argv) if configuration else None
     for flag in (*FLAGS, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     console.guarded()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
-    binary = _Binary(build, config, read, started, actions or (), modes or {})
+    binary = _Binary(
+        build,
+        config,
+        read or (lambda: (*(settings() if settings else (None, {})), "")),
+        started,
+        actions or (),
+        modes or {},
+    )
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
 
 
@@ -138,10 +141,6 @@ def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[s
 def _configuration() -> Any:
     """Returns the plug-in for typed configurations, which the settings of a binary without one do not need."""
     return plugins.load("looplib.parts", "configuration")
-
-
-def _read_others(settings: Settings | None) -> tuple[Any, dict[str, Any], str]:
-    return (*(settings() if settings else (None, {})), "")
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 
-import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders, plugins
@@ -138,7 +137,7 @@ class RunDirectory:
             if workers.is_chief:
                 files.check_writable(model_dir)
         except UsageError as error:
-            if trains or not tf.io.gfile.isdir(model_dir):
+            if trains or not os.path.isdir(model_dir):
                 raise
             self.writable = False
             logging.warning("%s; this evaluation reports on the console only", error)
@@ -223,7 +222,7 @@ class RunDirectory:
 
         `starts_from` is then another one, if there is one.
         """
-        if self.trains or self.workers.count > 1 or tf.io.gfile.exists(path + ".commit"):
+        if self.trains or self.workers.count > 1 or os.path.exists(path + ".commit"):
             return False
         self.starts_from = self._chosen_start()
         return self.starts_from is not None and self.starts_from.path != path
@@ -275,7 +274,7 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             if isinstance(error, UsageError):
                 raise
-            if not tf.io.gfile.exists(f"{path}.index"):
+            if not os.path.exists(f"{path}.index"):
                 return  # not a checkpoint at all, which is said when it is opened
             reason = f"its marker cannot be read ({gist(error)})"
         if reason:
@@ -304,7 +303,7 @@ class RunDirectory:
                     reason = commits.verify(done)
                     if not reason:
                         return done
-                    if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
+                    if os.path.exists(done.path + ".commit"):  # else the training has deleted it
                         logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
                         damaged = done
                 except files.CannotReadError as error:  # it may be readable at the next attempt

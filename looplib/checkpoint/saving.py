@@ -241,7 +241,7 @@ class Checkpoints:
             if not self._workers.is_chief:
                 return False
             path = commits.path_of(self.directory, step)
-            if not tf.io.gfile.exists(f"{path}.commit"):
+            if not os.path.exists(f"{path}.commit"):
                 return True
             ours, theirs = tf.train.load_checkpoint(live), tf.train.load_checkpoint(path)
             keys = [key for key in ours.get_variable_to_shape_map() if _tf.is_variable_key(key)]
