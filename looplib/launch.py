@@ -99,19 +99,13 @@ def run(
     own = configuration.FLAGS if configuration else (PRINT_FLAG,)
     for flag in own:
         flag.make(flag.default)
-    read = _define_config(config, experiments or {}, argv) if configuration else None
+    others = settings or (lambda: (None, {}))
+    read = _define_config(config, experiments or {}, argv) if configuration else lambda: (*others(), "")
     for flag in (*FLAGS, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     console.guarded()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
-    binary = _Binary(
-        build,
-        config,
-        read or (lambda: (*(settings() if settings else (None, {})), "")),
-        started,
-        actions or (),
-        modes or {},
-    )
+    binary = _Binary(build, config, read, started, actions or (), modes or {})
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
 
 
