@@ -12,6 +12,7 @@ from absl import logging
 from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.errors import UsageError
+from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.stores import Store
 from looplib.masks import masked_text
@@ -57,6 +58,12 @@ class Fetcher:
             self.fetch(name, _PAUSES if name in listed else ())
         return found
 
+    def is_current(self, listed: Mapping[str, str]) -> bool:
+        """Returns whether a listing has nothing new but checkpoints since the last `refresh`."""
+        known = self._copy.note.versions
+        wanted = [name for name in listed if name in _REPORTS or name.startswith(f"{leases.FOLDER}/")]
+        return not self._copy.note.token and all(listed[name] and known.get(name) == listed[name] for name in wanted)
+
     def refresh(self, listed: Mapping[str, str], newest: dict[str, Any], steps: list[int], checkpoints: bool) -> None:
         """Fetches what is new in the store.
 
@@ -75,6 +82,7 @@ class Fetcher:
                 self.fetch(name)
                 versions[name] = version
         self._note_writer(newest)
+        versions.update({name: version for name, version in listed.items() if name.startswith(f"{leases.FOLDER}/")})
         if versions != before or not self._copy.note.token:
             self._copy.write_note()
 

@@ -128,11 +128,13 @@ class StoreMirror(Mirror):
           listed: what the store has, by name.
           checkpoints: whether the checkpoints are wanted too.
         """
+        versions = {name: file.version for name, file in listed.items()}
+        if not checkpoints and self._fetcher.is_current(versions):
+            return
         holder = lock.holder(self.directory)
         newest = leases.read(self._store, leases.highest_of(listed))
         if (holder and holder.holds) or (self._copy.note.token and self._copy.note.token == newest.get("token")):
             return
-        versions = {name: file.version for name, file in listed.items()}
         self._fetcher.refresh(versions, newest, leases.steps_of(newest), checkpoints)
 
     def check(self) -> None:
