@@ -68,7 +68,9 @@ class Proxy:
         except asyncio.IncompleteReadError:
             return None
         first, *lines = raw.decode("latin-1").split("\r\n")
-        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)}
+        fields = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
+        }
         method, target, *_ = first.split(" ")
         return raw, (method, target, fields)
 

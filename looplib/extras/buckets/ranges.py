@@ -32,6 +32,7 @@ from looplib.messages import gist
 _THREADS = 32  # that wait for a store
 _LEAST, _MOST = 1 << 17, 1 << 23  # bytes of a request: fewer cost as much, and more are divided
 _AHEAD = 1 << 24  # bytes that are read after a range that follows another
+_RUN = 2  # ranges that follow one another until more is read ahead
 _WINDOW = 1 << 20  # bytes of a request that reads ahead, at least
 _IN_MEMORY = 1 << 28  # bytes of blocks that are not in the cache, at most
 _PAGE = 1 << 16  # bytes that have a checksum
@@ -40,7 +41,8 @@ _LOOKED = 60.0  # seconds after which it is asked again whether objects were rep
 _TRIES = 4  # until an object that was not found is believed to be gone
 _LISTED = 32  # objects of one folder that are looked up by listing it
 _BLOCK_NAME = re.compile(r"(\d+)-(\d+)")
-_FULL, _LEFT = 0.9, 0.8  # of the limit of the cache: where blocks are removed, and what stays
+_FULL, _LEFT = 0.85, 0.75  # of the limit of the cache: where blocks are removed, and what stays
+_WAIT = 5.0  # seconds for another process that removes blocks
 _USED = 60.0  # seconds within which it is not noted again that a block was used
 _SETTING = "LOOPLIB_RECORDS_GB"
 
@@ -108,7 +110,7 @@ class _Object:
         self.starts: list[int] = []
         self.blocks: dict[int, _Block] = {}
         self.folder: str | None = None
-        self.last_stop = 0
+        self.last_stop = self.run = 0
 
     def add(self, block: _Block) -> None:
         bisect.insort(self.starts, block.start)
@@ -205,10 +207,11 @@ class Ranges:
         for index, start, stop in spans:
             stop = min(stop, self.sizes[index])
             with self._lock:
+                one = self._objects[index]
+                one.run = one.run + 1 if 0 < start == one.last_stop else 0
+                one.last_stop = stop
                 planned.append(self._parts(index, start, stop))
-                follows = start == self._objects[index].last_stop
-                self._objects[index].last_stop = stop
-                if follows:
+                if one.run >= _RUN:
                     self._read_ahead(index, start, stop)
         return [self._joined(index, parts) for (index, _, _), parts in zip(spans, planned)]
 
@@ -216,9 +219,9 @@ class Ranges:
         size, window = self.sizes[index], min(_MOST, max(_WINDOW, stop - start))
         ahead = min(_AHEAD, max(4 * (stop - start), 4 * _WINDOW))
         for at in range(stop, min(size, stop + ahead), window):
-            self._parts(index, at, min(size, at + window), True)
+            self._parts(index, at, min(size, at + window))
 
-    def _parts(self, index: int, start: int, stop: int, follows: bool = False) -> list[_Part]:
+    def _parts(self, index: int, start: int, stop: int) -> list[_Part]:
         """Returns blocks that hold a range, with the part of each; begins to read those that are not there."""
         one, found, at = self._objects[index], [], start
         if one.folder is None:
@@ -230,8 +233,7 @@ class Ranges:
                 if end - begin < _LEAST and self._cache is not None:
                     begin, end = max(low, begin // _LEAST * _LEAST), min(high, -(-end // _LEAST) * _LEAST)
                 block = _Block(begin, min(end, begin + _MOST))
-                follows = follows or start == one.last_stop
-                block.future = self._pool.submit(self._fetch, index, block, self._fits or not follows)
+                block.future = self._pool.submit(self._fetch, index, block, self._fits or one.run < _RUN)
                 one.add(block)
             end = min(stop, block.stop)
             found.append((block, block.future, at, end))
@@ -400,18 +402,17 @@ class _Cache:
         try:
             folders.make_folder(self._folder, os.path.basename(folder))
             path = os.path.join(folder, f"{start}-{start + len(content)}")
-            files.write_whole(path, sums.tobytes() + content, durable=False)
+            with self._lock:
+                files.write_whole(path, sums.tobytes() + content, durable=False)
+                self._new += len(content)
+                if self._new > self.most // 64:
+                    self._new = 0
+                    self._shrink()
         except (OSError, ValueError, UsageError) as error:
             logging.log_every_n_seconds(
                 logging.WARNING, "blocks of records cannot be kept in %s: %s", 600, self._folder, gist(error)
             )
             return False
-        with self._lock:
-            self._new += len(content)
-            counts = self._new > self.most // 64
-            self._new = 0 if counts else self._new
-        if counts:
-            self._shrink()
         return True
 
     def read(self, folder: str, first: int, last: int, start: int, stop: int) -> bytes | None:
@@ -443,7 +444,7 @@ class _Cache:
 
     def _shrink(self) -> None:
         """Removes the blocks that were not used for longest, if there are too many; one process at a time does."""
-        with contextlib.suppress(OSError, ValueError, TimeoutError), files.appending(self._folder + ".lock", 0.0):
+        with contextlib.suppress(OSError, ValueError, TimeoutError), files.appending(self._folder + ".lock", _WAIT):
             found = sorted(self._found())
             used = sum(size for _, size, _ in found)
             self.most = self._bound(used)
