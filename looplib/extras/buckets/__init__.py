@@ -1,7 +1,7 @@
 """Runs that live in an object store: a local directory that is copied there in the background, and read from there.
 
-`stores` asks a store through fsspec, `ranges` reads objects of records in pieces, `lease` keeps a second writer away, and `mirror` is the copy of a run directory.
-The core sees the local directory alone.
+`stores` asks a store through fsspec, `lease` keeps a second writer away, and `mirror` is the copy of a run directory.
+`ranges` reads objects in pieces, for records. The core sees the local directory alone.
 
 Names that other rooms use:
     lease: none
