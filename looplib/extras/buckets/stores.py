@@ -135,6 +135,56 @@ class Store:
             with open(path, "rb") as file:
                 return file.read(_MOST_BYTES)
 
+    @property
+    def conditional(self) -> bool:
+        """Whether `read_range` notices by itself that an object was replaced."""
+        return _protocol(self._files) in ("s3", "gs")
+
+    def look_up(self, name: str, patience: float = PATIENCE) -> StoredFile:
+        """Returns what the store says of one object; `FileNotFoundError` if there is none."""
+        found = self.ask(lambda: self._files.info(self._at(name)), f"look up {name}", patience)
+        if found.get("type") != "file":
+            raise IsADirectoryError(name)
+        return StoredFile(int(found["size"]), _version(found))
+
+    def matching(self, pattern: str, patience: float = PATIENCE) -> dict[str, StoredFile]:
+        """Returns the objects of a folder whose names match a pattern, by name; a request per 1,000 of the folder."""
+        found = self.ask(lambda: self._files.glob(self._at(pattern), detail=True), f"list {pattern}", patience)
+        start = len(self._root.strip("/")) + 1
+        return {
+            path.strip("/")[start:]: StoredFile(int(entry["size"]), _version(entry))
+            for path, entry in sorted(found.items())
+            if entry.get("type") == "file"
+        }
+
+    def read_range(self, name: str, start: int, stop: int, version: str, patience: float = PATIENCE) -> bytes:
+        """Returns a range of bytes of an object.
+
+        Raises:
+          FileNotFoundError: if it is gone, or, of stores that are `conditional`, has another version.
+          StoreError: if the store refuses, or does not answer in time.
+        """
+        return self.ask(lambda: self._range(self._at(name), start, stop, version), f"read {name}", patience)
+
+    def _range(self, path: str, start: int, stop: int, version: str) -> bytes:
+        protocol = _protocol(self._files)
+        try:
+            if protocol == "s3":
+                found = _read_from_s3(self._files, path, start, stop, version)
+            else:
+                condition = {"generation": version} if protocol == "gs" else {}
+                found = self._files.cat_file(path, start=start, end=stop, **condition)
+        except OSError as error:
+            code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
+            if code in ("PreconditionFailed", "412"):
+                raise FileNotFoundError(f"{path} was replaced") from error
+            raise
+        if len(found) == stop - start:
+            return found
+        if not self.conditional:
+            raise FileNotFoundError(f"{path} was replaced by a shorter one")
+        raise OSError(f"{len(found)} bytes came in place of {stop - start}")
+
     def fetch(self, name: str, path: str) -> None:
         """Copies an object into a local file."""
         self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}")
@@ -183,8 +233,30 @@ def _is_final(error: Exception) -> bool:
     return isinstance(error, _FINAL) or not _WITHOUT_CREDENTIALS.isdisjoint(names)
 
 
+def _protocol(driver: Any) -> str:
+    """Returns "s3" or "gs" for their drivers; else ""."""
+    protocols = driver.protocol if isinstance(driver.protocol, (tuple, list)) else (driver.protocol,)
+    return next((name for name in ("s3", "gs") if name in protocols), "")
+
+
+def _read_from_s3(driver: Any, path: str, start: int, stop: int, version: str) -> bytes:
+    """Returns a range of an object if it has this version; `cat_file` of s3fs takes no condition."""
+    import fsspec.asyn
+
+    bucket, key, _ = driver.split_path(path)
+
+    async def read() -> bytes:
+        answer = await driver._call_s3(
+            "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", IfMatch=f'"{version}"'
+        )
+        async with answer["Body"] as body:
+            return await body.read()
+
+    return fsspec.asyn.sync(driver.loop, read)
+
+
 def _version(entry: dict[str, Any]) -> str:
-    for key in ("ETag", "etag", "generation", "LastModified", "last_modified", "mtime", "created"):
+    for key in ("ETag", "generation", "etag", "LastModified", "last_modified", "mtime", "created"):
         if entry.get(key):
             return str(entry[key]).strip('"')
     return ""
