@@ -121,6 +121,8 @@ class DeviceLoop(InnerLoop):
         self._fetches_in_step = step.stream.properties.infinite and not step.stream.ahead
         self._spec = None
         self._taken: np.ndarray | None = None  # the totals that the last call has read
+        # A training whose data ends saves the totals before it reads them.
+        self._reads_at_end = step.stream.renew is None
         self._programs = LoopPrograms(self._run, self._run_round, binds=step.stream.renew is not None)
         self._looks_within = sum(step.op_counts.values()) >= _MANY_OPS
         self._most_alone = self._most_rounds_alone()
@@ -138,6 +140,8 @@ class DeviceLoop(InnerLoop):
         wanted = Numbers(*tf.unstack(numbers))
         started = now()
         done, waited, status, ended = self._steps(iterator, wanted, self._look())
+        if not self._reads_at_end:
+            ended = tf.constant(False)
         take = (wanted.read > 0) & status.go & (ended | (done >= wanted.steps))
         return self._outcome(done, status, waited, started, take)
 

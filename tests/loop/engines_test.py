@@ -1,6 +1,7 @@
 """Every engine computes what the graph loop does; auto finds the fastest and loses no step on the way."""
 
 import functools
+import json
 import shutil
 import time
 
@@ -548,3 +549,23 @@ def test_calls_that_are_too_short_for_a_chunk_do_not_hold_the_trial_up(steps_per
     controller, _ = train("auto", 1000, Quick(), steps_per_loop=steps_per_loop, checkpoints=policy)
     found = set(controller.engines["train"]["seconds_per_step"])
     assert found - {"xla x2", "xla x3"} == tried  # chunks of slow steps are so short that they fit
+
+
+@pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
+@pytest.mark.parametrize("steps", [-1, 100])
+def test_a_second_start_of_a_run_whose_data_has_ended_keeps_its_last_report(loop, steps, tmp_path):
+    class Numbers(looplib.Trainer):
+        def dataset(self, context):
+            return tf.data.Dataset.range(56).batch(context.per_replica_batch_size, drop_remainder=True)
+
+        def step_fn(self, numbers):
+            return {"loss": tf.cast(numbers, tf.float32)}
+
+    def reports():
+        settings = dict(global_batch_size=8, steps_per_loop=4, loop=loop, model_dir=tmp_path)
+        with flat_config.controller(trainer=Numbers(), **settings) as controller:
+            last = controller.train(steps)
+        records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return last["loss"], [(record["step"], record["loss"]) for record in records]
+
+    assert reports() == reports() == (43.5, [(4, 15.5), (7, 43.5)])

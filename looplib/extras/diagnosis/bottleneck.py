@@ -33,6 +33,8 @@ _KINDS = {
 }
 _NESTED = ("FlatMap", "Interleave")  # whose elements come from data sets that their function makes
 _FILES = ("TFRecord", "TextLine", "FixedLengthRecord", "CSV")
+_COUNT = ["Scan", "ForeverRepeat", "FromTensor"]  # the stages that count looplib's batches
+_ORDER = "of the examples, which looplib shuffles"
 _LEAST = 0.25  # of the time, for a stage that is worth a change
 _AUTOTUNE = "num_parallel_calls=tf.data.AUTOTUNE"
 # AUTOTUNE starts no more calls than there are cores, and tf.data has no more threads for them.
@@ -49,6 +51,11 @@ _ADVICE = {
     ("batch", False): f"give that batch {_AUTOTUNE}, or make elements of fewer and smaller tensors",
     ("batch", True): "make elements of fewer and smaller tensors",
     ("copy", False): "copy fewer bytes: integers or bfloat16, cast and augmented in step_fn, or context.resident",
+    (
+        "order",
+        False,
+    ): "use larger batches, or context.resident for arrays that fit in the device's memory: the steps are "
+    "shorter than the shuffling of their examples",
     ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time",
 }
 _FUNCTION_READS = f"; if its function itself reads, do that in a map in front of it, map(read, {_AUTOTUNE})"
@@ -59,7 +66,7 @@ class Bottleneck:
     """The slowest stage of a pipeline.
 
     Attributes:
-      kind: "read", "decode", "map", "shuffle", "batch", "generator" or "copy".
+      kind: "read", "decode", "map", "order", "shuffle", "batch", "generator" or "copy".
       share: its part of the time of all stages, from 0 to 1; time in parallel calls is divided by their number.
       stage: the name that TensorFlow gives the slowest one of this kind.
       milliseconds: that it takes for one of its elements.
@@ -86,7 +93,9 @@ class Bottleneck:
             each = f"{time} ms for a record, " + (
                 "1 at once" if self.parallel == 1 else f"with {self.parallel} threads"
             )
-        stage = self.stage if self.reads is not None or self.kind == "copy" else _users_name(self.stage)
+        if self.kind == "order":
+            each = f"{time} ms for a batch"
+        stage = self.stage if self.reads is not None or self.kind in ("copy", "order") else _users_name(self.stage)
         return f"{self.share:.0%} of the pipeline's time is {self.kind} ({stage}: {each})"
 
     @property
@@ -125,6 +134,7 @@ def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: Sequence[Reads] = (
 def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | None:
     reading = {number: one for one in reads for number in _reading(nodes, one)}
     kinds = {number: "read" if number in reading else _kind(nodes[number].name) for number in nodes}
+    kinds |= dict.fromkeys((number for number in nodes if number not in reading and _orders(nodes, number)), "order")
     children = {number for node in nodes.values() for number in node.inputs}
     found: dict[int, float] = collections.defaultdict(float)
     for root in nodes.keys() - children:
@@ -149,6 +159,9 @@ def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | No
         time = sum(nodes[number].processing_time for number, other in reading.items() if other is one)
         return Bottleneck(kind, share, str(one), time / 1e6 / max(1, one.records), one.at_once, reads=one)
     stage, after = nodes[slowest], _after(nodes, slowest)
+    if kind == "order":
+        batches = next(other.num_elements for other, _ in after if other.name == "Unbatch")
+        return Bottleneck(kind, share, _ORDER, stage.processing_time / 1e6 / max(1, batches), 1)
     around = [one for one, inside in after if inside]
     return Bottleneck(
         kind,
@@ -169,6 +182,18 @@ def _reading(nodes: Any, reads: Reads) -> list[int]:
     maps = [number for number in nodes if nodes[number].name == "Map"]
     alike = ([n for n in maps if abs(nodes[n].num_elements - calls) <= 1] for calls in reads.calls if calls)
     return [max(numbers, key=lambda number: len(_after(nodes, number))) for numbers in alike if numbers]
+
+
+def _orders(nodes: Any, number: int) -> bool:
+    """Returns whether a stage is a map of looplib's that orders chunks of batches: over a count of them, unbatched."""
+    after = [stage.name for stage, _ in _after(nodes, number) if "Map" not in stage.name]
+    if "Map" not in nodes[number].name or after[:1] != ["Unbatch"]:
+        return False
+    before, names = number, []
+    while nodes[before].inputs:
+        before = nodes[before].inputs[0]
+        names.append(nodes[before].name)
+    return [name for name in names if "Map" not in name] == _COUNT
 
 
 def _users_name(stage: str) -> str:

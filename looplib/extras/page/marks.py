@@ -76,7 +76,7 @@ def of_curves(found: Sequence[Curve]) -> Iterator[Mark]:
 
 
 def of_checkpoints(saved: Sequence[SavedCheckpoint], metric: str) -> Iterator[Mark]:
-    """Yields the best checkpoint by a metric."""
+    """Yields the best of the kept checkpoints by a metric."""
     yield from (
-        Mark("best", one.step, f"best checkpoint: {metric} {one.scores[metric]:.4g}") for one in saved if one.best
+        Mark("best", one.step, f"best checkpoint kept: {metric} {one.scores[metric]:.4g}") for one in saved if one.best
     )

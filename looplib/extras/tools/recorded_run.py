@@ -180,7 +180,7 @@ class Recorded:
     def __init__(self, directory: str) -> None:
         self.directory = os.path.abspath(directory)
         self.report = report_of(self.directory)
-        refuse_several_processes(self.report, self.directory, "a replay has one, so name a run of one process")
+        refuse_several_processes(self.report, self.directory, "replay and diff start one; name a run of one process")
 
     def checkpoints(self) -> list[Commit]:
         """Returns the committed checkpoints, newest first."""

@@ -126,6 +126,7 @@ BAD = {
     "--config.shuffle=maybe": "flag --config.shuffle=maybe: ('Non-boolean argument to boolean flag', 'maybe')",
     "--fast": "Unknown command line flag 'fast'; --help lists the flags",
     "--shufle": "Unknown command line flag 'shufle'; did you mean the setting --config.shuffle? --help lists the flags",
+    "--batch_size=32": "Unknown command line flag 'batch_size'; did you mean --global_batch_size? --help lists the flags",
     "--width=3": "Unknown command line flag 'width'; did you mean the setting --config.model.width?",
     "--experiment=smal": "--experiment=smal is not a named variant; did you mean small? expected one of small",
     "--config_file=/nowhere.yaml": "--config_file=/nowhere.yaml cannot be read",

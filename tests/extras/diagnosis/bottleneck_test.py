@@ -201,6 +201,31 @@ def test_iterators_without_statistics_have_no_slowest_stage():
     assert bottleneck.of(object()) is None
 
 
+class Counted(looplib.Trainer):
+    """Steps that take less time than the order of their examples, or than the function of their map."""
+
+    def __init__(self, function):
+        self.function, self.weight = function, tf.Variable(0.0)
+
+    def dataset(self, context):
+        ids = context.indices(500)
+        return ids.map(self.function) if self.function else ids
+
+    def step_fn(self, inputs):
+        self.weight.assign_add(1.0)
+        return {"loss": tf.cast(inputs, tf.float32)}
+
+
+@pytest.mark.parametrize("function, kind", [(None, "order"), (Slow(), "map")])
+def test_the_order_of_the_examples_is_no_map_of_the_users(function, kind):
+    config = looplib.RunConfig(global_batch_size=64, steps_per_loop=50)
+    with looplib.Controller(config, trainer=Counted(function), writers=[]) as controller:
+        controller.train(200)
+    what, advice = controller.clock.of_input()
+    assert f"of the pipeline's time is {kind} (" in what, what
+    assert ("context.resident" in advice) == (kind == "order"), advice
+
+
 class Waiting(looplib.Trainer):
     def __init__(self, make):
         self.make, self.weight = make, tf.Variable(0.0)
