@@ -12,7 +12,7 @@ from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast, Start
 from looplib.errors import FlagError, NoCheckpointError
 from looplib.health.guards import Guards
-from looplib.messages import duration, is_utf8, join_names
+from looplib.messages import duration, is_utf8
 from looplib.run_config import RunConfig
 from looplib.settings import Flag, flags_of, from_flags
 from looplib.task.actions import Action
@@ -110,8 +110,7 @@ def parse(argv: Sequence[str]) -> list[str]:
         close = difflib.get_close_matches(error.flagname, names, n=1, cutoff=0.8)
         hint = f"did you mean the setting --config.{names[close[0]]}? " if close else ""
         longer = sorted(f"--{name}" for name in flags.FLAGS if name.endswith(f"_{error.flagname}"))
-        if longer and not hint:
-            hint = f"did you mean one of {join_names(longer)}? " if longer[1:] else f"did you mean {longer[0]}? "
+        hint = hint or f"did you mean {' or '.join(longer[:5])}? " * bool(longer)
         raise FlagError(f"{error}; {hint}--help lists the flags") from error
     except flags.Error as error:
         raise FlagError(f"{error}; --help lists the flags") from error

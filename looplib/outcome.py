@@ -149,8 +149,7 @@ class Session:
         if self.controller is None:
             return
         write = functools.partial(self.controller.report.write, status, sentence)
-        close = self.controller.close
-        for action in (write, close, write, close):  # before too, because trackers read there how it ended
+        for action in (write, self.controller.close) * 2:  # before too, because trackers read there how it ended
             try:
                 action()
             except Exception as error:  # the disk may be full, and the last line must come out all the same

@@ -2,13 +2,9 @@
 
 
 class Mirror:
-    """Copies a run directory to where it belongs and back; this one is of a directory that is nowhere else.
+    """Copies a run directory to where it belongs and back; this one is of a directory that is nowhere else."""
 
-    Attributes:
-      directory: the local run directory.
-    """
-
-    directory = ""
+    directory = ""  # the local run directory
 
     def begin(self, trains: bool) -> None:
         """Fetches what a start needs; for a training, keeps other writers away, and copies what is new from now on."""
