@@ -261,6 +261,7 @@ def test_damage_is_named_by_object_record_and_byte(store):
         looplib.open_records("s3://data/damaged/a.tfrecord-2")
 
 
+@pytest.mark.slow
 def test_a_storm_of_refusals_changes_nothing(store, monkeypatch):
     monkeypatch.setenv("LOOPLIB_RECORDS_GB", "0")  # so that each epoch asks again
     expected = batches(context().records(f"{store.folder}/a.tfrecord-*", block=100), 150)
