@@ -28,7 +28,7 @@ ALLOWED = {
         "looplib/extras/writers/tensorboard_writer.py",
         "io.TFRecordWriter",
     ): "a new name, below a folder that was checked",
-    ("looplib/extras/buckets/mirror.py", "os.utime"): "files of a copy, which this class has written",
+    ("looplib/extras/buckets/fetching.py", "os.utime"): "files of a copy, which this class has written",
     ("looplib/extras/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
     ("looplib/extras/tools/replay.py", "open, to write"): "names in a new temporary folder",
     ("looplib/extras/tools/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
