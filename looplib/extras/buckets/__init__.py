@@ -5,7 +5,11 @@
 The core sees the local directory alone.
 
 Names that other rooms use:
+    copies: fetched
+    copying: none
+    fetching: none
     lease: none
-    mirror: local_directory
+    mirror: open_mirror
+    note: none
     stores: none
 """
