@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 
 from faults import fork_client
 
@@ -29,7 +30,7 @@ MODULES = (
     "trainers.image_classification", "sklearn.datasets", "sklearn.model_selection", "looplib.extras.sweep.sweep",
     "alembic.command", "alembic.migration", "matplotlib.backends.backend_agg", "looplib.extras.page.html",
     "looplib.extras.parameter_server.processes", "looplib.extras.tools.preflight", "looplib.extras.tools.replayer",
-    "tensorboard.plugins.hparams.api",
+    "tensorboard.plugins.hparams.api", *(["s3fs"] if find_spec("s3fs") else []),
 )  # fmt: skip
 
 

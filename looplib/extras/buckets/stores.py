@@ -132,7 +132,7 @@ class Store:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "read")
             self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}", patience)
-            with open(path, "rb") as file:
+            with files.open_regular(path) as file:
                 return file.read(_MOST_BYTES)
 
     @property

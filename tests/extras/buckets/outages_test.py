@@ -56,14 +56,14 @@ def test_a_storm_of_failures_is_waited_out(cloud, status):
         cloud.proxy.faults.share, cloud.proxy.faults.status = 0.3, status
     if status == 404:  # which a store answers too where there is no bucket, so that a start ends at once
         cloud.proxy.faults.only = lambda request: bool(cloud.steps())
-    life = cloud.copied("--steps=30", "--pause=0.05")
+    life = cloud.copied("--steps=16", "--pause=0.05")
     assert life.code(300) == 0, life.output()
-    as_it_should_be(cloud, 30)
+    as_it_should_be(cloud, 16)
     cloud.lose()
-    life = cloud.copied("--steps=34", "--pause=0.05")  # it starts in the storm
+    life = cloud.copied("--steps=20", "--pause=0.05")  # it starts in the storm
     assert life.code(300) == 0, life.output()
-    assert said(life)[0]["start"] == 30
-    as_it_should_be(cloud, 34)
+    assert said(life)[0]["start"] == 16
+    as_it_should_be(cloud, 20)
     assert sum(request.status in (0, status) for request in cloud.proxy.requests) > 10
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from clouds import wait_for
+from conftest import more
 
 SMALL = ("--train_steps=20", "--global_batch_size=4", "--eval_interval=10", "--steps_per_loop=5", "--loop=eager")
 REPORT = {"status": "done", "step": 3, "final_step": 3, "started": "2026-01-01 00:00:00", "flags": {"train_steps": 3}}
@@ -49,7 +50,7 @@ def test_reports_of_a_run_come_without_its_checkpoints(cloud):
     assert [one for one in cloud.proxy.requests[before:] if one.method == "GET" and "/ckpt-3." in one.path]
 
 
-@pytest.mark.parametrize("command", ["status", "inspect", "report"])
+@pytest.mark.parametrize("command", ["status", *more(["inspect", "report"])])
 def test_a_url_with_nothing_is_told_in_a_sentence(cloud, command):
     life = cloud.tool(command, cloud.url("nothing"))
     assert life.code() in (1, 2), life.output()
@@ -82,6 +83,7 @@ def test_tools_and_starts_that_read_a_run_take_its_url(cloud):
     assert ends(binary("run", "--mode=eval", machine="three"))
 
 
+@pytest.mark.slow
 def test_a_reader_sees_what_a_run_on_another_machine_writes(cloud):
     life = cloud.copied("--steps=1000", "--pause=0.1", machine="one")
     wait_for(lambda: max(cloud.steps(), default=0) > 2)
