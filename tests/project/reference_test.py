@@ -17,7 +17,7 @@ import looplib
 from looplib import errors, launch
 from looplib.checkpoint import directory
 from looplib.extras.configuration import config
-from looplib.report import run_json
+from looplib.extras.page.fields import FIELDS
 from looplib.settings import Flag, flags_of
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
@@ -138,7 +138,7 @@ def exit_codes() -> str:
 def run_directory() -> str:
     """Returns the page of the files of a run directory."""
     rows = [f"| `{name}` | {text} |" for name, text in directory.CONTENTS.items()]
-    fields = [f"| `{'`, `'.join(names.split(', '))}` | {text} |" for names, text in run_json.FIELDS.items()]
+    fields = [f"| `{'`, `'.join(names.split(', '))}` | {text} |" for names, text in FIELDS.items()]
     return (
         "# Run directory\n\nWhat `--model_dir` holds. Paths in it are relative, so that it can be moved or copied "
         "([copies](../checkpoint_files.md#copy-or-move-a-run-directory)).\n\n| path | contents |\n|---|---|\n" + "\n".join(rows)
@@ -173,7 +173,7 @@ def test_what_a_run_leaves_is_in_the_reference(tmp_path: pathlib.Path) -> None:
     named = {name.strip() for names in directory.CONTENTS for name in names.split(",")}
     unknown = {name for name in found if not any(pathlib.PurePath(name).match(pattern) for pattern in named)}
     assert not unknown and len(found) > 8
-    fields = {name for names in run_json.FIELDS for name in names.split(", ")}
+    fields = {name for names in FIELDS for name in names.split(", ")}
     assert json.loads((tmp_path / "run.json").read_text()).keys() <= fields
 
 
