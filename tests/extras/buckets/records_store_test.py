@@ -207,6 +207,7 @@ for batch in context.records("s3://data/train/a.tfrecord-*", block=30).as_numpy_
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_where_it_was(store):
     expected = numbers(context().records(f"{store.folder}/a.tfrecord-*", block=30), 150)
     found = []

@@ -54,6 +54,7 @@ def test_a_killed_writer_on_another_machine_is_followed_once_its_lease_has_expir
     assert cloud.steps() == [kept + 1, kept + 2, kept + 3]
 
 
+@pytest.mark.slow
 def test_a_writer_that_lost_its_lease_while_the_store_was_out_of_reach_ends_and_writes_nothing_more(cloud, s3):
     """It is stopped for as long as the lease lasts; the other one reaches the store by another way."""
     first = cloud.copied("--steps=1000", "--pause=0.1", machine="one", environment={"LOOPLIB_LEASE_SECONDS": "1.5"})
