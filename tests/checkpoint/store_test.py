@@ -58,7 +58,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "keep, expected",
     [
@@ -620,6 +620,33 @@ def test_each_replica_gets_its_own_values_again(dtype):
     state.deserialize(saved)
     state.apply()
     assert [tf.cast(part, tf.float32).numpy().tolist() for part in parts] == [[0.0, 1.5], [1.0, 1.5]]
+
+
+def test_a_resumed_run_continues_with_the_values_of_each_replica(tmp_path):
+    """And is not initialized again."""
+    strategy = make_strategy("mirrored_x2")
+
+    class Own(toy.Regression):
+        def __init__(self):
+            super().__init__()
+            self.own = tf.Variable(0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+                                   synchronization=tf.VariableSynchronization.ON_READ)  # fmt: skip
+
+        def initialize(self):
+            initialized.append(self)
+
+        def step_fn(self, inputs):
+            self.own.assign_add(10 ** tf.distribute.get_replica_context().replica_id_in_sync_group)
+            return super().step_fn(inputs)
+
+    initialized = []
+    for start in (0, 2):
+        with strategy.scope():
+            trainer = Own()
+        with toy.controller(strategy, trainer, model_dir=tmp_path) as controller:
+            assert controller.global_step == start and len(initialized) == 1
+            assert [int(part) for part in strategy.experimental_local_results(trainer.own)] == [start, 10 * start]
+            controller.train(2)
 
 
 def test_a_resume_on_data_of_another_size_says_so(tmp_path, caplog):

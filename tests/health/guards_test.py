@@ -1,5 +1,6 @@
 """Values that are not finite: found, named, and halted, skipped or rolled back, alike on every replica."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -19,7 +20,7 @@ from looplib.checkpoint import commits
 from looplib.cluster import replicas
 from looplib.errors import EngineError, SettingError
 from looplib.health import non_finite
-from looplib.health.guards import spike_score
+from looplib.health.guards import Diverged, check_loss, spike_score
 from looplib.health.non_finite import StateCheck
 from looplib.report.records import read_jsonl
 
@@ -418,6 +419,25 @@ def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
     assert spike_score(history, 5.0, guards) == pytest.approx(0.6745 * (5.0 - median) / mad)
     assert spike_score(history[:10], 5.0, guards) is None and spike_score(history, 5.0, looplib.Guards()) is None
     assert spike_score(history, -5.0, guards) is None  # a loss that falls is welcome
+
+
+def test_losses_are_scored_against_the_last_window_only_and_a_bad_one_is_not_among_them():
+    guards, losses = looplib.Guards(spike_score=6, spike_window=8), []
+    good = np.random.default_rng(0).normal(2, 0.1, 30)
+    for number, loss in enumerate(good, 1):
+        check_loss(losses, number, float(loss), guards, 1)
+        assert losses == good[max(0, number - 8) : number].tolist()
+    with pytest.raises(Diverged) as caught:
+        check_loss(losses, 62, 9.0, guards, 2)
+    assert losses == good[-8:].tolist() and (caught.value.good_before, caught.value.resume_after) == (60, 62)
+
+
+@pytest.mark.parametrize("step, stops", [(19, False), (20, True)])
+def test_the_limit_of_the_loss_holds_from_its_step_on(step, stops):
+    guards = looplib.Guards(loss_limit=3.0, loss_limit_from=20)
+    check_loss([], step, 3.0, guards, 1)
+    with pytest.raises(Diverged) if stops else contextlib.nullcontext():
+        check_loss([], step, 3.1, guards, 1)
 
 
 class Jumping(Poisoned):

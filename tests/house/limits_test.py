@@ -55,8 +55,8 @@ def test_durations():
             duration("max_time", value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("threaded", [True, False])
 def test_a_training_that_reaches_its_time_saves_and_continues_exactly(threaded, tmp_path):
     """In the middle of a loop; and in a thread, where there are no signals."""
     trainer, caught = Slow(), []

@@ -94,7 +94,6 @@ EXAMPLES = st.lists(
 LOOP = st.lists(st.tuples(EXAMPLES.filter(bool), EXAMPLES, EXAMPLES, EXAMPLES), min_size=1, max_size=4)
 
 
-@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(loops=st.lists(LOOP, min_size=1, max_size=2), data=st.data())
 def test_metrics_are_those_of_all_examples_however_they_come_in_steps_replicas_loops_and_restarts(sums, loops, data):

@@ -19,6 +19,7 @@ from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
 from looplib.errors import EngineError, OptimizerError, StaleTraceError, StepError
 from looplib.extras.diagnosis import model_table
+from looplib.task.gradients import Clipping, DynamicLossScale
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
 BATCH, TOKENS, FEATURES, CLASSES, RATE = 32, 6, 5, 3, 0.5
@@ -262,11 +263,8 @@ def _scaled_to(limit, gradients):
 
 
 def _adaptive(gradients, parameters):
-    norms = [np.sqrt((g**2).sum(0, keepdims=g.ndim > 1)) if g.ndim > 1 else np.sqrt((g**2).sum()) for g in gradients]
-    limits = [
-        0.05 * np.maximum(np.sqrt((p**2).sum(0, keepdims=True)) if p.ndim > 1 else np.sqrt((p**2).sum()), 1e-3)
-        for p in parameters
-    ]
+    norm = lambda x: np.linalg.norm(x.reshape(-1, x.shape[-1]), axis=0) if x.ndim > 1 else np.linalg.norm(x)
+    norms, limits = map(norm, gradients), [0.05 * np.maximum(norm(p), 1e-3) for p in parameters]
     return [np.where(n > limit, g * limit / n, g) for g, n, limit in zip(gradients, norms, limits)]
 
 
@@ -276,6 +274,20 @@ CLIPS = {
     "clip_global_norm": (0.1, lambda g, p: [x * min(1, 0.1 / np.sqrt(sum((y**2).sum() for y in g))) for x in g]),
     "clip_adaptive": (0.05, _adaptive),
 }
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_each_kind_of_clipping_is_that_of_numpy(clip):
+    """Of a matrix, a vector and a kernel of a convolution, whose units have norms on both sides of the limit."""
+    random, (limit, change) = np.random.default_rng(0), CLIPS[clip]
+    shapes = [(5, 3), (4,), (2, 3, 3, 6)]
+    weights = [random.normal(size=shape) for shape in shapes]
+    gradients = [random.normal(size=shape) * np.geomspace(1e-3, 3, shape[-1]) for shape in shapes]
+    clipping = Clipping(**{clip.removeprefix("clip_"): limit})
+    found = clipping.clip(list(map(tf.constant, gradients)), list(map(tf.constant, weights)))
+    for one, expected, before in zip(found, change(gradients, weights), gradients):
+        np.testing.assert_allclose(one, expected, rtol=1e-6)
+        assert not np.allclose(one, before)
 
 
 @pytest.mark.slow(spread=1)
@@ -377,6 +389,19 @@ def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
     trainer = made(make_strategy("default"), loss_scale="dynamic")
     train(trainer, 7)
     assert trainer.loss_scale.scale.numpy() == 2.0**17
+
+
+def test_the_loss_scale_follows_overflows_and_rows_of_good_steps_as_a_plain_loop_does(monkeypatch):
+    monkeypatch.setattr("looplib.task.gradients._GROWS_AFTER", 3)
+    found, scale, row = DynamicLossScale(), 2.0**15, 0
+    for finite in map(int, "1101111011101110" + 16 * "0"):
+        found.adjust(tf.constant(bool(finite)))
+        row = (row + 1) * finite
+        scale = scale if finite else max(1.0, scale / 2)
+        if row == 3:
+            scale, row = 2 * scale, 0
+        assert found.scale.numpy() == scale
+    assert scale == 1
 
 
 @pytest.mark.slow
