@@ -1,10 +1,10 @@
 """The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
 
 import difflib
+import os
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
 from absl import flags
 
 from looplib import plugins, runtime
@@ -12,7 +12,7 @@ from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast, Start
 from looplib.errors import FlagError, NoCheckpointError
 from looplib.health.guards import Guards
-from looplib.messages import duration, is_utf8, join_names
+from looplib.messages import duration, is_utf8
 from looplib.run_config import RunConfig
 from looplib.settings import Flag, flags_of, from_flags
 from looplib.task.actions import Action
@@ -23,7 +23,8 @@ _MOST_DEVICES = 256  # virtual ones, which a process takes seconds to make
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
 _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.LATEST}
 
-PATHS = ("predictions", "export", "warm_start", "continue_from")  # flags, besides --model_dir
+FETCHED = ("warm_start", "continue_from")  # flags that may be URLs, besides --model_dir
+PATHS = ("predictions", "export", *FETCHED)
 
 # The flags that `runtime.setup` takes.
 OF_THE_MACHINE = (
@@ -36,7 +37,8 @@ PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML
 
 # The flags of every binary; docs/reference/flags.md is made of them.
 FLAGS = (
-    Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
+    Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, events; or its URL."),
+    Flag("local_dir", str, None, "Local directory of a run whose model_dir is a URL; none: one in the cache."),
     Flag("mode", str, "train_and_eval", "Job to run; without an evaluator, train.", MODES),
     Flag("train_steps", int, 1000, "The global step to train to; -1 trains to the end of the data."),
     *flags_of(RunConfig),
@@ -108,8 +110,7 @@ def parse(argv: Sequence[str]) -> list[str]:
         close = difflib.get_close_matches(error.flagname, names, n=1, cutoff=0.8)
         hint = f"did you mean the setting --config.{names[close[0]]}? " if close else ""
         longer = sorted(f"--{name}" for name in flags.FLAGS if name.endswith(f"_{error.flagname}"))
-        if longer and not hint:
-            hint = f"did you mean one of {join_names(longer)}? " if longer[1:] else f"did you mean {longer[0]}? "
+        hint = hint or f"did you mean {' or '.join(longer[:5])}? " * bool(longer)
         raise FlagError(f"{error}; {hint}--help lists the flags") from error
     except flags.Error as error:
         raise FlagError(f"{error}; --help lists the flags") from error
@@ -121,7 +122,7 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise FlagError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
         raise FlagError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
-    if values["mode"] in ("eval", "predict", "export") and not tf.io.gfile.isdir(values["model_dir"]):
+    if values["mode"] in ("eval", "predict", "export") and not os.path.isdir(values["model_dir"]):
         raise NoCheckpointError(
             f"there is no directory {values['model_dir']}, so there is no checkpoint in it; train first, or name the "
             "directory of a training with --model_dir"

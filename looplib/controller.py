@@ -61,7 +61,7 @@ class Controller:
       trainer: the `Trainer`; None for a job that only evaluates.
       evaluator: an `Evaluator`, whose metrics are reported as "eval", or a dict from name to `Evaluator`.
       strategy: `tf.distribute.Strategy` under whose scope the models were built; default the current one.
-      model_dir: the run directory, made if missing; None keeps nothing on disk.
+      model_dir: the run directory, made if missing, or the URL of one in an object store; None keeps nothing on disk.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       guards: `Guards` against bad values, jumps of the loss and stalls.
       start: `Start`, where the run starts from, if it has no checkpoint of its own, or which of them.
@@ -572,12 +572,14 @@ class Controller:
     def close(self) -> None:
         """Waits for a save under way, closes the writers, and releases the data and the run directory.
 
-        A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again does
-        nothing.
+        A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again
+        copies what was reported since then to the store of a `model_dir` that is a URL.
         """
         if self._directory is not None:
             self._directory.refuse_while_training("close")
         if self._loops.closed:
+            if self._directory is not None:
+                self._directory.release()
             return
         self._loops.closed = True
         with contextlib.ExitStack() as stack:  # each is done even if another raises; in reverse order

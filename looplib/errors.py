@@ -184,6 +184,10 @@ class FileError(UsageError):
     """A file or directory cannot be read or written."""
 
 
+class StoreError(UsageError):
+    """An object store cannot be used, or does not answer. Check the address, the credentials and the network."""
+
+
 class StrategyError(UsageError):
     """A strategy cannot run this program, or not with these settings."""
 

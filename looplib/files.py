@@ -1,8 +1,7 @@
 """Files of a run directory: written atomically and durably, read with bounds, never through a symbolic link.
 
 A run directory may come from somebody else, so its contents are not trusted: a name may be a link to a file outside of
-it, a FIFO that never ends, or larger than memory. Remote directories ("gs://...") have no links, and TensorFlow reads
-and writes them.
+it, a FIFO that never ends, or larger than memory. All paths are local: a run in an object store works in a local copy.
 """
 
 import contextlib
@@ -25,6 +24,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from looplib import plugins
 from looplib.errors import FileError
 from looplib.messages import gist, with_cure
 
@@ -53,16 +53,20 @@ class MisfitError(ValueError):
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is outside of the operating system's file systems, such as "gs://bucket/run"."""
+    """Returns whether a path is a URL, such as "gs://bucket/run"."""
     return _REMOTE.match(os.fspath(path)) is not None
 
 
-def resolve(path: str | os.PathLike[str], what: str) -> str:
+def resolve(path: str | os.PathLike[str], what: str, fetch: bool = False) -> str:
     """Returns the one name of a path that a user gives: absolute, so that a later `chdir` does not lead elsewhere.
+
+    With `fetch`, it may be the URL of something that is only read, and the path is that of a local copy.
 
     The path may begin with "~" or "file:///" and need not exist; `what` names it in the `UsageError` of a path that
     cannot be, or of a directory that this user may not read.
     """
+    if fetch and is_remote(path):
+        return plugins.load("looplib.parts", "fetched")(os.fspath(path))
     try:
         return _resolved(os.fspath(path))
     except (OSError, ValueError, TypeError) as error:
@@ -81,7 +85,7 @@ def _resolved(path: str) -> str:
     if path.startswith("file://"):
         raise ValueError("it names a machine; a local path begins with file:/// or /")
     if is_remote(path):
-        return path.rstrip("/")
+        raise ValueError("it is a URL, and this takes a local path")
     if path.startswith("~"):
         path = os.path.expanduser(path) if os.environ.get("HOME") != "" else path
     if path.startswith("~"):
@@ -114,24 +118,13 @@ def proves_damage(error: Exception) -> bool:
     return isinstance(error, (*_DAMAGE, tf.errors.NotFoundError, tf.errors.DataLossError))
 
 
-def failures(path: str) -> tuple[type[Exception], ...]:
-    """Returns the types of error with which reading or writing a path can fail: TensorFlow's only of a remote one."""
-    if not is_remote(path):
-        return (OSError,)
-    import tensorflow as tf
-
-    return OSError, tf.errors.OpError
-
-
 def open_regular(path: str) -> BinaryIO:
     """Opens a file to read bytes, without following a link and without waiting.
 
     Raises:
       NotRegularError: if it is not a regular file.
-      OSError, tf.errors.OpError: if it cannot be opened.
+      OSError: if it cannot be opened.
     """
-    if is_remote(path):
-        return gfile().GFile(path, "rb")
     name = os.path.basename(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -150,7 +143,7 @@ def read_text(path: str, most: int = _MOST_BYTES) -> str:
 
     Raises:
       ValueError: if it is not a regular file, too large, or not UTF-8.
-      OSError, tf.errors.OpError: if it cannot be read.
+      OSError: if it cannot be read.
     """
     with open_regular(path) as file:
         content = file.read(most + 1)
@@ -211,11 +204,6 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
     """
     content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     new = new_name(path)
-    if is_remote(path):
-        with gfile().GFile(new, "wb") as file:
-            file.write(content)
-        gfile().rename(new, path, overwrite=True)
-        return
     with _naming(path, new):
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -238,12 +226,11 @@ def write_named(path: str, content: str | bytes) -> bool:
 
     Returns whether it is now a file with this content alone, and so not, for example, standard output.
     """
-    is_local, target = not is_remote(path), path if is_remote(path) else os.path.realpath(path)
-    if is_local and os.path.exists(path) and (not os.path.isfile(path) or is_open_here(path)):
+    if os.path.exists(path) and (not os.path.isfile(path) or is_open_here(path)):
         with _naming(path), open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC), "wb") as file:
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
         return False
-    write_whole(target, content)
+    write_whole(os.path.realpath(path), content)
     return True
 
 
@@ -277,12 +264,8 @@ def appending(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
     Raises:
       UsageError: if it is not a regular file.
       TimeoutError: if another process has it for longer than `wait` seconds.
-      OSError, tf.errors.OpError: if it cannot be written.
+      OSError: if it cannot be written.
     """
-    if is_remote(path):
-        with gfile().GFile(path, "ab") as file:
-            yield file
-        return
     with _alone(path, wait) as file:
         yield file
 
@@ -290,7 +273,7 @@ def appending(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def rewriting(path: str) -> Iterator[None]:
     """Keeps other processes from appending to a file while it is read and replaced."""
-    if is_remote(path) or not os.path.lexists(path):
+    if not os.path.lexists(path):
         yield
         return
     with _alone(path):
@@ -354,8 +337,6 @@ def is_open_here(path: str) -> bool:
 
 def make_durable(path: str) -> None:
     """Asks the operating system to write a local file or directory to the disk, so that it survives a power cut."""
-    if is_remote(path):
-        return  # an object store is durable once it has acknowledged
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with _naming(path):
@@ -367,16 +348,9 @@ def make_durable(path: str) -> None:
 def check_writable(directory: str) -> None:
     """Makes a directory, and raises `UsageError` with the reason if the first save could not write to it."""
     try:
-        if is_remote(directory):
-            gfile().makedirs(directory)
-            probe = f"{directory}/.looplib-{os.getpid()}-{time.time_ns()}"
-            with gfile().GFile(probe, "w") as file:
-                file.write("")
-            gfile().remove(probe)
-        else:
-            os.makedirs(os.path.realpath(directory), exist_ok=True)  # it may be a link to one that is not there yet
-            tempfile.TemporaryFile(dir=directory).close()
-    except failures(directory) as error:
+        os.makedirs(os.path.realpath(directory), exist_ok=True)  # it may be a link to one that is not there yet
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
         sentence = f"model_dir {directory} cannot be written to: {with_cure(error, 'use another directory')}"
         raise FileError(sentence) from error
 
@@ -401,22 +375,7 @@ def safe_name(name: str) -> str:
 def free_name(path: str) -> str:
     """Returns a path that does not exist: `path`, or `path` with a number after it."""
     numbered = (f"{path}.{number}" if number else path for number in itertools.count())
-    return next(name for name in numbered if not (os.path.lexists(name) or (is_remote(name) and gfile().exists(name))))
-
-
-def exists(path: str) -> bool:
-    """Returns whether there is something at a path."""
-    return gfile().exists(path) if is_remote(path) else os.path.exists(path)
-
-
-def is_directory(path: str) -> bool:
-    """Returns whether a path is a directory."""
-    return gfile().isdir(path) if is_remote(path) else os.path.isdir(path)
-
-
-def size(path: str) -> int:
-    """Returns the bytes of a file."""
-    return gfile().stat(path).length if is_remote(path) else os.stat(path).st_size
+    return next(name for name in numbered if not os.path.lexists(name))
 
 
 def measure(path: str) -> tuple[int, str]:
@@ -439,10 +398,10 @@ def difference(path: str, size: int, sha256: str | None) -> str:
         with open_regular(path) as file:
             # Read first, because an error of that proves nothing; no more than that, if the file is larger.
             equal = sha256 is None or _sha256(file, size) == sha256
-            found = file.size() if is_remote(path) else os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno()).st_size
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
-    except (ValueError, *failures(path)) as error:
+    except (ValueError, OSError) as error:
         if proves_damage(error):
             return f"{name} cannot be read: {gist(error)}"
         raise cannot_read(path, error) from error
@@ -463,15 +422,3 @@ def _sha256(file: BinaryIO, most: float = math.inf) -> str:
         digest.update(block)
         left -= len(block)
     return digest.hexdigest()
-
-
-def names_in(directory: str) -> list[str]:
-    """Returns the names in a directory; some file systems put a slash after the name of a directory."""
-    return gfile().listdir(directory) if is_remote(directory) else os.listdir(directory)
-
-
-def gfile() -> Any:
-    """Returns TensorFlow's file systems, which only a remote path needs: what reads local files starts without them."""
-    import tensorflow as tf
-
-    return tf.io.gfile

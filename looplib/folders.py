@@ -38,30 +38,26 @@ def make_folder(root: str, *names: str) -> str:
     Raises:
       ValueError: if a name is not a plain one.
       UsageError: if one of the folders is a symbolic link, which would lead elsewhere, or not a directory.
-      OSError, tf.errors.OpError: if it cannot be made.
+      OSError: if it cannot be made.
     """
     path = root
-    if not files.is_remote(root):
-        os.makedirs(os.path.realpath(root), exist_ok=True)  # it may be a link to one that is not there yet
+    os.makedirs(os.path.realpath(root), exist_ok=True)  # it may be a link to one that is not there yet
     for name in names:
         path = inside(path, name)
-        if not files.is_remote(root):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path)
-            check_folder(path)
-    if files.is_remote(root):
-        files.gfile().makedirs(path)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        check_folder(path)
     return path
 
 
 def check_folder(path: str) -> None:
     """Raises `UsageError` if what is at a path is not a directory, or a link to one."""
-    if not files.is_remote(path) and os.path.islink(path):
+    if os.path.islink(path):
         raise RunDirectoryError(
             f"{path} is a symbolic link, and looplib writes and deletes nothing outside of a run directory; put a "
             "directory there, or make model_dir itself the link"
         )
-    if files.exists(path) and not files.is_directory(path):
+    if os.path.exists(path) and not os.path.isdir(path):
         raise RunDirectoryError(f"{path} must be a directory in a run directory; move the file away")
 
 
@@ -71,12 +67,6 @@ def remove(folder: str, name: str) -> None:
     No link is followed. Raises like `inside`, and what the file system does.
     """
     path = inside(folder, name)
-    if files.is_remote(folder):
-        if files.gfile().isdir(path):
-            files.gfile().rmtree(path)
-        elif files.gfile().exists(path):
-            files.gfile().remove(path)
-        return
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
             try:
@@ -92,11 +82,12 @@ def move(folder: str, name: str, to: str, new_name: str | None = None) -> None:
 
     Raises like `inside`, and what the file system does.
     """
-    path, place = inside(folder, name), inside(to, name if new_name is None else new_name)
-    if files.is_remote(folder):
-        files.gfile().rename(path, place, overwrite=True)
-    else:
-        os.rename(path, place)
+    os.rename(inside(folder, name), inside(to, name if new_name is None else new_name))
+
+
+def link(folder: str, name: str, to: str) -> None:
+    """Gives a file a second name in another folder, which stays when the first is removed; raises as `move` does."""
+    os.link(inside(folder, name), inside(to, name), follow_symlinks=False)
 
 
 def move_aside(folder: str, name: str, prefix: str = "") -> str:

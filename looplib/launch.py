@@ -15,7 +15,6 @@ A binary describes its experiment in one function and hands it over:
 """
 
 import dataclasses
-import functools
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from absl import app, flags, logging
 from looplib import command_line, console, files, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster.collectives import Workers
-from looplib.command_line import FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
+from looplib.command_line import FETCHED, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
@@ -100,10 +99,8 @@ def run(
     own = configuration.FLAGS if configuration else (PRINT_FLAG,)
     for flag in own:
         flag.make(flag.default)
-    if configuration:
-        read = _define_config(config, experiments or {}, argv)
-    else:
-        read = functools.partial(_read_others, settings)
+    others = settings or (lambda: (None, {}))
+    read = _define_config(config, experiments or {}, argv) if configuration else lambda: (*others(), "")
     for flag in (*FLAGS, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     console.guarded()  # to the end of the process
@@ -140,10 +137,6 @@ def _configuration() -> Any:
     return plugins.load("looplib.parts", "configuration")
 
 
-def _read_others(settings: Settings | None) -> tuple[Any, dict[str, Any], str]:
-    return (*(settings() if settings else (None, {})), "")
-
-
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
         return command_line.parse(argv)
@@ -177,9 +170,9 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     values.update(preflight.settings() if preflight else {})
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
-    values["model_dir"] = values["model_dir"] and resolve(values["model_dir"])
+    values["model_dir"] = values["model_dir"] and resolve(values["model_dir"], values["local_dir"])
     for name in command_line.PATHS:
-        values[name] = values[name] and files.resolve(values[name], f"--{name}")
+        values[name] = values[name] and files.resolve(values[name], f"--{name}", fetch=name in FETCHED)
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
     tracked = trains and values["trackers"] and not values["dry_run"]
@@ -212,6 +205,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
     controller.report.write("done")
+    controller.close()
 
 
 def _make_controller(

@@ -149,7 +149,7 @@ class Session:
         if self.controller is None:
             return
         write = functools.partial(self.controller.report.write, status, sentence)
-        for action in (write, self.controller.close, write):  # before too, because trackers read there how it ended
+        for action in (write, self.controller.close) * 2:  # before too, because trackers read there how it ended
             try:
                 action()
             except Exception as error:  # the disk may be full, and the last line must come out all the same

@@ -219,3 +219,24 @@ def nursery():
 def python(nursery):
     """Stands for `python` on a command line, with TensorFlow imported; where the import itself is tried, use Python."""
     return nursery.python
+
+
+@pytest.fixture(scope="session")
+def s3():
+    """moto's server of S3, with one bucket."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    from clouds import BUCKET, S3
+
+    with S3() as server:
+        server.make_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture
+def cloud(s3, nursery, tmp_path):
+    """A store, and machines that run there: `tests/extras/buckets/clouds.py`."""
+    from clouds import Cloud, Proxy
+
+    with Proxy("127.0.0.1", s3.port) as proxy:
+        yield Cloud(s3, proxy, nursery, tmp_path, tmp_path.name)

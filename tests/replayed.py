@@ -68,7 +68,7 @@ class ByLoss(looplib.GradientTrainer):
         return losses_of(self.config, self.model, *inputs)
 
 
-class WithActions(ByLoss):
+class WithActions(looplib.Adapter, ByLoss):
     """Averages weights, and lowers its rate."""
 
     def __init__(self, config):

@@ -4,9 +4,10 @@ Names that other rooms may use, by file:
     checkpointer: Checkpointer, NUDGE
     choice: best, check, choose, divided, FINAL, final, LATEST
     commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
-        SET_ASIDE, verify
+        read_marker, SET_ASIDE, UNFINISHED, verify
     directory: resolve, RunDirectory
     lock: acquire, LockHolder, holder, LockKind, RunLock
+    mirror: Mirror
     names: groups, in_order, NamedVariable, LiveVariables, NameNormalizer, SavedVariables
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     recorded: RecordedParts

@@ -96,6 +96,7 @@ class Checkpointer:
                 directory.policy,
                 directory.workers,
                 check=directory.check_lock,
+                mirror=directory.mirror,
                 sync=reporter.writers.sync,
             )
         if directory.starts_from:
@@ -360,7 +361,7 @@ class Checkpointer:
             try:
                 self.restore(path)
             except UsageError:
-                if tf.io.gfile.exists(path + ".commit") or self.directory.workers.count > 1:
+                if os.path.exists(path + ".commit") or self.directory.workers.count > 1:
                     raise
                 continue  # the training has meanwhile deleted it, and has newer ones
             yield

@@ -3,7 +3,6 @@
 import os
 import re
 
-import tensorflow as tf
 from absl import logging
 
 from looplib.checkpoint import commits
@@ -29,7 +28,7 @@ def check(which: str | int, what: str) -> str | int:
 def divided(path: str) -> tuple[str, str]:
     """Returns the directory and the checkpoint that "<run directory>@<word or step>" names; "final" without one."""
     directory, at, which = path.rpartition("@")
-    if at and (which in _WORDS or _STEP.fullmatch(which)) and not tf.io.gfile.exists(path):
+    if at and (which in _WORDS or _STEP.fullmatch(which)) and not os.path.exists(path):
         return directory, which
     return path, FINAL
 

@@ -92,7 +92,7 @@ def position_path(path: str, index: int, count: int) -> str:
 
 
 def write_marker(done: Commit) -> None:
-    """Writes the marker of a new checkpoint; raises `OSError` or `tf.errors.OpError` if it cannot."""
+    """Writes the marker of a new checkpoint; raises `OSError` if it cannot."""
     fields = {key: value for key, value in dataclasses.asdict(done).items() if key != "path"}
     _write(done.path, {"format": _format(done), **fields})
 
@@ -113,7 +113,7 @@ def read_marker(path: str) -> Commit:
 
     Raises:
       ValueError, KeyError, TypeError: if it is damaged, or not the marker of this checkpoint.
-      OSError, tf.errors.OpError: if it cannot be read.
+      OSError: if it cannot be read.
       UsageError: if it has a higher format number.
     """
     fields = _load(path)
@@ -213,13 +213,13 @@ def commit(path: str, step: int, positions: Mapping[str, FileChecksum] = {}) -> 
       positions: what `saving.write_position` returned. A file that does not read as it was written is left out.
 
     Raises:
-      OSError, tf.errors.OpError: if files are missing or cannot be read or written.
+      OSError: if files are missing or cannot be read or written.
     """
     import tensorflow as tf
 
     directory, prefix = os.path.split(path)
     own = files_of(prefix)
-    names = [name for name in tf.io.gfile.listdir(directory) if own.fullmatch(name)]
+    names = [name for name in os.listdir(directory) if own.fullmatch(name)]
     if f"{prefix}.index" not in names or len(names) < 2:
         raise OSError(f"only {', '.join(sorted(names)) or 'nothing'} of the files of {prefix} was written")
     tf.train.list_variables(path)  # a checkpoint that TensorFlow cannot open is not committed
@@ -277,11 +277,11 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
 
 def place_of(directory: str | os.PathLike[str]) -> str:
     """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself."""
-    directory = files.resolve(directory, "the run directory")
-    if not files.is_directory(directory):
+    directory = files.resolve(directory, "the run directory", fetch=True)
+    if not os.path.isdir(directory):
         raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     inner = os.path.join(directory, "checkpoints")
-    return inner if files.is_directory(inner) else directory
+    return inner if os.path.isdir(inner) else directory
 
 
 def listing(directory: str) -> list[FoundCheckpoint]:
@@ -320,10 +320,11 @@ def list_is_foreign(directory: str) -> bool:
     """Returns whether TensorFlow's list `checkpoint` names an existing checkpoint of another program as the newest."""
     try:
         match = re.search(r'model_checkpoint_path: "([^"]+)"', files.read_text(os.path.join(directory, "checkpoint")))
-    except (ValueError, *files.failures(directory)):
+    except (ValueError, OSError):
         return False
     path = os.path.join(directory, match[1]) if match else ""
-    return files.exists(f"{path}.index") and not any(files.exists(path + ending) for ending in (".commit", UNFINISHED))
+    own = (os.path.exists(path + ending) for ending in (".commit", UNFINISHED))
+    return os.path.exists(f"{path}.index") and not any(own)
 
 
 def _look_at(directory: str, step: int, names: list[str]) -> FoundCheckpoint:
@@ -334,7 +335,7 @@ def _look_at(directory: str, step: int, names: list[str]) -> FoundCheckpoint:
         return FoundCheckpoint(step, read_marker(path))
     except UsageError:  # of a newer looplib: not damaged, and not to be passed over
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, *files.failures(path)) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         reason = f"its marker cannot be read ({gist(error)})"
         proven = files.proves_damage(error) or isinstance(error, AttributeError)
         return FoundCheckpoint(step, None, reason, None if proven else files.cannot_read(f"{path}.commit", error))
@@ -405,7 +406,7 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
             intact = found.commit
     if tidy:
         in_the_way = os.path.join(directory, "checkpoint")  # where each save writes TensorFlow's list
-        if files.is_directory(in_the_way):
+        if os.path.isdir(in_the_way):
             place = _free_place(directory, "checkpoint")
             folders.move(directory, "checkpoint", *os.path.split(place))
             logging.warning("%s is a directory instead of a file; moved to %s", in_the_way, place)
@@ -426,14 +427,14 @@ def set_aside(directory: str, step: int) -> str:
     place = _free_place(directory, prefix)
     folders.make_folder(directory, SET_ASIDE, os.path.basename(place))
     unfinished = path_of(directory, step) + UNFINISHED
-    if not files.exists(unfinished):
+    if not os.path.exists(unfinished):
         begin(path_of(directory, step))
     # The marker goes first: at no moment is an incomplete checkpoint valid.
     names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
     for name in names:
         match = _NAME.match(name)
         name = name.rstrip("/")
-        if match and match[1] == prefix and (match[3] != UNFINISHED or files.is_directory(unfinished)):
+        if match and match[1] == prefix and (match[3] != UNFINISHED or os.path.isdir(unfinished)):
             folders.move(directory, name, place)
     folders.remove(directory, prefix + UNFINISHED)
     return place
@@ -458,13 +459,13 @@ def remove(done: Commit) -> None:
     folders.move(directory, f"{prefix}.commit", directory, prefix + UNFINISHED)
     for name in done.files:  # names of this checkpoint's files, in this directory: `read_marker` has looked
         path = folders.inside(directory, name)
-        if os.path.islink(path) or not files.is_directory(path):
+        if os.path.islink(path) or not os.path.isdir(path):
             folders.remove(directory, name)
     folders.remove(directory, prefix + UNFINISHED)
 
 
 def _names(directory: str) -> list[str]:
-    return files.names_in(directory) if files.is_directory(directory) else []
+    return os.listdir(directory) if os.path.isdir(directory) else []
 
 
 def _measure(path: str) -> FileChecksum:

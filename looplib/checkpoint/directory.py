@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Callable
 
-import tensorflow as tf
 from absl import logging
 
-from looplib import files, folders
+from looplib import files, folders, plugins
 from looplib.checkpoint import choice, commits
 from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.lock import RunLock, acquire
+from looplib.checkpoint.mirror import Mirror
 from looplib.checkpoint.policy import CheckpointPolicy, Start
 from looplib.checkpoint.restoring import peek
 from looplib.cluster.collectives import Workers
@@ -21,6 +21,7 @@ from looplib.messages import gist
 from looplib.report import run_json
 from looplib.task.record import RunRecord
 
+_mirrors: dict[str, "Mirror"] = {}  # by their local run directory
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
 
 # What a run directory holds; docs/reference/run_directory.md is made of it. The name of a folder ends with a slash.
@@ -51,8 +52,15 @@ CONTENTS = {
 }
 
 
-def resolve(model_dir: str | os.PathLike[str]) -> str:
-    """Returns the one name of a run directory, see `files.resolve`; refuses one that TensorFlow takes for a pattern."""
+def resolve(model_dir: str | os.PathLike[str], local_dir: str | None = None) -> str:
+    """Returns the one name of a run directory, see `files.resolve`; refuses one that TensorFlow takes for a pattern.
+
+    That of a run in an object store is its local copy, `local_dir` or one in the cache.
+    """
+    if files.is_remote(model_dir):
+        mirror = plugins.load("looplib.parts", "mirror")(os.fspath(model_dir), local_dir)
+        _mirrors[mirror.directory] = mirror
+        return mirror.directory
     path = files.resolve(model_dir, "model_dir")
     files.refuse_patterns("model_dir", path)
     return path
@@ -69,8 +77,6 @@ def check_inside(model_dir: str, writes: bool) -> None:
     Raises:
       UsageError: if a folder of the run is a symbolic link or not a directory.
     """
-    if files.is_remote(model_dir):
-        return
     names = [name for name in CONTENTS if "*" not in name]
     for name in (name for name in names if name.endswith("/")):
         folders.check_folder(os.path.join(model_dir, name.rstrip("/")))  # a slash would lead through a link
@@ -101,6 +107,7 @@ class RunDirectory:
       is_training: whether a training is under way.
       writable: whether metrics can be written to the directory.
       starts_from: the `Commit` that the run starts from, or None.
+      mirror: the copy of the directory in an object store, a `Mirror`.
 
     Raises:
       UsageError: if the directory is in use by another process, or a training cannot write to it.
@@ -118,6 +125,7 @@ class RunDirectory:
         self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
         self.is_training = False
         self._lock: RunLock | None = None
+        self.mirror = _mirrors.get(model_dir, Mirror())
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
         self.writable = bool(model_dir)
@@ -129,7 +137,7 @@ class RunDirectory:
             if workers.is_chief:
                 files.check_writable(model_dir)
         except UsageError as error:
-            if trains or not tf.io.gfile.isdir(model_dir):
+            if trains or not os.path.isdir(model_dir):
                 raise
             self.writable = False
             logging.warning("%s; this evaluation reports on the console only", error)
@@ -137,6 +145,11 @@ class RunDirectory:
             check_inside(model_dir, trains)
             if trains:
                 self._lock = acquire(model_dir, functools.partial(self._give_up, close))
+            self.mirror.begin(trains)
+        if workers.count > 1:
+            workers.agree(0)  # that the chief has begun
+            if not workers.is_chief:
+                self.mirror.begin(False)
         self.starts_from = self._chosen_start()
         self._check_nothing_is_lost()
 
@@ -178,9 +191,11 @@ class RunDirectory:
         """Raises `UsageError` if the run directory is not this controller's any more."""
         if self._lock is not None:
             self._lock.check()
+        self.mirror.check()
 
     def release(self) -> None:
         """Lets another process, or another controller of this one, write to the directory."""
+        self.mirror.end()
         if self._lock is not None:
             self._lock.release()
 
@@ -207,7 +222,7 @@ class RunDirectory:
 
         `starts_from` is then another one, if there is one.
         """
-        if self.trains or self.workers.count > 1 or tf.io.gfile.exists(path + ".commit"):
+        if self.trains or self.workers.count > 1 or os.path.exists(path + ".commit"):
             return False
         self.starts_from = self._chosen_start()
         return self.starts_from is not None and self.starts_from.path != path
@@ -256,10 +271,10 @@ class RunDirectory:
             return
         try:
             reason = commits.verify(commits.read_marker(path))
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             if isinstance(error, UsageError):
                 raise
-            if not tf.io.gfile.exists(f"{path}.index"):
+            if not os.path.exists(f"{path}.index"):
                 return  # not a checkpoint at all, which is said when it is opened
             reason = f"its marker cannot be read ({gist(error)})"
         if reason:
@@ -281,13 +296,14 @@ class RunDirectory:
     def _wait_for_newer(self, than: str | None, timeout: float | None) -> Commit | None:
         started, damaged = time.monotonic(), None
         while True:
+            self.mirror.refresh()
             done = commits.newest(self.checkpoints)
             if done and done.path != than and done != damaged:
                 try:
                     reason = commits.verify(done)
                     if not reason:
                         return done
-                    if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
+                    if os.path.exists(done.path + ".commit"):  # else the training has deleted it
                         logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
                         damaged = done
                 except files.CannotReadError as error:  # it may be readable at the next attempt

@@ -42,8 +42,7 @@ class RunLock:
     """Holds a directory for this process, until `release` or the process ends, however it ends.
 
     The operating system holds the lock (flock on a file), so that one left by a killed process does not block. A
-    directory that is not on a local or network file system has no such lock, and the log says so. A forked child does
-    not hold the lock.
+    forked child does not hold the lock.
 
     Args:
       directory: the directory, which must exist.
@@ -61,9 +60,6 @@ class RunLock:
         self._directory = directory
         self._kind = kind
         self._key = os.path.realpath(directory)
-        if files.is_remote(directory):
-            logging.info("%s cannot be locked on this file system; use a separate directory for each run", directory)
-            return
         self._path = os.path.join(directory, kind.name)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:

@@ -24,6 +24,7 @@ from absl import logging
 from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.checkpoint.commits import FileChecksum
+from looplib.checkpoint.mirror import Mirror
 from looplib.checkpoint.names import LiveVariables
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.restoring import RestoreMode, contents_of, objects_of, restore
@@ -53,6 +54,7 @@ class Checkpoints:
       workers: the workers; all of them read all values together, because some are summed over workers.
       check: raises `UsageError` if the directory is not this process's any more; called before files are written and
         before they are committed.
+      mirror: the copy of the run directory in an object store.
       sync: puts on the disk what the checkpoint calls reported; called before the commit.
 
     Attributes:
@@ -66,11 +68,12 @@ class Checkpoints:
         policy: CheckpointPolicy = CheckpointPolicy(),
         workers: Workers | None = None,
         check: Callable[[], None] = lambda: None,
+        mirror: Mirror = Mirror(),
         sync: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         self._workers = workers or Workers(tf.distribute.get_strategy())
-        self._check = check
+        self._check, self._mirror = check, mirror
         self._sync = sync
         self._policy = policy
         self._checkpoint = tf.train.Checkpoint(**objects)
@@ -114,7 +117,7 @@ class Checkpoints:
             commits.make_way(self.directory, step)
             if self._workers.count > 1:
                 commits.begin(path)  # before any worker writes
-        positions = write_position(path, position, self._workers)
+        positions = write_position(path, position, self._workers, self._mirror)
         if not self._workers.is_chief:
             self._read_along()
             return
@@ -238,7 +241,7 @@ class Checkpoints:
             if not self._workers.is_chief:
                 return False
             path = commits.path_of(self.directory, step)
-            if not tf.io.gfile.exists(f"{path}.commit"):
+            if not os.path.exists(f"{path}.commit"):
                 return True
             ours, theirs = tf.train.load_checkpoint(live), tf.train.load_checkpoint(path)
             keys = [key for key in ours.get_variable_to_shape_map() if _tf.is_variable_key(key)]
@@ -256,7 +259,7 @@ class Checkpoints:
         record.names, record.contents = self._noted
 
 
-def write_position(path: str, position: bytes, workers: Workers) -> dict[str, FileChecksum]:
+def write_position(path: str, position: bytes, workers: Workers, mirror: Mirror) -> dict[str, FileChecksum]:
     """Writes this worker's position, and waits until all workers have written theirs.
 
     A worker that cannot write its file logs a warning: the run is worth more than a quick resume.
@@ -265,6 +268,7 @@ def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Fi
       path: the checkpoint's path. The chief has made room for its files before it calls this.
       position: what `TaskLoop.position` returned; b"" for none.
       workers: the workers.
+      mirror: the copy of the run directory, by which the file reaches the chief on another machine.
 
     Returns:
       The files that were written, by name, for `commits.commit`; {} for one worker.
@@ -272,9 +276,12 @@ def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Fi
     if workers.count == 1 or not (sizes := workers.gather(np.int64(len(position)))).any():
         return {}
     digest = _ABSENT
+    paths = [commits.position_path(path, index, workers.count) for index in range(workers.count)]
     if position:
         try:
-            files.write_whole(commits.position_path(path, workers.index, workers.count), position, durable=False)
+            files.write_whole(paths[workers.index], position, durable=False)
+            if not workers.is_chief:
+                mirror.share(paths[workers.index])
             digest = hashlib.sha256(position).digest()
         except (OSError, tf.errors.OpError) as error:
             logging.warning(
@@ -285,14 +292,10 @@ def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Fi
                 gist(error),
             )
     digests = [row.tobytes() for row in workers.gather(np.frombuffer(digest, np.uint8))]
-    return {
-        os.path.basename(commits.position_path(path, index, workers.count)): {
-            "bytes": int(size),
-            "sha256": digest.hex(),
-        }
-        for index, (size, digest) in enumerate(zip(sizes, digests))
-        if digest != _ABSENT
-    }
+    written = [item for item in zip(paths, sizes, digests) if item[2] != _ABSENT]
+    for path, _, _ in written if workers.is_chief else ():
+        mirror.take(path)
+    return {os.path.basename(path): {"bytes": int(size), "sha256": digest.hex()} for path, size, digest in written}
 
 
 def _own_files() -> tf.train.CheckpointOptions:

@@ -28,7 +28,7 @@ def key(record: Record) -> tuple[int, str]:
 
 def cut_short(path: str) -> bool:
     """Returns whether a crash left the last line without its end, so that the next one would be lost with it."""
-    if not (files.exists(path) and (size := files.size(path))):
+    if not (os.path.exists(path) and (size := os.path.getsize(path))):
         return False
     with files.open_regular(path) as file:
         file.seek(size - 1)
@@ -47,7 +47,7 @@ def read_jsonl(path: str) -> list[Record]:
     Raises:
       UsageError: if the file is too large to be held.
     """
-    if files.exists(path) and files.size(path) > _MOST_BYTES:
+    if os.path.exists(path) and os.path.getsize(path) > _MOST_BYTES:
         raise FileError(f"{path} has more than {_MOST_BYTES:,} bytes, which no run writes; move it away")
     return [{sys.intern(name): value for name, value in record.items()} for record in each_record(path)]
 
@@ -58,7 +58,7 @@ def each_record(path: str) -> Iterator[Record]:
     Args:
       path: the file.
     """
-    if not files.exists(path):
+    if not os.path.exists(path):
         return
     try:
         file = files.open_regular(path)
@@ -134,7 +134,7 @@ class RecordFile:
         """Appends a record; returns False if its key is taken, or a crash or a full disk has cut the file short."""
         line = _line(record).encode()
         with files.appending(self._path) as file:  # alone, so that no other job writes this record at the same time
-            size = files.size(self._path) if files.exists(self._path) else 0
+            size = os.path.getsize(self._path) if os.path.exists(self._path) else 0
             if size != self._size:
                 self._written = {self._key(other) for other in each_record(self._path)}
             if self._key(record) in self._written or cut_short(self._path):

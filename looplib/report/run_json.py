@@ -24,7 +24,7 @@ from absl import logging
 from looplib import console, files, folders
 from looplib.cluster import peers
 from looplib.errors import Preempted, UsageError
-from looplib.files import failures, parse_json, read_text
+from looplib.files import parse_json, read_text
 from looplib.masks import masked, masked_text
 from looplib.messages import gist, shown, with_cure
 from looplib.report.clock import Clock
@@ -102,7 +102,7 @@ def read_report(path: str) -> Report:
     """Returns the content of a report, without values of wrong types; {} if none can be read."""
     try:
         report = _typed(parse_json(read_text(path)), Report)
-    except (*failures(path), ValueError):
+    except (OSError, ValueError):
         return {}
     if not report or report is _MISFIT:
         return {}
@@ -296,7 +296,7 @@ class RunReport:
 
     def _begin(self, restored_from: str | None) -> None:
         self._earlier = read_report(self.path) if self.path else {}
-        if self.path and not self._earlier and files.exists(self.path):
+        if self.path and not self._earlier and os.path.exists(self.path):
             self._keep_aside(self.path)
         changed = self.settings.changed(self._earlier)
         self._start = {
@@ -373,7 +373,7 @@ class RunReport:
 
     def _keep_aside(self, path: str) -> None:
         """Keeps a report that cannot be read, so that what it says of earlier starts is not lost."""
-        with contextlib.suppress(*files.failures(path)):  # it is written nevertheless, or a warning
+        with contextlib.suppress(OSError):  # it is written nevertheless, or a warning
             place = folders.move_aside(*os.path.split(path))
             logging.warning("%s cannot be read, so that this start is its first one; moved to %s", path, place)
 
@@ -381,7 +381,7 @@ class RunReport:
         if diff:
             self._write(path, diff)
             return
-        with contextlib.suppress(UsageError, *files.failures(path)):  # an earlier start may have written one
+        with contextlib.suppress(UsageError, OSError):  # an earlier start may have written one
             self.check()
             folders.remove(*os.path.split(path))
 
@@ -389,7 +389,7 @@ class RunReport:
         try:
             self.check()
             files.write_whole(path, text)
-        except (UsageError, *files.failures(path)) as reason:
+        except (UsageError, OSError) as reason:
             logging.warning("%s cannot be written: %s", path, with_cure(reason))
 
     def note_rollback(self, step: int, to: int, reason: str) -> None:

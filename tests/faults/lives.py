@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 
 from faults import fork_client
 
@@ -29,7 +30,7 @@ MODULES = (
     "trainers.image_classification", "sklearn.datasets", "sklearn.model_selection", "looplib.extras.sweep.sweep",
     "alembic.command", "alembic.migration", "matplotlib.backends.backend_agg", "looplib.extras.page.html",
     "looplib.extras.parameter_server.processes", "looplib.extras.tools.preflight", "looplib.extras.tools.replayer",
-    "tensorboard.plugins.hparams.api",
+    "tensorboard.plugins.hparams.api", *(["s3fs"] if find_spec("s3fs") else []),
 )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ class Nursery:
         """Ports that are held until this nursery ends."""
         return self._held.enter_context(hold_ports(count))
 
-    def workers(self, count, folder, *arguments, missing=(), namespaces=None, binary="faulty"):
+    def workers(self, count, folder, *arguments, missing=(), namespaces=None, binary="faulty", environments=None):
         """Starts a binary as so many workers; returns a list of their lives, the chief's first.
 
         Args:
@@ -116,6 +117,7 @@ class Nursery:
           namespaces: dict from the name of a network namespace to an address in it, one for each worker; without it,
             they are on loopback.
           binary: the name of its module.
+          environments: more variables of each.
         """
         hosts = namespaces or dict.fromkeys(range(count), "127.0.0.1")
         places = [
@@ -126,7 +128,10 @@ class Nursery:
         return [
             self.life_of(
                 binary, f"--model_dir={folder}", "--strategy=multi_worker", *arguments, **place,
-                environment={"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})},
+                environment={
+                    "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+                    **(environments[index] if environments else {}),
+                },
             )
             for index, (_, place) in enumerate(places) if index not in missing
         ]  # fmt: skip

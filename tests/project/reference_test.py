@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import json
 import os
 import pathlib
 import re
@@ -16,6 +17,7 @@ import looplib
 from looplib import errors, launch
 from looplib.checkpoint import directory
 from looplib.extras.configuration import config
+from looplib.extras.page.fields import FIELDS
 from looplib.settings import Flag, flags_of
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
@@ -128,7 +130,7 @@ def exit_codes() -> str:
     head = "| code | meaning |\n|---|---|\n"
     return (
         f"# Exit codes\n\n## Of a binary\n\n{head}" + "\n".join(rows) + "\n\nThe last line of a binary that failed says what "
-        "to do, and ends with the [class of the error](../api/errors.md) in parentheses.\n\n## Of `python -m looplib`\n\n" + head
+        "to do, and ends with the [class of the error](../errors.md) in parentheses.\n\n## Of `python -m looplib`\n\n" + head
         + "\n".join(tools) + "\n"
     )  # fmt: skip
 
@@ -136,12 +138,12 @@ def exit_codes() -> str:
 def run_directory() -> str:
     """Returns the page of the files of a run directory."""
     rows = [f"| `{name}` | {text} |" for name, text in directory.CONTENTS.items()]
+    fields = [f"| `{'`, `'.join(names.split(', '))}` | {text} |" for names, text in FIELDS.items()]
     return (
         "# Run directory\n\nWhat `--model_dir` holds. Paths in it are relative, so that it can be moved or copied "
-        "([copies](../checkpoint_files.md#copy-or-move-a-run-directory)).\n\n| path | contents |\n|---|---|\n"
-        + "\n".join(rows)
-        + "\n"
-    )
+        "([copies](../checkpoint_files.md#copy-or-move-a-run-directory)).\n\n| path | contents |\n|---|---|\n" + "\n".join(rows)
+        + "\n\n## run.json\n\n| field | contents |\n|---|---|\n" + "\n".join(fields) + "\n"
+    )  # fmt: skip
 
 
 MADE = {
@@ -171,6 +173,8 @@ def test_what_a_run_leaves_is_in_the_reference(tmp_path: pathlib.Path) -> None:
     named = {name.strip() for names in directory.CONTENTS for name in names.split(",")}
     unknown = {name for name in found if not any(pathlib.PurePath(name).match(pattern) for pattern in named)}
     assert not unknown and len(found) > 8
+    fields = {name for names in FIELDS for name in names.split(", ")}
+    assert json.loads((tmp_path / "run.json").read_text()).keys() <= fields
 
 
 if __name__ == "__main__":

@@ -212,8 +212,6 @@ class ExportBest(_MetricWatcher):
         place = self.directory or controller.model_dir
         if place is None:
             raise MissingPartError("ExportBest has no directory, and the controller no model_dir; give one of them")
-        if files.is_remote(place):
-            raise ExportError(f"ExportBest exports to a local directory, and {place} is remote; give it a local one")
         if self.directory and controller.is_chief and "train" in controller.loops:
             self._claim(self.directory, controller.model_dir or "")
 

@@ -97,7 +97,7 @@ def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any])
         merge(
             tree,
             type(config),
-            read_yaml(files.resolve(file, "--config_file")),
+            read_yaml(files.resolve(file, "--config_file", fetch=True)),
             lambda where, file=file: f"{where} in {file}",
         )
     for path, hint in sorted(found.items(), key=lambda item: item[0].count(".")):
@@ -283,7 +283,7 @@ def _written(config: Any, tree: Mapping[str, Any], derived: dict[str, Any], path
 
 def text_in(path: str) -> str:
     """Returns the text of a --config_file, which may be a link; see `files.read_text`."""
-    return files.read_text(path if files.is_remote(path) else os.path.realpath(path), _MOST_BYTES)
+    return files.read_text(os.path.realpath(path), _MOST_BYTES)
 
 
 def read_yaml(path: str) -> Mapping[str, Any]:

@@ -40,7 +40,8 @@ _AUTOTUNE = "num_parallel_calls=tf.data.AUTOTUNE"
 # AUTOTUNE starts no more calls than there are cores, and tf.data has no more threads for them.
 _MORE = "num_parallel_calls=16 and options.threading.private_threadpool_size = 16"
 _INTERLEAVE = f"read several files at once: interleave(tf.data.TFRecordDataset, {_AUTOTUNE})"
-# (kind, whether it runs in parallel already) -> what to change.
+_SHORT_STEPS = "the steps are shorter than the shuffling of their examples"
+# (kind, whether it runs in parallel already; for the order, whether a map follows) -> what to change.
 _ADVICE = {
     ("read", False): _INTERLEAVE,
     ("read", True): "move the files nearer, compress them less, or cache() what fits in memory; if it waits for a "
@@ -51,11 +52,8 @@ _ADVICE = {
     ("batch", False): f"give that batch {_AUTOTUNE}, or make elements of fewer and smaller tensors",
     ("batch", True): "make elements of fewer and smaller tensors",
     ("copy", False): "copy fewer bytes: integers or bfloat16, cast and augmented in step_fn, or context.resident",
-    (
-        "order",
-        False,
-    ): "use larger batches, or context.resident for arrays that fit in the device's memory: the steps are "
-    "shorter than the shuffling of their examples",
+    ("order", False): f"use larger batches: {_SHORT_STEPS}",
+    ("order", True): f"use larger batches, or context.resident for arrays that fit on the device: {_SHORT_STEPS}",
     ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time",
 }
 _FUNCTION_READS = f"; if its function itself reads, do that in a map in front of it, map(read, {_AUTOTUNE})"
@@ -161,7 +159,7 @@ def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | No
     stage, after = nodes[slowest], _after(nodes, slowest)
     if kind == "order":
         batches = next(other.num_elements for other, _ in after if other.name == "Unbatch")
-        return Bottleneck(kind, share, _ORDER, stage.processing_time / 1e6 / max(1, batches), 1)
+        return Bottleneck(kind, share, _ORDER, stage.processing_time / 1e6 / max(1, batches), 1 + _is_mapped(after))
     around = [one for one, inside in after if inside]
     return Bottleneck(
         kind,
@@ -194,6 +192,12 @@ def _orders(nodes: Any, number: int) -> bool:
         before = nodes[before].inputs[0]
         names.append(nodes[before].name)
     return [name for name in names if "Map" not in name] == _COUNT
+
+
+def _is_mapped(after: list[tuple[Any, bool]]) -> bool:
+    """Returns whether a map follows the order of the examples, as it does unless they stay on the device."""
+    names = [stage.name for stage, _ in after]
+    return any("Map" in name for name in names[names.index("Unbatch") :])
 
 
 def _users_name(stage: str) -> str:

@@ -65,7 +65,7 @@ def export(
         inside = checkpointer.directory.model_dir
         inside = folders.make_folder(inside, "export") if chief else inside
         directory = os.path.join(inside, f"step-{step}")
-    directory = directory if files.is_remote(directory) else os.path.abspath(directory)
+    directory = os.path.abspath(directory)
     if chief:
         _check(directory)
     # A mounted directory has to stay where it is, as has one whose parent this user may not write.
@@ -96,9 +96,7 @@ def export(
 
 
 def _check(directory: str) -> None:
-    """Refuses a directory that is not on this machine, or whose place has something else."""
-    if files.is_remote(directory):
-        raise ExportError(f"{directory} is not a local directory; export to one, and copy it from there")
+    """Refuses a directory whose place has something else."""
     files.refuse_patterns("the directory of the export", directory)
     if os.path.islink(directory):
         raise ExportError(f"{directory} is a symbolic link, which an export would replace; name the directory itself")

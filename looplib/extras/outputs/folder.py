@@ -146,7 +146,7 @@ class PredictionFolder:
 
     def _read(self) -> Index | None:
         try:
-            if not os.path.lexists(self._index) and not files.exists(self._index):
+            if not os.path.lexists(self._index) and not os.path.exists(self._index):
                 if self._others():
                     raise ValueError("there are pieces, and no _index.json")
                 return None
@@ -162,7 +162,7 @@ class PredictionFolder:
     def _others(self) -> list[str]:
         """Returns the names of files that look like pieces and are not finished ones."""
         known = {_name(number, self._source.format) for number in range(len(self._pieces))} if self._source else ()
-        return sorted(name for name in files.names_in(self.path) if name.startswith("piece-") and name not in known)
+        return sorted(name for name in os.listdir(self.path) if name.startswith("piece-") and name not in known)
 
     def _intact(self, index: Index) -> list[Piece]:
         """Returns the finished pieces up to the first damaged one."""
@@ -257,7 +257,7 @@ class PredictionFolder:
         self._check()
         path = os.path.join(self.path, name)
         try:
-            if files.is_directory(path):  # of somebody else's, which no file can replace
+            if os.path.isdir(path):  # of somebody else's, which no file can replace
                 logging.warning("%s is a directory; moved to %s", path, folders.move_aside(self.path, name, "_"))
             files.write_whole(path, content)
         except (OSError, tf.errors.OpError) as error:

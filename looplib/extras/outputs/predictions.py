@@ -79,7 +79,7 @@ def _opened(place: Sequence[str]) -> Iterator[PredictionFolder]:
     path = os.path.join(*place)
     try:
         folders.make_folder(*place)
-    except files.failures(path) as error:
+    except OSError as error:
         raise unwritable(path, error) from error
     lock = acquire(path, functools.partial(_refuse_two, path), _LOCKED)
     try:

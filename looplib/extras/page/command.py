@@ -13,7 +13,7 @@ from looplib.console import printable
 from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
 from looplib.extras.page.html import FILE, page
 from looplib.extras.page.read import read_run
-from looplib.extras.tools.options import path
+from looplib.extras.tools.options import path, reports
 from looplib.messages import with_cure
 from looplib.plugins import Command
 
@@ -34,18 +34,14 @@ def add(tools: Any) -> None:
     parser.add_argument(
         "directories",
         nargs="+",
-        type=path,
+        type=reports,
         metavar="DIR",
         help="a run directory, or one that holds some, such as a sweep's",
     )
     parser.add_argument(
         "--output", type=path, help="the file (default: report.html in DIR; of several, in the current directory)"
     )
-    parser.set_defaults(tool=Command(_report, needs_tensorflow=_is_remote))
-
-
-def _is_remote(options: argparse.Namespace) -> bool:
-    return any(map(files.is_remote, [*options.directories, options.output or ""]))
+    parser.set_defaults(tool=Command(_report, needs_tensorflow=lambda options: False))
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -73,7 +69,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     text = page(runs, title if len(directories) == 1 else "Comparison")
     try:
         is_file = files.write_named(place, text) if output else not files.write_whole(place, text)
-    except files.failures(place) as error:
+    except OSError as error:
         raise FileError(f"{place} cannot be written: {with_cure(error, 'name another file with --output')}") from error
     left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
     line = printable(f"{place}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
@@ -87,7 +83,7 @@ def _runs_in(directory: str) -> list[str]:
     Raises:
       UsageError: if there is none.
     """
-    if not files.is_directory(directory):
+    if not os.path.isdir(directory):
         raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     found = list(itertools.islice(_search(directory, 0), 10 * _MOST_RUNS))
     if not found:
@@ -100,7 +96,7 @@ def _runs_in(directory: str) -> list[str]:
 
 def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[str]:
     """Yields the run directories in a directory; for a sweep, the trials alone."""
-    names = {name.rstrip("/") for name in files.names_in(directory)}
+    names = {name.rstrip("/") for name in os.listdir(directory)}
     if {"run.json", "metrics.jsonl"} & names:
         yield directory
         return
@@ -108,7 +104,7 @@ def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[st
     for name in sorted(names) if depth < _DEEPEST else ():
         inner = os.path.join(directory, name)
         belongs = not of_a_sweep or _OF_A_SWEEP.fullmatch(name)
-        if belongs and files.is_directory(inner) and not os.path.islink(inner):
+        if belongs and os.path.isdir(inner) and not os.path.islink(inner):
             yield from _search(inner, depth + 1, of_a_sweep)
 
 
@@ -116,6 +112,6 @@ def _names(directories: Sequence[str]) -> list[str]:
     """Returns what sets each directory apart from the others: its path below the folder that holds all of them."""
     if len(directories) == 1:
         return [os.path.basename(os.path.abspath(directories[0]))]
-    paths = [path if files.is_remote(path) else os.path.abspath(path) for path in directories]
+    paths = list(map(os.path.abspath, directories))
     common = os.path.commonpath(paths)
     return [os.path.relpath(path, common) for path in paths]

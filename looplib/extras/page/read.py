@@ -42,7 +42,7 @@ def read_run(directory: str, name: str) -> Run:
     status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     starts = [_start(one) for one in listed]
     final = values.whole(report.get("final_step")) if status == "done" else None
-    if not files.is_remote(directory) and (seen := read_status(directory)).state != "unknown":
+    if (seen := read_status(directory)).state != "unknown":
         status, step, final = seen.state, seen.step, seen.final
         if seen.detail.startswith(ENDED_EARLY):
             notes.append(f"{ENDED_EARLY[0].upper()}{ENDED_EARLY[1:]}, which is not among the starts below.")
@@ -98,7 +98,7 @@ def read_run(directory: str, name: str) -> Run:
 def _text(directory: str, name: str) -> str:
     try:
         return files.read_text(os.path.join(directory, name))
-    except (ValueError, *files.failures(directory)):
+    except (ValueError, OSError):
         return ""
 
 
@@ -113,11 +113,11 @@ def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
     """Yields the records of a file of JSON lines, as far as it can be read."""
     path = os.path.join(directory, name)
     try:
-        if files.exists(path) and files.size(path) > _MOST_RECORD_BYTES:
+        if os.path.exists(path) and os.path.getsize(path) > _MOST_RECORD_BYTES:
             notes.append(f"{name} has more than {_MOST_RECORD_BYTES:,} bytes and is not shown.")
             return
         yield from each_record(path)
-    except files.failures(path) as error:
+    except OSError as error:
         notes.append(f"{name} cannot be read ({gist(error)}).")
 
 
@@ -172,7 +172,7 @@ def _checkpoints(directory: str, notes: list[str]) -> list[SavedCheckpoint]:
     """Returns the checkpoints, oldest first."""
     try:
         found = commits.listing(os.path.join(directory, "checkpoints"))
-    except (UsageError, *files.failures(directory)) as error:
+    except (UsageError, OSError) as error:
         notes.append(f"The checkpoints cannot be listed: {gist(error)}.")
         return []
     saved = []

@@ -97,7 +97,7 @@ def _image(directory: str, name: Any, left: _ImageBudget) -> str:
         folders.check_folder(folder)
         with files.open_regular(folders.inside(folder, name)) as file:
             content = file.read(_MOST_IMAGE_BYTES + 1)
-    except (ValueError, *files.failures(folder)):
+    except (ValueError, OSError):
         return ""
     if not content.startswith(_PNG):
         return ""

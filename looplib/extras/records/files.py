@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import io
 import math
 import os
 import re
@@ -10,12 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-import tensorflow as tf
 from absl import logging
 
-from looplib.errors import RecordsError, UsageError
+from looplib.errors import RecordsError, StoreError, UsageError
+from looplib.extras.buckets.ranges import Ranges, ReplacedError
 from looplib.files import is_remote
 from looplib.messages import join_names, with_cure
 
@@ -38,7 +39,7 @@ class Files:
     Attributes:
       paths: the files.
       sizes: bytes of each.
-      times: nanoseconds at which each was changed last.
+      times: nanoseconds at which each was changed last; of an object of a store, its version.
       threads: how many should run Python on the bytes; more only pay if they wait for a network.
 
     Raises:
@@ -47,13 +48,20 @@ class Files:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
-        self._remote = any(map(is_remote, self.paths))
-        self.threads = THREADS if self._remote else 2
+        remote = [index for index, path in enumerate(self.paths) if is_remote(path)]
+        self._remote = {index: number for number, index in enumerate(remote)}
+        self.threads = THREADS if remote else 2
         self._open: dict[int, BinaryIO] = {}
         self._checked: dict[int, float] = {}
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "looplib-files")
-        found = list(self._pool.map(_size_and_time, self.paths))
+        self._ranges = None
+        if remote:
+            try:
+                self._ranges = Ranges([self.paths[index] for index in remote])
+            except FileNotFoundError as error:
+                raise RecordsError(f"{error} is not there any more; restore it, or check the path") from None
+        found = list(self._pool.map(self._size_and_time, range(len(self.paths))))
         self.sizes = [size for size, _ in found]
         self.times = [time for _, time in found]
         if empty := [path for path, size in zip(self.paths, self.sizes) if not size]:
@@ -75,8 +83,11 @@ class Files:
         for index, start in firsts.items():
             self.check(index, functools.partial(named, index, start))
         try:
-            parts = list(self._pool.map(self._remote_part, spans)) if self._remote else self._local_parts(spans, firsts)
-        except (OSError, tf.errors.OpError) as error:
+            parts = self._any_parts(spans) if self._remote else self._local_parts(spans, firsts)
+        except ReplacedError as error:
+            index = list(self._remote)[error.index]
+            raise self._changed(index, named(index, firsts[index])) from None
+        except (OSError, StoreError) as error:
             names = join_names([f"{named(index, firsts[index])} of {self.paths[index]}" for index in sorted(firsts)])
             raise RecordsError(f"{names} cannot be read: {with_cure(error, 'check the disk')}") from error
         for (index, start, stop), part in zip(spans, parts):
@@ -84,11 +95,13 @@ class Files:
                 raise self._changed(index, named(index, start + len(part)))
         return b"".join(parts)
 
-    def _remote_part(self, span: ByteRange) -> bytes:
-        index, start, stop = span
-        with tf.io.gfile.GFile(self.paths[index], "rb") as file:
-            file.seek(start)
-            return file.read(stop - start)
+    def _any_parts(self, spans: list[ByteRange]) -> list[bytes]:
+        """Returns the bytes of spans of objects, and of local files if there are some among them."""
+        remote = [(self._remote[index], start, stop) for index, start, stop in spans if index in self._remote]
+        local = [span for span in spans if span[0] not in self._remote]
+        found = iter(self._ranges.read(remote))
+        here = iter(self._local_parts(local, {index for index, _, _ in local}))
+        return [next(found if index in self._remote else here) for index, _, _ in spans]
 
     def _local_parts(self, spans: list[ByteRange], indices: Iterable[int]) -> list[bytes]:
         files = {index: self._file(index) for index in indices}  # held, so that none is closed meanwhile
@@ -116,18 +129,39 @@ class Files:
         if not at_once and now - self._checked.get(index, -math.inf) < _SECONDS:
             return
         self._checked[index] = now
-        if _size_and_time(self.paths[index], named) != (self.sizes[index], self.times[index]):
+        if index in self._remote:
+            if self._ranges.is_replaced(self._remote[index], at_once):
+                raise self._changed(index, named())
+        elif _size_and_time(self.paths[index], named) != (self.sizes[index], self.times[index]):
             raise self._changed(index, named())
 
     def _changed(self, index: int, place: str) -> UsageError:
         path, size = self.paths[index], self.sizes[index]
-        now, _ = _size_and_time(path, lambda: place)
-        differs = f"has {now} now" if now != size else "another time of change now"
+        if index in self._remote:
+            differs = "was replaced or removed since"
+        else:
+            now, _ = _size_and_time(path, lambda: place)
+            differs = f"has {now} now" if now != size else "another time of change now"
         return RecordsError(
             f"{path} was changed while it was read, at {place}: it had {size} bytes when it was opened, and "
             f"{differs}; a run needs the same data from start to end; restore the file, or start a new run with the "
             "new one"
         )
+
+    def _size_and_time(self, index: int) -> tuple[int, int | str]:
+        if index in self._remote:
+            number = self._remote[index]
+            return self._ranges.sizes[number], self._ranges.versions[number]
+        return _size_and_time(self.paths[index])
+
+    def opened(self, index: int) -> str | BinaryIO:
+        """Returns what a library that reads a file by itself may open: its path, or a file in place of an object."""
+        return _RangeFile(self, index) if index in self._remote else self.paths[index]
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether some are objects of a store."""
+        return bool(self._remote)
 
     def _file(self, index: int) -> BinaryIO:
         if (file := self._open.get(index)) is not None:
@@ -162,17 +196,49 @@ def refuse_compressed(path: str, start: bytes) -> None:
 
 def _size_and_time(path: str, named: Callable[[], str] | None = None) -> tuple[int, int]:
     try:
-        if not is_remote(path):
-            found = os.stat(path)
-            if not stat.S_ISREG(found.st_mode):  # which has no end, and a size of 0
-                raise RecordsError(
-                    f"{path} is a directory, a FIFO, a socket or a device; records are read from regular files"
-                )
-            return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
-        found = tf.io.gfile.stat(path)
-    except (OSError, tf.errors.OpError) as error:
+        found = os.stat(path)
+    except OSError as error:
         what = f", of which {named()} is read," if named else ""
         raise RecordsError(
             f"the file of records {path}{what} cannot be found: {with_cure(error, 'restore it, or check the path')}"
         ) from error
-    return found.length, found.mtime_nsec
+    if not stat.S_ISREG(found.st_mode):  # which has no end, and a size of 0
+        raise RecordsError(f"{path} is a directory, a FIFO, a socket or a device; records are read from regular files")
+    return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
+
+
+class _RangeFile(io.RawIOBase):
+    """An object of a store, as a file for libraries.
+
+    Args:
+      files: the files.
+      index: of the object.
+    """
+
+    def __init__(self, files: Files, index: int) -> None:
+        self._files, self._index, self._at = files, index, 0
+
+    def readable(self) -> bool:
+        """See `io.IOBase`."""
+        return True
+
+    def seekable(self) -> bool:
+        """See `io.IOBase`."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """See `io.IOBase`."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence, self._files.sizes[self._index])
+        return self._at
+
+    def tell(self) -> int:
+        """See `io.IOBase`."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """See `io.RawIOBase`."""
+        stop = max(self._at, min(self._at + len(buffer), self._files.sizes[self._index]))
+        content = self._files.read_at([(self._index, self._at, stop)]) if stop > self._at else b""
+        buffer[: len(content)] = content
+        self._at += len(content)
+        return len(content)

@@ -14,6 +14,7 @@ from looplib.errors import PluginError, RecordsError, UsageError
 from looplib.extras.records.files import THREADS, Files, refuse_compressed
 from looplib.extras.records.index import Layout, find_offsets
 from looplib.extras.records.indexed import MOST_BYTES, IndexedFiles, Numbered, ReadElsewhere
+from looplib.files import is_remote
 from looplib.messages import gist, join_names, whole_number
 
 _WINDOW = 1 << 22  # bytes that are read at once to find the records
@@ -22,7 +23,7 @@ _MOST_ROWS = 1 << 24  # of a row group
 _GROUPS = 80  # of Parquet files that are kept: for a batch, and the next ones
 # A record of a TFRecord file: its length (8 bytes), a checksum of that (4), the data, a checksum of the data (4).
 _BEFORE, _AFTER = 12, 4
-_LARGE = 1 << 18  # bytes of a large record
+_LARGE, _LARGE_STORED = 1 << 18, 1 << 22  # bytes of a large record: in a file, and in a store, whose answers take long
 _LENGTH = struct.Struct("<Q")
 _MASK = 0xA282EAD8  # that TensorFlow adds to rotated checksums
 
@@ -87,7 +88,8 @@ def _scan_tfrecords(files: Files, index: int) -> np.ndarray:
         here = np.asarray(starts[before:]) - at
         _check_lengths(path, np.frombuffer(raw, np.uint8)[here[:, None] + np.arange(_BEFORE)], starts, before)
         # Large records are passed over, and only the pages of their lengths are read.
-        window = _BEFORE if place > _LARGE * (len(starts) - before) else _WINDOW
+        large = _LARGE_STORED if files.is_stored else _LARGE
+        window = _BEFORE if place > large * (len(starts) - before) else _WINDOW
         at += place
     if at > size:
         raise _truncated(path, len(starts) - 1, starts[-1], size)
@@ -228,7 +230,10 @@ class Parquet(Numbered):
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
         parquet = _imported("pyarrow.parquet", "pyarrow")
         files = Files(paths)
-        self._opened = [parquet.ParquetFile(path, page_checksum_verification=True) for path in paths]
+        self._opened = [
+            parquet.ParquetFile(files.opened(index), page_checksum_verification=True, pre_buffer=is_remote(path))
+            for index, path in enumerate(paths)
+        ]
         self._columns = list(columns) if columns is not None else None
         for path, file in zip(paths, self._opened):
             if lacking := set(self._columns or []) - set(names := file.schema_arrow.names):
@@ -315,6 +320,11 @@ class ArrayRecords(ReadElsewhere):
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
+        if stored := list(filter(is_remote, paths)):
+            raise RecordsError(
+                f"{stored[0]} is in a store, and the library of ArrayRecord opens local files alone; copy the files to "
+                "a disk, or write them as TFRecord, which is read from stores"
+            )
         package = "array_record.python.array_record_"
         opened = _imported(f"{package}module", "array_record").ArrayRecordReader
 

@@ -28,10 +28,12 @@ from looplib.messages import gist, join_names
 
 _MAGIC = b"looplib index of records 1\n"
 _PIECE = 1 << 20  # offsets that are read at once
-_WAIT = 120.0  # seconds for another process that finds the records, and may be stopped
+_WAIT, _WAIT_STORED = 120.0, 1800.0  # seconds for another process that finds the records, and may be stopped
 _TRIED, _TRIED_IN_ALL = 16, 1024  # records of a file, and of all, that are looked for where an index says
 _LOOKING = threading.Lock()
-_SOUND: set[tuple[str, int, int]] = set()  # files, with sizes and times, that have their records where an index says
+_SOUND: set[tuple[str, int, int | str]] = (
+    set()
+)  # files, with sizes and times, that have their records where an index says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def find_offsets(files: Files, layout: Layout) -> list[np.ndarray]:
     places = _places(files.paths)
     if (found := _first(places, head, files, layout)) is not None:
         return found
-    with _one_process_at_a_time(places):
+    with _one_process_at_a_time(places, _WAIT_STORED if files.is_stored else _WAIT):
         if (found := _first(places, head, files, layout, says=True)) is not None:
             return found
         with concurrent.futures.ThreadPoolExecutor(files.threads) as pool:
@@ -119,13 +121,13 @@ def _first(places: list[str], head: bytes, files: Files, layout: Layout, says: b
 
 
 @contextlib.contextmanager
-def _one_process_at_a_time(places: list[str]) -> Iterator[None]:
+def _one_process_at_a_time(places: list[str], wait: float) -> Iterator[None]:
     """Keeps the other workers from finding the same records, where a lock can be had."""
     with contextlib.ExitStack() as stack:
-        for lock in (place + ".lock" for place in places if not is_remote(place)):
+        for lock in (place + ".lock" for place in places):
             try:
                 folders.make_folder(os.path.dirname(lock))
-                stack.enter_context(whole_files.appending(lock, _WAIT))
+                stack.enter_context(whole_files.appending(lock, wait))
             except TimeoutError:
                 logging.warning("%s is held by another process, which may be stopped; not waiting for it", lock)
                 break
@@ -139,7 +141,7 @@ def _one_process_at_a_time(places: list[str]) -> Iterator[None]:
 def _try(files: Files, layout: Layout, found: list[np.ndarray]) -> None:
     """Looks for a few records of local files where an index says; raises `ValueError` if one is not there.
 
-    Remote files are left out: looking takes long there, and few such file systems set a time back.
+    Objects of stores are left out: looking takes long there, and each has a version.
     """
     most = min(_TRIED, max(1, _TRIED_IN_ALL // len(found)))
     for index in range(0, len(found), -(-len(found) // _TRIED_IN_ALL)):
@@ -169,10 +171,13 @@ def cache_directory() -> str:
 
 
 def _places(paths: list[str]) -> list[str]:
-    """Returns where the index of files may be: beside the first one, and in the user's cache directory."""
+    """Returns where the index of files may be: beside the first one if it is local, and in a cache directory."""
     key = hashlib.sha256(os.fsencode("\n".join(absolute(paths)))).hexdigest()[:16]
+    cached = os.path.join(cache_directory(), f"{key}.index")
+    if is_remote(paths[0]):
+        return [cached]
     beside = f"{os.path.dirname(paths[0]) or '.'}/.looplib-{key}.index"
-    return [beside, os.path.join(cache_directory(), f"{key}.index")]
+    return [beside, cached]
 
 
 def _read(file: BinaryIO, head: bytes, sizes: list[int], least: int) -> list[np.ndarray]:
@@ -220,8 +225,7 @@ def _write(places: list[str], head: bytes, found: list[np.ndarray]) -> None:
     content = _MAGIC + google_crc32c.value(body).to_bytes(8, "little") + body
     for place in places:
         with contextlib.suppress(OSError, ValueError, tf.errors.OpError):
-            if not is_remote(place):
-                folders.make_folder(os.path.dirname(place))
+            folders.make_folder(os.path.dirname(place))
             whole_files.write_whole(place, content, durable=False)
             return
     logging.warning(

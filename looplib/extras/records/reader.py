@@ -11,6 +11,7 @@ from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.errors import OrderError
 from looplib.extras.records.damage import given, tolerant
 from looplib.extras.records.fingerprint import fingerprint
+from looplib.extras.records.indexed import Numbered
 from looplib.extras.records.order import BlockOrder, RecordSelection
 from looplib.extras.records.plans import Kept, RecordPlan
 from looplib.extras.records.reading import RecordReads, read_records
@@ -19,7 +20,7 @@ from looplib.messages import whole_number
 
 _CHUNK_BYTES = 1 << 22  # of records that are drawn at once
 _ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
-_BLOCK_BYTES = 1 << 18  # of neighbouring records that are read at once
+_BLOCK_BYTES, _STORED_BYTES = 1 << 18, 1 << 20  # of neighbouring records that are read at once: of files, of a store
 _LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 
 
@@ -105,7 +106,8 @@ class RecordReader:
             block = source.block
         else:
             lanes = ordered(block=1).lanes
-            block = max(1, min(int(_BLOCK_BYTES / mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
+            most = _STORED_BYTES if isinstance(source, Numbered) and source.files.is_stored else _BLOCK_BYTES
+            block = max(1, min(int(most / mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
         return ordered(block=block) if block > 1 else None
 
     def fingerprint(self) -> dict[str, str]:

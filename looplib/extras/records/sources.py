@@ -14,12 +14,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.errors import RecordsError, UsageError
+from looplib.errors import PluginError, RecordsError, StoreError, UsageError
+from looplib.extras.buckets import ranges
 from looplib.extras.diagnosis.places import is_installed
 from looplib.extras.records.files import Files, absolute
 from looplib.extras.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
 from looplib.extras.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
-from looplib.files import resolve
+from looplib.files import is_remote, resolve
 from looplib.messages import gist, is_utf8, join_names, shown
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -78,7 +79,7 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
     """Opens files of records for random access.
 
     Args:
-      files: a path or pattern, or a list of these; local, or what `tf.io.gfile` opens.
+      files: a path or pattern, or a list of these; local, or in an object store: "s3://bucket/train-*.tfrecord".
       format: one of tfrecord, array_record, lines, binary, parquet; None takes it from the names of the files.
       **options: of the format: `record_bytes` (and `header_bytes`) of binary, `columns` of parquet.
 
@@ -108,7 +109,7 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
         if len(paths) > 1:
             for path in paths:
                 open_records(path, format, **options)  # names the one that cannot be opened
-        size = tf.io.gfile.stat(paths[0]).length
+        size = Files(paths[:1]).sizes[0]
         what = f"{paths[0]} and {len(paths) - 1} more files" if paths[1:] else f"{paths[0]}, {size} bytes,"
         why = gist(error).rstrip(".") if str(error) else "its end is not that of such a file"
         raise RecordsError(
@@ -137,6 +138,8 @@ def _guarded(source: Any) -> Source:
         parts = source.dataset_info.splits[source.split].file_instructions
         files = Files([os.fspath(part.filename) for part in parts])
         counts = [part.examples_in_shard - part.skip if part.take == -1 else part.take for part in parts]
+    except PluginError:  # TensorFlow reads them by itself
+        return source
     except (AttributeError, KeyError, TypeError, ValueError):  # another version, or files that are elsewhere by now
         return source
     if sum(counts) != len(source):
@@ -264,10 +267,11 @@ def _matching(files: Paths) -> list[str]:
         raise RecordsError(
             f"the files of records are {shown(files)}; expected a path or pattern, or a list of at least one"
         )
-    for file in listed:
-        resolve(file, "a file of records")  # refuses what is no path
     paths = []
-    for pattern in map(os.path.expanduser, listed):
+    for pattern in (file if _is_stored(file) else _local(file) for file in listed):
+        if _is_stored(pattern):
+            paths += _objects(pattern)
+            continue
         try:
             found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
             is_folder = found == [pattern] and tf.io.gfile.isdir(pattern)
@@ -279,21 +283,43 @@ def _matching(files: Paths) -> list[str]:
             ) from error
         except (OSError, tf.errors.OpError) as error:
             raise RecordsError(
-                f"{pattern!r} cannot be looked up ({gist(error)}); expected local files, or a file system that "
-                "tf.io.gfile opens; download files of the web first"
+                f"{pattern!r} cannot be looked up ({gist(error)}); check the path, or the pattern"
             ) from error
         if is_folder:
             raise RecordsError(f"{pattern} is a folder; expected files, such as {pattern.rstrip('/')}/*.tfrecord")
         if not found:
             raise RecordsError(f"{pattern!r} matches no file of records; check the path, or the pattern")
         paths += found
-    names = collections.Counter(absolute([path.removeprefix("file://") for path in paths]))
+    names = collections.Counter(absolute(paths))
     if len(names) < len(paths):
         twice = sorted(name for name, count in names.items() if count > 1)
         raise RecordsError(
             f"the files of records contain {join_names(twice)} twice; each record would come twice an epoch"
         )
     return paths
+
+
+def _is_stored(path: Any) -> bool:
+    return isinstance(path, (str, os.PathLike)) and is_remote(path) and not os.fspath(path).startswith("file://")
+
+
+def _local(file: Any) -> str:
+    resolve(file, "a file of records")  # refuses what is no path
+    return os.path.expanduser(os.fspath(file).removeprefix("file://"))
+
+
+def _objects(pattern: str) -> list[str]:
+    """Returns the objects of a store that a URL names."""
+    pattern = os.fspath(pattern)
+    if pattern.startswith(("http://", "https://")):
+        raise RecordsError(f"{pattern!r} cannot be looked up (it is no object store); download files of the web first")
+    try:
+        found = ranges.matching(pattern)
+    except StoreError as error:
+        raise RecordsError(f"{pattern!r} cannot be looked up: {error}") from error
+    if not found:
+        raise RecordsError(f"{pattern!r} matches no file of records; check the bucket, the path, or the pattern")
+    return found
 
 
 def _format_by_name(paths: list[str]) -> str:

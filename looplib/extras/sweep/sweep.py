@@ -13,7 +13,7 @@ from typing import NoReturn
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from looplib import console, files, folders
+from looplib import console, folders
 from looplib.checkpoint.lock import LockKind, RunLock, acquire
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError, UsageError
 from looplib.extras.sweep import jobs, results, space
@@ -57,8 +57,6 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) ->
             f"--metric is {plan.metric!r}, and the name does not imply whether higher or lower is better; add "
             "--goal=max or --goal=min"
         ) from None
-    if files.is_remote(directory):
-        raise SweepError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
     fixed, parameters = space.parse(plan.command)
     directory = os.path.abspath(directory)
     with console.guarded(), contextlib.ExitStack() as held, _sentences(directory), Signals() as signals:

@@ -5,8 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from looplib import files
-from looplib.extras.tools.options import arguments, path
+from looplib.extras.tools.options import arguments, path, run
 from looplib.plugins import Command
 
 _CHECK = """\
@@ -27,9 +26,7 @@ def status(tools: Any) -> None:
         "without a word); done; preempted (saved and ended by a signal, to be run again); failed.",
         epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
     )
-    parser.add_argument(
-        "directories", nargs="+", type=path, metavar="DIR", help="run directories, or folders that hold some"
-    )
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="run directories, or folders that hold some")
     parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C; a terminal is redrawn")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between tables (default %(default)s)")
     parser.set_defaults(tool=Command(_status, own_signals=True))
@@ -38,7 +35,7 @@ def status(tools: Any) -> None:
 def inspect(tools: Any) -> None:
     """Adds the parser of `inspect`."""
     parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
-    parser.add_argument("directory", type=path, help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument("directory", type=run, help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("--verify", action="store_true", help="read all files and compare checksums")
     parser.set_defaults(tool=Command(_inspect, _check_checkpoints))
 
@@ -47,7 +44,7 @@ def average(tools: Any) -> None:
     """Adds the parser of `average`."""
     text = "write the mean of successive checkpoints of a run as a run directory of its own"
     parser = tools.add_parser("average", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    parser.add_argument("directory", type=path, help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument("directory", type=run, help="the run directory, or the one that holds the checkpoints")
     parser.add_argument(
         "output", type=path, help="the new directory, for --mode=eval --model_dir=... and --warm_start=..."
     )
@@ -60,7 +57,7 @@ def export(tools: Any) -> None:
     """Adds the parser of `export`."""
     text = "export the model of a run for programs without looplib, by its own command with --mode=export"
     parser = tools.add_parser("export", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    parser.add_argument("directory", type=path, help="the run directory")
+    parser.add_argument("directory", type=run, help="the run directory")
     parser.add_argument(
         "output", nargs="?", type=path, help="the new directory (default: export/step-<step> in the run directory)"
     )
@@ -124,7 +121,7 @@ def rerun(tools: Any) -> None:
         "(versions and code), and compares the two runs.",
         epilog="exit codes: 0 equal, bit by bit; 1 different; 2 the command failed, or the run cannot be repeated",
     )
-    parser.add_argument("directory", type=path, help="the run directory")
+    parser.add_argument("directory", type=run, help="the run directory")
     parser.add_argument("--to", type=path, help="the new run directory (default: DIR-rerun)")
     parser.set_defaults(tool=Command(_rerun, _check_run, has_verdict=True))
 
@@ -139,7 +136,7 @@ def replay(tools: Any) -> None:
         "reported. Changes nothing in the run directory.",
         epilog="exit codes: 0 equal to what the run reported; 1 different; 2 the step cannot be replayed",
     )
-    parser.add_argument("directory", type=path, help="the run directory")
+    parser.add_argument("directory", type=run, help="the run directory")
     parser.add_argument("--step", type=int, required=True, help="the step, counted from 1")
     parser.add_argument("--eager", action="store_true", help="run the step only op by op, once, and show its prints")
     text = "stop in step_fn, in Python's debugger; with --eager"
@@ -158,8 +155,8 @@ def diff(tools: Any) -> None:
         "metrics or the weights differ first. Changes nothing in the run directories.",
         epilog="exit codes: 0 equal as far as both go; 1 different; 2 not known",
     )
-    parser.add_argument("first", type=path, metavar="A", help="a run directory")
-    parser.add_argument("second", type=path, metavar="B", help="the other run directory")
+    parser.add_argument("first", type=run, metavar="A", help="a run directory")
+    parser.add_argument("second", type=run, metavar="B", help="the other run directory")
     parser.set_defaults(tool=Command(_diff, _check_diff, has_verdict=True))
 
 
@@ -217,15 +214,13 @@ def _counts(text: str) -> tuple[int, ...]:
 def _check_run(options: argparse.Namespace) -> None:
     from looplib.extras.tools import recorded_run
 
-    if not files.is_remote(options.directory):
-        recorded_run.report_of(os.path.abspath(options.directory))
+    recorded_run.report_of(os.path.abspath(options.directory))
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:
     from looplib.checkpoint import commits
 
-    if not files.is_remote(options.directory):
-        commits.place_of(options.directory)
+    commits.place_of(options.directory)
 
 
 def _check_replay(options: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Sequence
 
-from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.commits import Commit
 from looplib.errors import ReplayError, UsageError
@@ -175,12 +174,10 @@ class Recorded:
       report: its `run.json`.
 
     Raises:
-      UsageError: if it is remote, no run, or one of several processes.
+      UsageError: if it is no run, or one of several processes.
     """
 
     def __init__(self, directory: str) -> None:
-        if files.is_remote(directory):
-            raise ReplayError(f"{directory} is remote; copy the run to a local directory")
         self.directory = os.path.abspath(directory)
         self.report = report_of(self.directory)
         refuse_several_processes(self.report, self.directory, "replay and diff start one; name a run of one process")

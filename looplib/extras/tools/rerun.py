@@ -46,8 +46,6 @@ def rerun(directory: str, to: str | None = None) -> int:
     Raises:
       UsageError: for a run that cannot be repeated, or a directory that is not empty.
     """
-    for place in filter(files.is_remote, (directory, to or "")):
-        raise ReplayError(f"{place} is remote; copy the run to a local directory, and name a local one for the new run")
     directory = os.path.abspath(directory)
     to = os.path.abspath(to or f"{directory}-rerun")
     report = recorded_run.report_of(directory)

@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from looplib import files
 from looplib.checkpoint import lock
 from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CommandError, RunDirectoryError
 from looplib.extras.page.run_status import RunStatus, read_status
+from looplib.extras.tools import options
 from looplib.extras.writers.numbers import format_number
 from looplib.report.progress import format_seconds
 
@@ -57,11 +59,11 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
             f"--interval is {interval:g}; expected seconds above 0 and up to {_LONGEST_INTERVAL:,} (a day)"
         )
     for directory in directories:
-        if not os.path.isdir(directory):
+        if not files.is_remote(directory) and not os.path.isdir(directory):
             raise RunDirectoryError(f"{directory} is not a directory on this machine; name folders that hold runs")
     try:
         while True:
-            rows, cut = _rows(directories)
+            rows, cut = _rows([options.without_checkpoints(directory) for directory in directories])
             lines = _table(rows) if rows else [f"there is no run in {' or '.join(map(printable, directories))}"]
             lines += [
                 f"not all folders were looked at: they are more than {_MOST_FOLDERS:,}, have more than "

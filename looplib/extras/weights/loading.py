@@ -132,7 +132,7 @@ def warm_start(objects: Mapping[str, Any], path: str) -> None:
       UsageError: if it cannot be read or fits nothing.
     """
     models = {name: value for name, value in objects.items() if _holds_weights(value) or _is_rest_of_one(name, objects)}
-    given, (path, which) = path, choice.divided(files.resolve(path, "warm_start"))
+    given, (path, which) = path, choice.divided(files.resolve(path, "warm_start", fetch=True))
     runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
     if path != given and not runs:
         raise NoCheckpointError(f"there is no checkpoint in {path}, although {given} names one; name a run directory")
@@ -160,7 +160,7 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
     Raises:
       UsageError: if it cannot be read, has no `global_step`, or lacks a weight or a variable of an optimizer.
     """
-    path = files.resolve(path, "continue_from")
+    path = files.resolve(path, "continue_from", fetch=True)
     if tf.io.gfile.isdir(path) and not (path := tf.train.latest_checkpoint(folder := path)):
         raise NoCheckpointError(
             f"there is no checkpoint in {folder} to continue from; specify one, or omit continue_from"

@@ -228,7 +228,7 @@ def _names(split: str) -> tuple[str, ...]:
 
 
 def _names_in(folder: str) -> list[str]:
-    return files.names_in(folder) if files.is_directory(folder) else []
+    return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def _own(folder: str) -> Iterator[re.Match[str]]:
@@ -242,7 +242,7 @@ def _paths_in(folder: str) -> list[str]:
 
 
 def _is_regular(path: str) -> bool:
-    return files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def _read(path: str) -> Iterator[Event]:

@@ -1,0 +1,64 @@
+"""Local copies of what is at a URL, for tools and for weights from elsewhere."""
+
+import concurrent.futures
+import os
+import re
+
+from looplib import folders
+from looplib.errors import StoreError
+from looplib.extras.buckets import stores
+from looplib.extras.buckets.mirror import StoreMirror
+from looplib.extras.buckets.stores import Store, StoredFile
+from looplib.masks import masked_text
+
+_OF_A_RUN = re.compile(r"(?:(.*)/)?(?:run\.json|metrics\.jsonl|\.lease/\d+)")
+_INSIDE_A_RUN = re.compile(r"(.*?)((?:/checkpoints(?:/ckpt-\d+)?)?(?:@[^/@]*)?)")
+_TOGETHER = 16  # runs that are asked for at the same time
+_DEEPEST = 3  # folders between a URL and the runs below it
+
+
+def fetched(url: str, checkpoints: bool = True) -> str:
+    """Fetches a run, a folder of runs, a checkpoint of a run, a model or a file; returns the local path.
+
+    Args:
+      url: such as "s3://bucket/run", "s3://bucket/run@best", "s3://bucket/sweep" or "s3://bucket/weights.h5".
+      checkpoints: whether the checkpoints of runs are wanted too.
+
+    Raises:
+      StoreError: if there is nothing, or the store cannot be used.
+    """
+    place, inside = _INSIDE_A_RUN.fullmatch(url.rstrip("/")).groups()
+    store = Store(place)
+    there = store.listed()
+    found = {match[1] or "" for match in map(_OF_A_RUN.fullmatch, there) if match}
+    if "" in found:
+        local = stores.cache("runs", place)
+        StoreMirror(store, local).update(there, checkpoints)
+        return local + inside
+    local = stores.cache("copies", place)
+    if runs := sorted(run for run in found if run.count("/") < _DEEPEST):
+        objects: dict[str, dict[str, StoredFile]] = {run: {} for run in runs}
+        for name, file in there.items():
+            parts = name.split("/")
+            for depth in range(1, min(_DEEPEST + 1, len(parts))):
+                if (run := "/".join(parts[:depth])) in objects:
+                    objects[run]["/".join(parts[depth:])] = file
+
+        def update(run: str) -> None:
+            StoreMirror(store.below(run), os.path.join(local, *run.split("/"))).update(objects[run], checkpoints)
+
+        with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
+            list(pool.map(update, runs))
+        return local
+    if not there:  # an object, and no folder
+        *_, name = place.split("/")
+        path = os.path.join(folders.make_folder(local), name)
+        try:
+            Store(place[: -len(name) - 1]).fetch(name, path)
+        except FileNotFoundError:
+            raise StoreError(f"there is nothing at {masked_text(url)}; check the bucket and the path") from None
+        return path
+    for name in there:
+        *below, last = name.split("/")
+        store.fetch(name, os.path.join(folders.make_folder(local, *below), last))
+    return local + inside

@@ -1,0 +1,145 @@
+"""What is copied into an object store: the files of a checkpoint, what the run has reported until then, its marker."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+from looplib import files, folders
+from looplib.checkpoint import commits
+from looplib.extras.buckets.lease import Lease
+from looplib.extras.buckets.note import CHECKPOINTS, LOCK, MARKER, OUTGOING, LocalCopy, marker_of, steps_of
+from looplib.extras.buckets.stores import Store
+
+EVERY = float(os.environ.get("LOOPLIB_UPLOAD_SECONDS", 30))  # from one copy of what the run reports to the next
+_BYTES_A_SECOND = 1 << 20  # a larger file that grows waits longer
+
+
+class Copier:
+    """Copies a local run directory into a store, one pass at a time.
+
+    Args:
+      store: where the run is.
+      copy: the `LocalCopy`.
+      lease: of this writer, which is asked before anything is written.
+    """
+
+    def __init__(self, store: Store, copy: LocalCopy, lease: Lease) -> None:
+        self._store, self._copy, self._lease = store, copy, lease
+        self._sent_at: dict[str, float] = {}
+        self._next_reports = 0.0
+
+    def copy(self, everything: bool, patience: float) -> None:
+        """Copies new checkpoints, the newest first, and now and then what else has changed, and deletes what is gone.
+
+        Args:
+          everything: whether files that were copied a short time ago are copied again.
+          patience: seconds to wait for the store at each request.
+
+        Raises:
+          LockedError: if another writer has taken the run.
+          StoreError: if the store does not answer.
+        """
+        for step in self.missing():
+            self._copy_checkpoint(step, patience)
+        if everything or time.monotonic() > self._next_reports:
+            self._copy_reports(everything, patience)
+            self._delete_what_is_gone(patience)
+            self._next_reports = time.monotonic() + EVERY
+
+    def missing(self) -> list[int]:
+        """Returns the steps of the checkpoints that the store does not have as they are here, the newest first."""
+        steps = steps_of(f"{CHECKPOINTS}/{name}" for name in self._in_checkpoints())
+        return [step for step in steps if self._copy.has_changed(marker_of(step))]
+
+    def _copy_checkpoint(self, step: int, patience: float) -> None:
+        marker = marker_of(step)
+        with self._held(os.path.join(self._copy.checkpoints, f"ckpt-{step}")) as held:
+            if not held:  # the run has deleted it
+                return
+            new = [name for name in held if name != marker and self._copy.has_changed(name, held[name])]
+            if new and marker in self._copy.note.known:  # saved again after a rollback
+                self._lease.check(patience)
+                self._store.delete([marker], patience)
+                del self._copy.note.known[marker]
+            for name in new:
+                self._send(name, held[name], patience)
+            self._copy_reports(True, patience)
+            self._lease.check(patience, surely=True)
+            self._send(marker, held[marker], patience)
+        self._lease.steps = sorted({*self._lease.steps, step})
+        self._lease.write(patience)
+        self._copy.write_note()
+
+    @contextlib.contextmanager
+    def _held(self, path: str) -> Iterator[dict[str, str]]:
+        """Yields paths of a checkpoint's files, by name, which stay while the run deletes it; none if it is gone."""
+        outgoing = self._copy.folder(OUTGOING)
+        for name in os.listdir(outgoing):  # of a start that was killed
+            folders.remove(outgoing, name)
+        held: dict[str, str] = {}
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                for name in (*commits.read_marker(path).files, os.path.basename(path) + MARKER):
+                    folders.link(self._copy.checkpoints, name, outgoing)
+                    held[f"{CHECKPOINTS}/{name}"] = os.path.join(outgoing, name)
+            complete = any(name.endswith(MARKER) for name in held)  # the last
+            yield held if complete else {}
+        finally:
+            for place in held.values():
+                folders.remove(outgoing, os.path.basename(place))
+
+    def _copy_reports(self, everything: bool, patience: float) -> None:
+        for name in list(self._changed(everything)):
+            self._send(name, self._copy.path(name), patience)
+
+    def _changed(self, everything: bool) -> Iterator[str]:
+        """Yields the names of files outside of the checkpoints that are to be copied now."""
+        for place, below, names in os.walk(self._copy.directory):
+            if place == self._copy.directory and CHECKPOINTS in below:
+                below.remove(CHECKPOINTS)
+            folder = os.path.relpath(place, self._copy.directory)
+            for file in names:
+                name = file if folder == "." else f"{folder}/{file}"
+                if name == LOCK or files.is_new_name(file) or not self._copy.has_changed(name):
+                    continue
+                wait = os.path.getsize(self._copy.path(name)) / _BYTES_A_SECOND
+                if everything or time.monotonic() - self._sent_at.get(name, 0.0) > wait:
+                    yield name
+
+    def _delete_what_is_gone(self, patience: float) -> None:
+        known = self._copy.note.known
+        kept = self._last_resort()
+        gone = [name for name in known if not os.path.lexists(self._copy.path(name)) and not name.startswith(kept)]
+        if not gone:
+            return
+        self._lease.check(patience, surely=True)
+        markers = {name for name in gone if name.endswith(MARKER)}
+        self._lease.steps = [step for step in self._lease.steps if marker_of(step) not in markers]
+        for name in sorted(gone, key=lambda name: name not in markers):  # no marker without its files
+            self._store.delete([name], patience)
+            del known[name]
+        self._copy.write_note()
+
+    def _last_resort(self) -> tuple[str, ...]:
+        """Returns how the names of a checkpoint begin that the store needs, although the run has deleted it.
+
+        That is the newest one there, until the run's newest is there too.
+        """
+        here = steps_of(f"{CHECKPOINTS}/{name}" for name in self._in_checkpoints())
+        there = steps_of(self._copy.note.known)
+        if not there or (here and here[0] not in self.missing()):
+            return ()
+        return (f"{CHECKPOINTS}/ckpt-{there[0]}.",)
+
+    def _in_checkpoints(self) -> list[str]:
+        return os.listdir(self._copy.checkpoints) if os.path.isdir(self._copy.checkpoints) else []
+
+    def _send(self, name: str, path: str, patience: float) -> None:
+        """Copies a file as it is now; one that the run has removed meanwhile is left out."""
+        self._lease.check(patience)
+        with contextlib.suppress(FileNotFoundError):
+            before = os.stat(path)
+            self._store.put(path, name, patience)
+            self._copy.remember(name, before)
+            self._sent_at[name] = time.monotonic()

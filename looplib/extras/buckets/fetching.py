@@ -1,0 +1,159 @@
+"""What is fetched of a run in an object store: checkpoints that are whole and intact, and what the run has reported."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from looplib import files, folders
+from looplib.checkpoint import commits
+from looplib.errors import UsageError
+from looplib.extras.buckets import lease as leases
+from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
+from looplib.extras.buckets.stores import Store
+from looplib.masks import masked_text
+
+_REPORTS = ("metrics.jsonl", "media.jsonl", "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
+            "config.yaml", "code.diff")  # fmt: skip
+_PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds before it is believed that an object which a start needs is not there
+
+
+class Fetcher:
+    """Copies from a store into a local run directory.
+
+    Args:
+      store: where the run is.
+      copy: the `LocalCopy`.
+    """
+
+    def __init__(self, store: Store, copy: LocalCopy) -> None:
+        self._store, self._copy = store, copy
+
+    def start_over(self, steps: list[int], has_run: bool) -> list[int]:
+        """Fetches the newest intact checkpoint and the reports, in place of what an earlier start has left here.
+
+        Args:
+          steps: of checkpoints that the store has, although its listing may be old.
+          has_run: whether there may be more than the listing has, for the same reason.
+
+        Returns:
+          The steps of older checkpoints, which may be fetched later.
+        """
+        self._copy.note.token = ""  # a start that is killed in here begins anew
+        self._copy.note.known.clear()
+        self._copy.note.versions.clear()
+        self._copy.write_note()
+        for name in set(os.listdir(self._copy.directory)) - {LOCK}:  # which this process holds
+            folders.remove(self._copy.directory, name)
+        self._empty()
+        listed = self._store.listed()
+        found = steps_of({*listed, *map(marker_of, steps)})
+        while found and not self.fetch_checkpoint(found.pop(0), _PAUSES):
+            pass
+        for name in (name for name in _REPORTS if has_run or name in listed):
+            self.fetch(name, _PAUSES if name in listed else ())
+        return found
+
+    def is_current(self, listed: Mapping[str, str]) -> bool:
+        """Returns whether a listing has nothing new but checkpoints since the last `refresh`."""
+        known = self._copy.note.versions
+        wanted = [name for name in listed if name in _REPORTS or name.startswith(f"{leases.FOLDER}/")]
+        return not self._copy.note.token and all(listed[name] and known.get(name) == listed[name] for name in wanted)
+
+    def refresh(self, listed: Mapping[str, str], newest: dict[str, Any], steps: list[int], checkpoints: bool) -> None:
+        """Fetches what is new in the store.
+
+        Args:
+          listed: dict from the names in the store to their versions.
+          newest: what the newest lease says.
+          steps: of checkpoints that the store has, although its listing may be old.
+          checkpoints: whether those are wanted too.
+        """
+        for step in steps_of({*listed, *map(marker_of, steps)}) if checkpoints else ():
+            self.fetch_checkpoint(step)
+        versions, before = self._copy.note.versions, dict(self._copy.note.versions)
+        for name in _REPORTS:
+            version = listed.get(name)
+            if version is not None and not (version and versions.get(name) == version):
+                self.fetch(name)
+                versions[name] = version
+        self._note_writer(newest)
+        versions.update({name: version for name, version in listed.items() if name.startswith(f"{leases.FOLDER}/")})
+        if versions != before or not self._copy.note.token:
+            self._copy.write_note()
+
+    def _note_writer(self, newest: dict[str, Any]) -> None:
+        """Notes who writes in the store, and since when there is no news, where a reader of this copy looks for it."""
+        host, pid, renewed = newest.get("host"), newest.get("pid"), newest.get("renewed")
+        if not isinstance(host, str) or type(pid) is not int or not isinstance(renewed, float):
+            return
+        files.write_whole(self._copy.path(LOCK), json.dumps({"pid": pid, "host": f"{host}, in the store"}))
+        for name in _REPORTS:
+            with contextlib.suppress(OSError, OverflowError, ValueError):
+                os.utime(self._copy.path(name), (renewed, renewed))
+
+    def fetch_checkpoint(self, step: int, pauses: tuple[float, ...] = ()) -> bool:
+        """Fetches a checkpoint that is complete and undamaged in the store; returns whether it is here.
+
+        Args:
+          step: its step.
+          pauses: seconds before each further attempt at an object that is not there.
+        """
+        if self._copy.has(step):
+            return True
+        incoming, name = self._copy.folder(INCOMING), f"ckpt-{step}"
+        path = os.path.join(incoming, name)
+        try:
+            self._fetch(f"{CHECKPOINTS}/{name}{MARKER}", path + MARKER, pauses)
+            done = commits.read_marker(path)
+            for file in done.files:
+                self._fetch(f"{CHECKPOINTS}/{file}", os.path.join(incoming, file), pauses)
+            damage = commits.verify(done)
+        except FileNotFoundError:  # deleted meanwhile, or its upload or deletion was cut short
+            damage = "it is not complete"
+        except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+            if isinstance(error, files.CannotReadError):
+                raise
+            damage = str(error)
+        if damage:
+            url = masked_text(self._store.url)
+            logging.warning("the checkpoint of step %d in %s is left out: %s", step, url, damage)
+            self._empty()
+            return False
+        to = folders.make_folder(self._copy.directory, CHECKPOINTS)
+        if os.path.exists(os.path.join(to, name + commits.UNFINISHED)):  # the run is writing it anew
+            return False
+        for file in (*done.files, name + MARKER):
+            folders.move(incoming, file, to)
+            self._copy.remember(f"{CHECKPOINTS}/{file}")
+        return True
+
+    def fetch(self, name: str, pauses: tuple[float, ...] = ()) -> bool:
+        """Fetches a file of the run directory, in place of the one that is here; returns whether there is one."""
+        *place, last = name.split("/")
+        incoming = self._copy.folder(INCOMING)
+        try:
+            self._fetch(name, os.path.join(incoming, last), pauses)
+        except FileNotFoundError:
+            return False
+        folders.move(incoming, last, folders.make_folder(self._copy.directory, *place))
+        self._copy.remember(name)
+        return True
+
+    def _fetch(self, name: str, path: str, pauses: tuple[float, ...]) -> None:
+        for pause in pauses:
+            try:
+                return self._store.fetch(name, path)
+            except FileNotFoundError:
+                time.sleep(pause)
+        self._store.fetch(name, path)
+
+    def _empty(self) -> None:
+        """Removes what an attempt has left in the folder of what comes in."""
+        incoming = self._copy.folder(INCOMING)
+        for name in os.listdir(incoming):
+            folders.remove(incoming, name)

@@ -1,0 +1,172 @@
+"""The lease of a run in an object store: one writer at a time, where no operating system holds a lock.
+
+A lease is an object `.lease/<number>`, which a writer creates with the store's conditional write, so that one of two
+that try gets it. The highest number is the one that holds. A writer renews its own; whoever finds one that was not
+renewed for `SECONDS`, by its own clock, or whose process is gone, creates the next. The writer asks whether there is a
+higher one before each commit and each deletion, and before anything else is written unless it has renewed its own just
+before; it ends if there is one.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from absl import logging
+
+from looplib import files
+from looplib.errors import LockedError
+from looplib.extras.buckets.stores import PATIENCE, Store
+from looplib.masks import masked_text
+
+SECONDS = float(os.environ.get("LOOPLIB_LEASE_SECONDS", 60))
+FOLDER = ".lease"
+_NAME = FOLDER + "/{:08d}"
+_KEPT = 20  # older leases, which an old listing may show as the newest, and that are counted up from
+
+
+class Lease:
+    """The lease of a run, held from building it to `release`.
+
+    Args:
+      store: where the run is.
+
+    Attributes:
+      token: what tells this writer from any other.
+      before: what the lease of the writer before said; empty for none.
+      steps: the steps of the checkpoints in the store, which the next writer finds here if its listing is old.
+
+    Raises:
+      LockedError: if another writer has it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.token, self._store = secrets.token_hex(8), store
+        self.before: dict[str, Any] = {}
+        number, self.steps = highest_of(store.listed(FOLDER)), []
+        while True:
+            while newer := self._holder(number + 1):  # an old listing; a single object is always the newest
+                number, self.before = number + 1, newer
+            if number:
+                self.before = self._wait_for_end_of(number)
+            self.steps = steps_of(self.before)
+            try:
+                store.create(self._name(number + 1), self._content(False))
+            except FileExistsError:
+                if self._holder(number + 1).get("token") != self.token:  # else an answer was lost, and not the write
+                    continue
+            self._number, self._sure_until = number + 1, time.monotonic() + SECONDS / 2
+            store.delete(self._name(old) for old in range(number - _KEPT, number - _KEPT + 1) if old > 0)
+            return
+
+    def _wait_for_end_of(self, number: int) -> dict[str, Any]:
+        """Waits until a lease is not renewed any more; returns what it says."""
+        first, end, noted = self._holder(number), time.monotonic() + SECONDS, False
+        while True:
+            holder = self._holder(number)
+            if holder.get("released") or _is_gone(holder):
+                return holder
+            if holder != first:
+                raise LockedError(
+                    f"the run directory {masked_text(self._store.url)} is in use by process {holder.get('pid')} on "
+                    f"{holder.get('host')}; wait until it ends or stop it, or use a separate model_dir"
+                )
+            if time.monotonic() > end:
+                return holder
+            if not noted:
+                url = masked_text(self._store.url)
+                logging.warning("%s may be in use; waiting %g s for a sign of life", url, SECONDS)
+                noted = True
+            time.sleep(SECONDS / 10)
+
+    def _holder(self, number: int, patience: float = PATIENCE) -> dict[str, Any]:
+        return read(self._store, number, patience)
+
+    def _content(self, released: bool) -> bytes:
+        note = {
+            "token": self.token,
+            "steps": self.steps,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "released": released,
+        }
+        return json.dumps({**note, "boot": _boot(), "renewed": time.time()}).encode()
+
+    def _name(self, number: int) -> str:
+        return _NAME.format(number)
+
+    def renew(self, patience: float) -> None:
+        """Shows that the writer is alive; raises `LockedError` if that came too late."""
+        begun = time.monotonic()
+        self.write(patience)
+        self.check(patience, surely=True)
+        self._sure_until = begun + SECONDS / 2
+
+    def write(self, patience: float) -> None:
+        """Writes what the next writer should know, `steps` above all."""
+        self._store.write(self._name(self._number), self._content(False), patience)
+
+    def check(self, patience: float, surely: bool = False) -> None:
+        """Raises `LockedError` if another writer has taken the run; without `surely`, if it can have done so."""
+        if not surely and time.monotonic() < self._sure_until:
+            return
+        if self._holder(self._number + 1, patience):
+            raise LockedError(
+                f"another process has taken the run directory {masked_text(self._store.url)}, because this one did not "
+                f"renew its lease for {SECONDS:g} s; nothing more is written there; stop the other run, or let it "
+                "continue"
+            )
+
+    def release(self, patience: float) -> None:
+        """Lets another writer take the run at once."""
+        self._store.write(self._name(self._number), self._content(True), patience)
+
+
+def highest_of(names: Iterable[str]) -> int:
+    """Returns the number of the newest lease among the names of a run's objects; 0 for none."""
+    numbers = [name.removeprefix(f"{FOLDER}/") for name in names if name.startswith(f"{FOLDER}/")]
+    return max((int(number) for number in numbers if number.isascii() and number.isdecimal()), default=0)
+
+
+def read(store: Store, number: int, patience: float = PATIENCE) -> dict[str, Any]:
+    """Returns what a lease says; empty if there is none."""
+    try:
+        found = files.parse_json(store.read(_NAME.format(number), patience))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        return {"token": ""}  # damaged, so nobody's
+    return found if isinstance(found, dict) else {"token": ""}
+
+
+def steps_of(holder: dict[str, Any]) -> list[int]:
+    """Returns the steps of the checkpoints that a writer has uploaded."""
+    steps = holder.get("steps")
+    return [step for step in steps if type(step) is int and step >= 0] if isinstance(steps, list) else []
+
+
+def _boot() -> str:
+    """Returns what tells this start of this machine, and this container of it, from others; "" if not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Returns whether the holder was a process of this machine, and has ended."""
+    pid = holder.get("pid")
+    here = holder.get("host") == socket.gethostname() and holder.get("boot") == _boot() != ""
+    if not here or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return False

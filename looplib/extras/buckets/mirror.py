@@ -1,0 +1,242 @@
+"""The copy of a run directory in an object store.
+
+The run works in a local directory. A thread copies what is new into the store, see `copying`; a start on another
+machine fetches what it needs, see `fetching`.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import threading
+import time
+
+from looplib import files, folders
+from looplib.checkpoint import lock
+from looplib.checkpoint.mirror import Mirror
+from looplib.errors import LockedError, StoreError
+from looplib.extras.buckets import lease as leases
+from looplib.extras.buckets import stores
+from looplib.extras.buckets.copying import EVERY, Copier
+from looplib.extras.buckets.fetching import Fetcher
+from looplib.extras.buckets.lease import Lease
+from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LocalCopy, steps_of
+from looplib.extras.buckets.stores import Store, StoredFile
+from looplib.masks import masked_text
+
+_TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
+_REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
+_LAST = 600.0  # seconds that the end of a run waits for the store
+_STATUS = "status.json"
+
+
+@dataclasses.dataclass
+class Standing:
+    """How far the copy of a run is.
+
+    Attributes:
+      url: the run directory in the store, without secrets.
+      step: the step of the newest checkpoint there; -1 for none.
+      behind: checkpoints that are not there yet.
+      complete: when the copy was last complete, in seconds since the epoch.
+      requests: requests of this start to the store.
+      error: why the copy is behind; "" while it is not.
+    """
+
+    url: str
+    step: int = -1
+    behind: int = 0
+    complete: float = 0.0
+    requests: int = 0
+    error: str = ""
+
+
+class StoreMirror(Mirror):
+    """The local directory of a run in an object store.
+
+    Args:
+      store: the run directory in the store.
+      directory: the local run directory; what is noted about the copy is beside it, in `<directory>.mirror`.
+
+    Attributes:
+      directory: the local run directory.
+      standing: the `Standing`.
+
+    Raises:
+      UsageError: if the directory holds something else.
+    """
+
+    def __init__(self, store: Store, directory: str) -> None:
+        self.directory, self._store = directory, store
+        self._copy = LocalCopy(store.url, directory)
+        self.standing = Standing(masked_text(store.url), complete=time.time())
+        self._fetcher = Fetcher(store, self._copy)
+        self._copier: Copier | None = None
+        self._lease: Lease | None = None
+        self._ending = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._later: list[int] = []  # steps of checkpoints that are to be fetched
+        self._lost: LockedError | None = None
+        self._refreshed = float("-inf")
+        self._patience = _LAST  # of the end
+
+    def begin(self, trains: bool) -> None:
+        """Fetches what a start needs; for a training, takes the run, and begins to copy.
+
+        Raises:
+          UsageError: if another process trains there, or the store does not answer.
+        """
+        if not trains:
+            self.refresh()
+            return
+        self._lease = Lease(self._store)
+        try:
+            self._fetch_a_start()
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._lease.release(0.0)
+            raise
+        self._copier = Copier(self._store, self._copy, self._lease)
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._work, self._renew)]
+        for thread in self._threads:
+            thread.start()
+
+    def _fetch_a_start(self) -> None:
+        """Has the local directory be what the training continues from."""
+        self._copy.note = self._copy.read_note()  # an earlier controller of this process may have gone on until now
+        token = self._copy.note.token
+        # Older checkpoints come while the run trains: what it keeps and which is the best depends on all of them.
+        if token and token == self._lease.before.get("token") and self._copy.is_whole():
+            self._later = sorted(set(self._lease.steps) - set(steps_of(self._copy.note.known)), reverse=True)
+        else:
+            self._later = self._fetcher.start_over(self._lease.steps, bool(self._lease.before))
+        self._copy.note.token = self._lease.token
+        self._copy.write_note()
+
+    def refresh(self) -> None:
+        """Fetches what is new in the store, for a process that does not train; not more often than it makes sense."""
+        if time.monotonic() - self._refreshed >= _REFRESH:
+            self.update(self._store.listed())
+            self._refreshed = time.monotonic()
+
+    def update(self, listed: dict[str, StoredFile], checkpoints: bool = True) -> None:
+        """Fetches what is new in the store, unless this machine has what is newer.
+
+        That is so where a run of this machine trains in the directory, or was the last to train.
+
+        Args:
+          listed: what the store has, by name.
+          checkpoints: whether the checkpoints are wanted too.
+        """
+        versions = {name: file.version for name, file in listed.items()}
+        if not checkpoints and self._fetcher.is_current(versions):
+            return
+        holder = lock.holder(self.directory)
+        newest = leases.read(self._store, leases.highest_of(listed))
+        if (holder and holder.holds) or (self._copy.note.token and self._copy.note.token == newest.get("token")):
+            return
+        self._fetcher.refresh(versions, newest, leases.steps_of(newest), checkpoints)
+
+    def check(self) -> None:
+        """Raises `LockedError` if another process has taken the run."""
+        if self._lost:
+            raise self._lost
+
+    def share(self, path: str) -> None:
+        """Copies a file of a checkpoint that a worker other than the chief has written.
+
+        Raises:
+          OSError: if the store does not take it.
+        """
+        try:
+            self._store.put(path, f"{CHECKPOINTS}/{os.path.basename(path)}")
+        except StoreError as error:
+            raise OSError(str(error)) from error
+
+    def take(self, path: str) -> None:
+        """Fetches a file that another worker has shared, unless it is here, as on one machine."""
+        if not os.path.exists(path):
+            incoming, name = self._copy.folder(INCOMING), os.path.basename(path)
+            with contextlib.suppress(StoreError, OSError):  # the chief then says that it does not see it
+                self._store.fetch(f"{CHECKPOINTS}/{name}", os.path.join(incoming, name))
+                folders.move(incoming, name, self._copy.checkpoints)
+
+    def end(self) -> None:
+        """Copies the rest, and lets others take the run; called again, what was written since.
+
+        Raises:
+          StoreError: if the store did not take all of it in time; the local directory has it.
+        """
+        if self._copier is None or self._lost:
+            return
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+        self.check()
+        try:
+            self._lease.check(self._patience, surely=True)
+            self._copier.copy(everything=True, patience=self._patience)
+            self._lease.release(self._patience)
+            self.standing.error, self.standing.complete = "", time.time()
+        except LockedError as error:
+            self._lost = error
+            raise
+        except (StoreError, OSError) as error:
+            self._patience = 0.0  # that was long enough
+            self.standing.error = str(error)
+            raise StoreError(
+                f"{error}; what is missing in {self.standing.url} is in {self.directory}, and the same command "
+                "copies it"
+            ) from error
+        finally:
+            self._copy.write_note()
+            self._show()
+
+    def _renew(self) -> None:
+        """Renews the lease until the end, also while a large file is copied."""
+        while not self._ending.wait(leases.SECONDS / 3):
+            try:
+                self._lease.renew(leases.SECONDS / 3)
+            except LockedError as error:
+                self._lost = error
+                return
+            except StoreError:
+                continue
+
+    def _work(self) -> None:
+        """Copies until the end."""
+        tick = _TICK
+        while not self._ending.wait(tick) and not self._lost:
+            try:
+                self._copier.copy(everything=False, patience=leases.SECONDS / 4)
+                self.standing.error, self.standing.complete = "", time.time()
+                if self._later:
+                    self._fetcher.fetch_checkpoint(self._later[0])
+                    self._later.pop(0)
+                tick = 0.0 if self._later else _TICK
+            except LockedError as error:
+                self._lost = error
+            except (StoreError, OSError) as error:
+                self.standing.error, tick = str(error), min(max(_TICK, 2 * tick), _LONGEST_TICK)
+            self._show()
+
+    def _show(self) -> None:
+        """Writes how far the copy is, for `status` and the page."""
+        self.standing.behind = len(self._copier.missing())
+        self.standing.step = max(steps_of(self._copy.note.known), default=-1)
+        self.standing.requests = self._store.requests
+        with contextlib.suppress(OSError):
+            path = os.path.join(self._copy.place, _STATUS)
+            files.write_whole(path, json.dumps(dataclasses.asdict(self.standing)), durable=False)
+
+
+def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:
+    """Returns the `StoreMirror` of a run in an object store.
+
+    Args:
+      url: the run directory in the store.
+      local_dir: the local directory; default one named after the URL in the cache, see `stores.cache`.
+    """
+    store = Store(url)
+    local = files.resolve(local_dir, "--local_dir") if local_dir else stores.cache("runs", store.url)
+    return StoreMirror(store, local)

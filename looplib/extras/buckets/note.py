@@ -1,0 +1,121 @@
+"""The local directory of a run in an object store, and the note beside it about what the store has of it."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+
+from looplib import files, folders
+from looplib.errors import StoreError
+from looplib.masks import masked_text
+
+CHECKPOINTS, MARKER = "checkpoints", ".commit"
+LOCK = "lock"
+INCOMING, OUTGOING = "incoming", "outgoing"
+_NOTE, _MOST_BYTES = "mirror.json", 1 << 28
+
+
+@dataclasses.dataclass
+class Note:
+    """What is noted beside a local run directory.
+
+    Attributes:
+      url: the run directory in the store.
+      token: of the lease under which this directory was copied last; "" for a copy that is only read.
+      known: dict from name to the bytes and the time of change, in ns, of the local file that the store has.
+      versions: dict from name to the version of the object that was fetched.
+    """
+
+    url: str
+    token: str = ""
+    known: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+class LocalCopy:
+    """A local run directory, and `<directory>.mirror` beside it.
+
+    Args:
+      url: the run directory in the store.
+      directory: the local run directory.
+
+    Attributes:
+      directory: the same.
+      checkpoints: the folder of its checkpoints, which may not be there yet.
+      place: what is beside it.
+      note: the `Note`.
+
+    Raises:
+      StoreError: if the directory holds something else.
+    """
+
+    def __init__(self, url: str, directory: str) -> None:
+        self.directory, self._url = directory, masked_text(url)
+        self.checkpoints = os.path.join(directory, CHECKPOINTS)
+        self.place = folders.make_folder(f"{directory}.mirror")
+        self.note = self.read_note()
+        folders.make_folder(directory)
+
+    def read_note(self) -> Note:
+        """Returns the note as it is on the disk."""
+        path = os.path.join(self.place, _NOTE)
+        if not os.path.exists(path) and not (
+            os.path.isdir(self.directory) and set(os.listdir(self.directory)) - {LOCK}
+        ):
+            return Note(self._url)
+        with contextlib.suppress(OSError, ValueError):
+            note = files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Note)
+            if note.url == self._url:
+                return note
+        raise StoreError(f"{self.directory} holds something else than a copy of {self._url}; give another --local_dir")
+
+    def write_note(self) -> None:
+        """Writes the note."""
+        files.write_whole(os.path.join(self.place, _NOTE), json.dumps(dataclasses.asdict(self.note)))
+
+    def path(self, name: str) -> str:
+        """Returns the path of a file of the run."""
+        return os.path.join(self.directory, name)
+
+    def folder(self, name: str) -> str:
+        """Returns a folder beside the run directory, `INCOMING` or `OUTGOING`."""
+        return folders.make_folder(self.place, name)
+
+    def has(self, step: int) -> bool:
+        """Returns whether the checkpoint of a step is here."""
+        return os.path.exists(self.path(marker_of(step)))
+
+    def is_whole(self) -> bool:
+        """Returns whether nobody has removed files of the run since the note was written."""
+        steps = steps_of(self.note.known)
+        wanted = [marker_of(steps[0])] if steps else self.note.known  # the run keeps the newest checkpoint
+        return all(os.path.exists(self.path(name)) for name in wanted)
+
+    def remember(self, name: str, found: os.stat_result | None = None) -> None:
+        """Notes that the store has a file, as it is now or was."""
+        found = found or os.stat(self.path(name))
+        self.note.known[name] = [found.st_size, found.st_mtime_ns]
+
+    def has_changed(self, name: str, path: str | None = None) -> bool:
+        """Returns whether a file, or another name of it, is there and is not as the store has it."""
+        try:
+            found = os.lstat(path or self.path(name))
+        except FileNotFoundError:
+            return False
+        return self.note.known.get(name) != [found.st_size, found.st_mtime_ns]
+
+
+def marker_of(step: int) -> str:
+    """Returns the name of a checkpoint's marker in the run directory."""
+    return f"{CHECKPOINTS}/ckpt-{step}{MARKER}"
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Returns the steps of the checkpoints whose markers are among names, the newest first."""
+    start, found = f"{CHECKPOINTS}/ckpt-", []
+    for name in names:
+        step = name.removeprefix(start).removesuffix(MARKER)
+        if step.isascii() and step.isdecimal() and len(step) < 19 and name == marker_of(int(step)):
+            found.append(int(step))
+    return sorted(found, reverse=True)

@@ -1,0 +1,269 @@
+"""Object stores: s3://, gs://, az://, memory:// and whatever else fsspec has a driver for."""
+
+import copy
+import dataclasses
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from absl import logging
+
+from looplib import files, folders
+from looplib.errors import PluginError, StoreError
+from looplib.masks import masked_text
+from looplib.messages import gist
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+# Errors of the drivers that say that there are no credentials to try with, by the names of their classes.
+_WITHOUT_CREDENTIALS = frozenset((
+    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError",
+    "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError",
+    "CredentialUnavailableError",
+))  # fmt: skip
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
+_MOST_OBJECTS = 500_000  # of a listing
+_MOST_BYTES = 1 << 20  # of a small object
+PATIENCE = 120.0  # seconds that a start waits for a store that is down
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredFile:
+    """What a listing says of an object.
+
+    Attributes:
+      bytes: its size.
+      version: a text that differs after the object was written again: an ETag, a generation or a time.
+    """
+
+    bytes: int
+    version: str
+
+
+class Store:
+    """The objects below one URL.
+
+    Every call is tried again with growing pauses while the store is down, and counted in `requests`.
+
+    Args:
+      url: such as "s3://bucket/run".
+      gone: returns whether to give up early, as at the end of the process.
+
+    Raises:
+      PluginError: if the driver is not installed.
+      StoreError: if the URL cannot be used.
+    """
+
+    def __init__(self, url: str, gone: Callable[[], bool] = lambda: False) -> None:
+        self.url, self.requests, self._gone = url.rstrip("/"), 0, gone
+        scheme = url.partition("://")[0]
+        try:
+            import fsspec
+
+            # Listings are asked for each time: others write there too. The drivers' own retries stay on.
+            self._files, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+        except ImportError as error:
+            extra = _EXTRAS.get(scheme, "s3")
+            raise PluginError(
+                f"{masked_text(self.url)} needs a driver that is not installed ({gist(error)}): pip install "
+                f"'looplib[{extra}]'"
+            ) from error
+        except ValueError as error:
+            raise StoreError(f"{masked_text(self.url)} cannot be used: {masked_text(gist(error))}") from error
+
+    def below(self, name: str) -> "Store":
+        """Returns the objects below a folder, asked by the same driver."""
+        found = copy.copy(self)
+        found.url, found._root, found.requests = f"{self.url}/{name}", f"{self._root}/{name}", 0
+        return found
+
+    def ask(self, what: Callable[[], _Result], doing: str, patience: float = PATIENCE) -> _Result:
+        """Calls a function of the driver until it succeeds, or for `patience` seconds.
+
+        Raises:
+          FileNotFoundError, FileExistsError: as the store answers.
+          StoreError: if the store refuses, or does not answer in time.
+        """
+        end, pause = time.monotonic() + patience, _FIRST_PAUSE
+        while True:
+            self.requests += 1
+            try:
+                return what()
+            except (FileNotFoundError, FileExistsError):
+                raise
+            except Exception as error:  # each driver has errors of its own
+                said = masked_text(gist(error))
+                if _is_final(error) or self._gone() or time.monotonic() + pause > end:
+                    raise StoreError(
+                        f"{masked_text(self.url)} cannot be reached to {doing}: {said}; check the address, the "
+                        "credentials and the network, and run the same command again"
+                    ) from error
+                logging.log_every_n_seconds(logging.WARNING, "%s: %s; tried again", 60, masked_text(self.url), said)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def listed(self, below: str = "", patience: float = PATIENCE) -> dict[str, StoredFile]:
+        """Returns the objects below a prefix, by name, without those that no local file can be; a request per 1,000.
+
+        Raises:
+          StoreError: if there are too many, or no bucket.
+        """
+        root = f"{self._root}/{below}".rstrip("/")
+        try:
+            found = self.ask(lambda: self._files.find(root, detail=True), "list it", patience)
+        except FileNotFoundError as error:  # a folder without objects is empty, and no error
+            raise self._has_no_bucket(error) from error
+        if len(found) > _MOST_OBJECTS:
+            raise StoreError(f"{masked_text(self.url)} has more than {_MOST_OBJECTS:,} objects; name a folder below it")
+        start = len(self._root.strip("/")) + 1
+        names = {path.strip("/")[start:]: entry for path, entry in found.items() if entry.get("type") == "file"}
+        return {
+            name: StoredFile(int(entry["size"]), _version(entry))
+            for name, entry in names.items()
+            if all(map(folders.is_name, name.split("/")))
+        }
+
+    def read(self, name: str, patience: float = PATIENCE) -> bytes:
+        """Returns the content of a small object; by a file, because drivers else ask for the object's size first."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "read")
+            self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}", patience)
+            with files.open_regular(path) as file:
+                return file.read(_MOST_BYTES)
+
+    @property
+    def conditional(self) -> bool:
+        """Whether `read_range` notices by itself that an object was replaced."""
+        return _protocol(self._files) in ("s3", "gs")
+
+    def look_up(self, name: str, patience: float = PATIENCE) -> StoredFile:
+        """Returns what the store says of one object; `FileNotFoundError` if there is none."""
+        found = self.ask(lambda: self._files.info(self._at(name)), f"look up {name}", patience)
+        if found.get("type") != "file":
+            raise IsADirectoryError(name)
+        return StoredFile(int(found["size"]), _version(found))
+
+    def matching(self, pattern: str, patience: float = PATIENCE) -> dict[str, StoredFile]:
+        """Returns the objects of a folder whose names match a pattern, by name; a request per 1,000 of the folder."""
+        found = self.ask(lambda: self._files.glob(self._at(pattern), detail=True), f"list {pattern}", patience)
+        start = len(self._root.strip("/")) + 1
+        return {
+            path.strip("/")[start:]: StoredFile(int(entry["size"]), _version(entry))
+            for path, entry in sorted(found.items())
+            if entry.get("type") == "file"
+        }
+
+    def read_range(self, name: str, start: int, stop: int, version: str, patience: float = PATIENCE) -> bytes:
+        """Returns a range of bytes of an object.
+
+        Raises:
+          FileNotFoundError: if it is gone, or, of stores that are `conditional`, has another version.
+          StoreError: if the store refuses, or does not answer in time.
+        """
+        return self.ask(lambda: self._range(self._at(name), start, stop, version), f"read {name}", patience)
+
+    def _range(self, path: str, start: int, stop: int, version: str) -> bytes:
+        protocol = _protocol(self._files)
+        try:
+            if protocol == "s3":
+                found = _read_from_s3(self._files, path, start, stop, version)
+            else:
+                condition = {"generation": version} if protocol == "gs" else {}
+                found = self._files.cat_file(path, start=start, end=stop, **condition)
+        except OSError as error:
+            code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
+            if code in ("PreconditionFailed", "412"):
+                raise FileNotFoundError(f"{path} was replaced") from error
+            raise
+        if len(found) == stop - start:
+            return found
+        if not self.conditional:
+            raise FileNotFoundError(f"{path} was replaced by a shorter one")
+        raise OSError(f"{len(found)} bytes came in place of {stop - start}")
+
+    def fetch(self, name: str, path: str) -> None:
+        """Copies an object into a local file."""
+        self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}")
+
+    def write(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
+        """Writes a small object, in place of one of that name."""
+        self._write(lambda: self._files.pipe_file(self._at(name), content), name, patience)
+
+    def put(self, path: str, name: str, patience: float = PATIENCE) -> None:
+        """Copies a local file into an object, in place of one of that name; `FileNotFoundError` if it is gone."""
+        try:
+            self._write(lambda: self._files.put_file(path, self._at(name)), name, patience)
+        except StoreError:
+            os.stat(path)
+            raise
+
+    def create(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
+        """Writes a small object that must not exist, by the store's own conditional write; else `FileExistsError`."""
+        self._write(lambda: self._files.pipe_file(self._at(name), content, mode="create"), name, patience)
+
+    def _write(self, what: Callable[[], object], name: str, patience: float) -> None:
+        try:
+            self.ask(what, f"write {name}", patience)
+        except FileNotFoundError as error:
+            raise self._has_no_bucket(error) from error
+
+    def _has_no_bucket(self, error: Exception) -> StoreError:
+        said = masked_text(gist(error))
+        return StoreError(f"{masked_text(self.url)} cannot be used: {said}; make the bucket, or correct the address")
+
+    def delete(self, names: Iterable[str], patience: float = PATIENCE) -> None:
+        """Deletes objects; one that is not there is no error."""
+        for name in names:
+            try:
+                self.ask(lambda name=name: self._files.rm_file(self._at(name)), f"delete {name}", patience)
+            except FileNotFoundError:
+                pass
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def _is_final(error: Exception) -> bool:
+    """Returns whether it makes no sense to try again."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, _FINAL) or not _WITHOUT_CREDENTIALS.isdisjoint(names)
+
+
+def _protocol(driver: Any) -> str:
+    """Returns "s3" or "gs" for their drivers; else ""."""
+    protocols = driver.protocol if isinstance(driver.protocol, (tuple, list)) else (driver.protocol,)
+    return next((name for name in ("s3", "gs") if name in protocols), "")
+
+
+def _read_from_s3(driver: Any, path: str, start: int, stop: int, version: str) -> bytes:
+    """Returns a range of an object if it has this version; `cat_file` of s3fs takes no condition."""
+    import fsspec.asyn
+
+    bucket, key, _ = driver.split_path(path)
+
+    async def read() -> bytes:
+        answer = await driver._call_s3(
+            "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", IfMatch=f'"{version}"'
+        )
+        async with answer["Body"] as body:
+            return await body.read()
+
+    return fsspec.asyn.sync(driver.loop, read)
+
+
+def _version(entry: dict[str, Any]) -> str:
+    for key in ("ETag", "generation", "etag", "LastModified", "last_modified", "mtime", "created"):
+        if entry.get(key):
+            return str(entry[key]).strip('"')
+    return ""
+
+
+def cache(kind: str, url: str) -> str:
+    """Returns a local directory for what is at a URL, below `LOOPLIB_CACHE` or `~/.cache/looplib`."""
+    place = os.environ.get("LOOPLIB_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "looplib")
+    key = hashlib.sha256(url.encode()).hexdigest()[:16]
+    return os.path.join(files.resolve(place, "the cache directory"), kind, key, files.safe_name(url.rpartition("/")[2]))

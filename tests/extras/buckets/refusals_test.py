@@ -1,0 +1,57 @@
+"""A URL that cannot be used: a sentence at once, and no secret anywhere."""
+
+import time
+
+import pytest
+from clouds import BUCKET, said
+from servers import KEY, SECRET
+
+OTHER = "anotherSecretOfTheTests987"
+
+
+def refused(cloud, *arguments, **environment):
+    begun = time.monotonic()
+    life = cloud.copied(*arguments, environment=environment)
+    assert life.code() == 1, life.output()
+    assert time.monotonic() - begun < 15.0
+    text = said(life)[-1]
+    assert text["error"] == "StoreError", life.output()
+    assert SECRET not in life.output() and OTHER not in life.output() and "Traceback" not in life.output()
+    return text["text"]
+
+
+def test_a_bucket_that_does_not_exist_is_named(cloud, monkeypatch):
+    monkeypatch.setattr(type(cloud), "url", lambda self, name: f"s3://nowhere/{name}")
+    assert "s3://nowhere/run" in refused(cloud)
+
+
+@pytest.mark.parametrize("secret", ["wrong", "none"])
+def test_credentials_that_do_not_work_are_told_at_once(cloud, s3, secret):
+    if secret == "none":
+        text = refused(cloud, AWS_ACCESS_KEY_ID=None, AWS_SECRET_ACCESS_KEY=None)
+    else:
+        s3.check_credentials(0)
+        try:
+            text = refused(cloud, AWS_SECRET_ACCESS_KEY=OTHER)
+        finally:
+            s3.check_credentials(10**9)
+    assert cloud.url() in text and "credentials" in text
+
+
+@pytest.mark.parametrize("scheme", ["nothing", "az"])
+def test_a_store_without_a_driver_is_named(cloud, scheme, monkeypatch):
+    monkeypatch.setattr(type(cloud), "url", lambda self, name: f"{scheme}://{BUCKET}/{name}")
+    life = cloud.copied()
+    assert life.code() == 1
+    assert said(life)[-1]["error"] in ("StoreError", "PluginError") and f"{scheme}://" in said(life)[-1]["text"]
+
+
+def test_no_credentials_are_in_any_file_or_output(cloud):
+    life = cloud.run("--train_steps=8", "--mode=train")
+    assert life.code() == 0, life.output()
+    (page := cloud.tool("report", cloud.url(), f"--output={cloud.folder / 'page.html'}")).code()
+    folder = cloud.download("found")
+    paths = [path for path in cloud.folder.rglob("*") if path.is_file()]
+    assert folder / "run.json" in paths and len(paths) > 20
+    for text in (life.output().encode(), page.output().encode(), *(path.read_bytes() for path in paths)):
+        assert SECRET.encode() not in text and KEY.encode() not in text

@@ -1,0 +1,103 @@
+"""The same on other stores: Google's emulator as a process, and fsspec's store in memory."""
+
+import json
+import os
+import threading
+
+import copied
+import pytest
+from servers import Gcs
+
+from looplib.checkpoint import commits
+from looplib.errors import LockedError, StoreError
+from looplib.extras.buckets import lease, mirror, stores
+from looplib.extras.buckets.copies import fetched
+
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    """The URL of a bucket in the emulator."""
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("gcp_storage_emulator")
+    with Gcs("bucket") as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "tests")
+        yield "gs://bucket"
+
+
+@pytest.fixture
+def memory():
+    """The URL of a folder in this process's memory."""
+    yield "memory://tests"
+    fsspec.filesystem("memory").rm("/tests", recursive=True)
+
+
+@pytest.fixture(params=["memory", "gcs"])
+def url(request, monkeypatch, tmp_path):
+    monkeypatch.setattr(lease, "SECONDS", 1.0)
+    monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path / "cache"))
+    return request.getfixturevalue(request.param) + "/run"
+
+
+def train(url, folder, steps):
+    """Starts, saves so many steps, and ends; returns the step that it has started from."""
+    opened = mirror.open_mirror(url, str(folder))
+    opened.begin(True)
+    place = os.path.join(opened.directory, "checkpoints")
+    start = commits.newest_intact(place, tidy=True) if os.path.isdir(place) else None
+    first = start.step if start else 0
+    for step in range(first + 1, first + steps + 1):
+        copied.report(opened.directory, step)
+        copied.save(opened.directory, step)
+        opened.check()
+    opened.end()
+    return first
+
+
+def test_a_run_continues_in_another_directory_and_tools_find_it(url, tmp_path):
+    assert train(url, tmp_path / "one", 2) == 0
+    assert train(url, tmp_path / "two", 2) == 2
+    assert train(url, tmp_path / "one", 1) == 4  # whose copy is older than the store
+    files, root = fsspec.url_to_fs(url)
+    assert [json.loads(line)["step"] for line in files.cat_file(f"{root}/metrics.jsonl").splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    found = fetched(url)
+    assert [done.step for done in commits.checkpoints(found)] == [5, 4, 3, 2, 1]
+    assert not any(map(commits.verify, commits.checkpoints(found)))
+
+
+def test_a_second_writer_is_refused_and_an_expired_one_is_followed(url, tmp_path, monkeypatch):
+    first = lease.Lease(stores.Store(url))
+    monkeypatch.setattr(lease, "_boot", lambda: "another machine")
+    end = lease.time.monotonic() + 0.5
+
+    def renew():
+        while lease.time.monotonic() < end:
+            first.renew(1.0)
+            lease.time.sleep(0.05)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    with pytest.raises(LockedError, match="in use"):
+        lease.Lease(stores.Store(url))
+    thread.join()
+    second = lease.Lease(stores.Store(url))  # waits for a second
+    second.check(1.0, surely=True)
+    with pytest.raises(LockedError, match="taken"):
+        first.check(1.0, surely=True)
+
+
+def test_one_file_is_fetched_by_its_url(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path / "cache"))
+    fsspec.filesystem("memory").pipe_file("/tests/weights.h5", b"weights")
+    with open(fetched(f"{memory}/weights.h5"), "rb") as file:
+        assert file.read() == b"weights"
+    with pytest.raises(StoreError, match="nothing at"):
+        fetched(f"{memory}/other.h5")
