@@ -1,6 +1,7 @@
 """What is copied into an object store: the files of a checkpoint, what the run has reported until then, its marker."""
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -137,9 +138,8 @@ class Copier:
 
     def _send(self, name: str, path: str, patience: float) -> None:
         """Copies a file as it is now; one that the run has removed meanwhile is left out."""
-        self._lease.check(patience)
         with contextlib.suppress(FileNotFoundError):
-            before = os.stat(path)
-            self._store.put(path, name, patience)
-            self._copy.remember(name, before)
+            found = os.stat(path)
+            self._store.put(path, name, patience, functools.partial(self._lease.check, patience))
+            self._copy.remember(name, found)
             self._sent_at[name] = time.monotonic()

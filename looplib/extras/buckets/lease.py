@@ -66,7 +66,8 @@ class Lease:
         """Waits until a lease is not renewed any more; returns what it says."""
         first, end, noted = self._holder(number), time.monotonic() + SECONDS, False
         while True:
-            holder = self._holder(number)
+            holder = self._holder(number) or first  # it was there, and nobody deletes it for a moment
+            first = first or holder
             if holder.get("released") or _is_gone(holder):
                 return holder
             if holder != first:

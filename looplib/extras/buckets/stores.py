@@ -60,12 +60,17 @@ class Store:
 
     def __init__(self, url: str, gone: Callable[[], bool] = lambda: False) -> None:
         self.url, self.requests, self._gone = url.rstrip("/"), 0, gone
+        self._has_written = False
         scheme = url.partition("://")[0]
         try:
             import fsspec
 
-            # Listings are asked for each time: others write there too. The drivers' own retries stay on.
-            self._files, self._root = fsspec.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            # Listings are asked for each time: others write there too. Of two layers that retry, s3fs and botocore, one
+            # stays on, so that a call ends within seconds.
+            options = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if scheme in ("s3", "s3a") else {}
+            self._files, self._root = fsspec.url_to_fs(
+                self.url, use_listings_cache=False, skip_instance_cache=True, **options
+            )
         except ImportError as error:
             extra = _EXTRAS.get(scheme, "s3")
             raise PluginError(
@@ -81,8 +86,14 @@ class Store:
         found.url, found._root, found.requests = f"{self.url}/{name}", f"{self._root}/{name}", 0
         return found
 
-    def ask(self, what: Callable[[], _Result], doing: str, patience: float = PATIENCE) -> _Result:
-        """Calls a function of the driver until it succeeds, or for `patience` seconds.
+    def ask(
+        self,
+        what: Callable[[], _Result],
+        doing: str,
+        patience: float = PATIENCE,
+        before: Callable[[], object] = lambda: None,
+    ) -> _Result:
+        """Calls a function of the driver until it succeeds, or for `patience` seconds; `before` before each attempt.
 
         Raises:
           FileNotFoundError, FileExistsError: as the store answers.
@@ -90,6 +101,7 @@ class Store:
         """
         end, pause = time.monotonic() + patience, _FIRST_PAUSE
         while True:
+            before()
             self.requests += 1
             try:
                 return what()
@@ -193,10 +205,15 @@ class Store:
         """Writes a small object, in place of one of that name."""
         self._write(lambda: self._files.pipe_file(self._at(name), content), name, patience)
 
-    def put(self, path: str, name: str, patience: float = PATIENCE) -> None:
-        """Copies a local file into an object, in place of one of that name; `FileNotFoundError` if it is gone."""
+    def put(
+        self, path: str, name: str, patience: float = PATIENCE, before: Callable[[], object] = lambda: None
+    ) -> None:
+        """Copies a local file into an object, in place of one of that name; `FileNotFoundError` if it is gone.
+
+        What `before` raises, which is called before each attempt, is raised.
+        """
         try:
-            self._write(lambda: self._files.put_file(path, self._at(name)), name, patience)
+            self._write(lambda: self._files.put_file(path, self._at(name)), name, patience, before, path)
         except StoreError:
             os.stat(path)
             raise
@@ -205,11 +222,27 @@ class Store:
         """Writes a small object that must not exist, by the store's own conditional write; else `FileExistsError`."""
         self._write(lambda: self._files.pipe_file(self._at(name), content, mode="create"), name, patience)
 
-    def _write(self, what: Callable[[], object], name: str, patience: float) -> None:
+    def _write(
+        self,
+        what: Callable[[], object],
+        name: str,
+        patience: float,
+        before: Callable[[], object] = lambda: None,
+        path: str | None = None,
+    ) -> None:
+        def attempt() -> None:
+            try:
+                what()
+            except FileNotFoundError as error:
+                if not self._has_written or (path is not None and not os.path.exists(path)):
+                    raise
+                raise ConnectionError(str(error)) from error  # the bucket was there, and nobody removes it for a moment
+
         try:
-            self.ask(what, f"write {name}", patience)
+            self.ask(attempt, f"write {name}", patience, before)
         except FileNotFoundError as error:
             raise self._has_no_bucket(error) from error
+        self._has_written = True
 
     def _has_no_bucket(self, error: Exception) -> StoreError:
         said = masked_text(gist(error))

@@ -57,13 +57,13 @@ def test_a_killed_writer_on_another_machine_is_followed_once_its_lease_has_expir
 @pytest.mark.slow
 def test_a_writer_that_lost_its_lease_while_the_store_was_out_of_reach_ends_and_writes_nothing_more(cloud, s3):
     """It is stopped for as long as the lease lasts; the other one reaches the store by another way."""
-    first = cloud.copied("--steps=1000", "--pause=0.1", machine="one", environment={"LOOPLIB_LEASE_SECONDS": "1.5"})
+    first = cloud.copied("--steps=1000", "--pause=0.1", machine="one", environment={"LOOPLIB_LEASE_SECONDS": "5"})
     wait_for(lambda: cloud.steps())
     cloud.proxy.stop()
     (name,) = [name for name in cloud.names() if name.startswith(".lease")]
     cloud.write(name, json.dumps({**json.loads(cloud.read(name)), "host": "elsewhere"}).encode())
     kept = cloud.steps()[-1]
-    variables = {"AWS_ENDPOINT_URL": s3.url, "LOOPLIB_LEASE_SECONDS": "1.5"}
+    variables = {"AWS_ENDPOINT_URL": s3.url, "LOOPLIB_LEASE_SECONDS": "5"}
     second = cloud.copied(f"--steps={kept + 80}", "--pause=0.05", "--seed=7", machine="two", environment=variables)
     wait_for(lambda: said(second))
     cloud.proxy.start()
