@@ -33,7 +33,7 @@ _BLOCK = 1 << 22
 _TICK = 0.1  # seconds between two looks at a lock
 _PATTERN = frozenset("[]\\*?\n")
 _DEEPEST = 100  # levels of JSON
-_REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]*://")
+_REMOTE = re.compile("(?!file:)[A-Za-z][A-Za-z0-9.+-]*://")
 LONGEST_NAME = 255  # bytes, of most file systems
 _LONGEST_PATH = 3500  # bytes; Linux allows 4,095, and the names in a run directory need some of them
 # The errors that prove a damaged file; any other error may be temporary.
@@ -65,8 +65,8 @@ def resolve(path: str | os.PathLike[str], what: str, fetch: bool = False) -> str
     The path may begin with "~" or "file:///" and need not exist; `what` names it in the `UsageError` of a path that
     cannot be, or of a directory that this user may not read.
     """
-    if fetch and is_remote(path):
-        return plugins.load("looplib.parts", "fetched")(os.fspath(path))
+    if fetch and isinstance(path, str) and is_remote(path):
+        return plugins.load("looplib.parts", "fetched")(path)
     try:
         return _resolved(os.fspath(path))
     except (OSError, ValueError, TypeError) as error:

@@ -57,8 +57,8 @@ def resolve(model_dir: str | os.PathLike[str], local_dir: str | None = None) -> 
 
     That of a run in an object store is its local copy, `local_dir` or one in the cache.
     """
-    if files.is_remote(model_dir):
-        mirror = plugins.load("looplib.parts", "mirror")(os.fspath(model_dir), local_dir)
+    if isinstance(model_dir, str) and files.is_remote(model_dir):
+        mirror = plugins.load("looplib.parts", "mirror")(model_dir, local_dir)
         _mirrors[mirror.directory] = mirror
         return mirror.directory
     path = files.resolve(model_dir, "model_dir")

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from looplib.extras.tools.options import arguments, path, run
+from looplib.extras.tools.options import arguments, path, place, run
 from looplib.plugins import Command
 
 _CHECK = """\
@@ -26,7 +26,9 @@ def status(tools: Any) -> None:
         "without a word); done; preempted (saved and ended by a signal, to be run again); failed.",
         epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
     )
-    parser.add_argument("directories", nargs="+", metavar="DIR", help="run directories, or folders that hold some")
+    parser.add_argument(
+        "directories", nargs="+", type=place, metavar="DIR", help="run directories, or folders that hold some"
+    )
     parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C; a terminal is redrawn")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between tables (default %(default)s)")
     parser.set_defaults(tool=Command(_status, own_signals=True))

@@ -18,6 +18,11 @@ def path(text: str) -> str:
     return _known(text, lambda: files.resolve(text, "the path"))
 
 
+def place(text: str) -> str:
+    """Returns what `path` does, or a URL as it is; the type of an option."""
+    return text if files.is_remote(text) else path(text)
+
+
 def run(text: str) -> str:
     """Returns the directory of a run, or of several, or a local copy of what is at a URL; the type of an option."""
     return _known(text, lambda: files.resolve(text, "the path", fetch=True))

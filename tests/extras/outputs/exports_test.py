@@ -21,7 +21,7 @@ from faults.tampering import rewrite_run_state
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.errors import CheckpointError, ExportError, MissingPartError
+from looplib.errors import CheckpointError, FileError, MissingPartError
 from trainers import contrastive, diffusion, gan, image_classification, image_data, language_model, transformer
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -484,7 +484,7 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
         (toy.RegressionEvaluator(Subclassed()), tmp_path / "x", "a model without Input layers"),
         (toy.RegressionEvaluator(model), tmp_path / "mine", "holds something else than an export"),
         (toy.RegressionEvaluator(model), tmp_path / "c", "c holds something else than an export"),
-        (toy.RegressionEvaluator(model), "gs://bucket/x", "is not a local directory"),
+        (toy.RegressionEvaluator(model), "gs://bucket/x", "gs://bucket/x.* is a URL"),
         (toy.RegressionEvaluator(model), "/proc/x/y", "/proc/x/y cannot be written"),
         (toy.RegressionEvaluator(model), None, "export without a directory needs a model_dir"),
     ]:
@@ -493,7 +493,7 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
                 controller.export(directory)
     assert names(tmp_path / "mine") == ["thesis.tex"] and not (tmp_path / "x").exists()
     assert names(tmp_path / "c") == ["export.json", "thesis.tex"]
-    with pytest.raises(ExportError, match="ExportBest.*gs://b/x"):
+    with pytest.raises(FileError, match="ExportBest.directory is .gs://b/x., .* URL"):
         best(tmp_path / "run", 2, "gs://b/x")
     with pytest.raises(MissingPartError, match="ExportBest"):
         trainer = toy.Regression()

@@ -184,8 +184,9 @@ def test_bad_input_is_a_sentence_and_code_2(case, tmp_path, capsys):
 
 
 def test_a_remote_directory_is_refused(capsys):
-    assert main(["sweep", "--dir=gs://bucket/sweep", "--", "train"]) == 2
-    assert "--dir gs://bucket/sweep is remote" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["sweep", "--dir=gs://bucket/sweep", "--", "train"])
+    assert "'gs://bucket/sweep', which cannot be used: it is a URL" in capsys.readouterr().err
 
 
 def test_without_optuna_a_sentence_says_what_to_install(tmp_path, capsys, monkeypatch):
