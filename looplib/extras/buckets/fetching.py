@@ -11,7 +11,7 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.checkpoint import commits
-from looplib.errors import UsageError
+from looplib.errors import StoreError, UsageError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.stores import Store
@@ -116,7 +116,7 @@ class Fetcher:
         except FileNotFoundError:  # deleted meanwhile, or its upload or deletion was cut short
             damage = "it is not complete"
         except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-            if isinstance(error, files.CannotReadError):
+            if isinstance(error, (files.CannotReadError, StoreError)):  # which prove no damage
                 raise
             damage = str(error)
         if damage:

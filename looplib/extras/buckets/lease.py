@@ -135,9 +135,11 @@ def highest_of(names: Iterable[str]) -> int:
 def read(store: Store, number: int, patience: float = PATIENCE) -> dict[str, Any]:
     """Returns what a lease says; empty if there is none."""
     try:
-        found = files.parse_json(store.read(_NAME.format(number), patience))
+        content = store.read(_NAME.format(number), patience)
     except FileNotFoundError:
         return {}
+    try:
+        found = files.parse_json(content)
     except ValueError:
         return {"token": ""}  # damaged, so nobody's
     return found if isinstance(found, dict) else {"token": ""}

@@ -25,6 +25,7 @@ _WITHOUT_CREDENTIALS = frozenset((
     "CredentialUnavailableError",
 ))  # fmt: skip
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
+_PAUSES = (0.3, 0.7, 1.5)  # seconds before it is believed that there is no bucket
 _MOST_OBJECTS = 500_000  # of a listing
 _MOST_BYTES = 1 << 20  # of a small object
 PATIENCE = 120.0  # seconds that a start waits for a store that is down
@@ -125,10 +126,10 @@ class Store:
           StoreError: if there are too many, or no bucket.
         """
         root = f"{self._root}/{below}".rstrip("/")
-        try:
-            found = self.ask(lambda: self._files.find(root, detail=True), "list it", patience)
-        except FileNotFoundError as error:  # a folder without objects is empty, and no error
-            raise self._has_no_bucket(error) from error
+        # A folder without objects is empty, and no error.
+        found = self._in_a_bucket(
+            lambda: self.ask(lambda: self._files.find(root, detail=True), "list it", patience), lambda: True
+        )
         if len(found) > _MOST_OBJECTS:
             raise StoreError(f"{masked_text(self.url)} has more than {_MOST_OBJECTS:,} objects; name a folder below it")
         start = len(self._root.strip("/")) + 1
@@ -230,23 +231,33 @@ class Store:
         before: Callable[[], object] = lambda: None,
         path: str | None = None,
     ) -> None:
+        def is_here() -> bool:
+            return path is None or os.path.exists(path)
+
         def attempt() -> None:
             try:
                 what()
             except FileNotFoundError as error:
-                if not self._has_written or (path is not None and not os.path.exists(path)):
+                if not self._has_written or not is_here():
                     raise
                 raise ConnectionError(str(error)) from error  # the bucket was there, and nobody removes it for a moment
 
-        try:
-            self.ask(attempt, f"write {name}", patience, before)
-        except FileNotFoundError as error:
-            raise self._has_no_bucket(error) from error
+        self._in_a_bucket(lambda: self.ask(attempt, f"write {name}", patience, before), is_here)
         self._has_written = True
 
-    def _has_no_bucket(self, error: Exception) -> StoreError:
-        said = masked_text(gist(error))
-        return StoreError(f"{masked_text(self.url)} cannot be used: {said}; make the bucket, or correct the address")
+    def _in_a_bucket(self, ask: Callable[[], _Result], is_here: Callable[[], bool]) -> _Result:
+        """Returns what `ask` does; a store that does not know the bucket is asked some more times."""
+        for pause in (*_PAUSES, None):
+            try:
+                return ask()
+            except FileNotFoundError as error:
+                if pause is None or not is_here():
+                    raise StoreError(
+                        f"{masked_text(self.url)} cannot be used: {masked_text(gist(error))}; make the bucket, or "
+                        "correct the address"
+                    ) from error
+            time.sleep(pause)
+        raise AssertionError
 
     def delete(self, names: Iterable[str], patience: float = PATIENCE) -> None:
         """Deletes objects; one that is not there is no error."""

@@ -63,6 +63,18 @@ def test_half_of_an_upload_is_never_a_checkpoint(cloud, damage):
     assert cloud.read("checkpoints/ckpt-5.data-00000-of-00001") == copied.content(5, 0, 1000)
 
 
+def test_a_start_that_may_not_read_the_newest_checkpoint_ends_and_takes_no_older_one(cloud):
+    ready(cloud)
+    cloud.lose()
+    cloud.proxy.faults.share, cloud.proxy.faults.status = 1.0, 403
+    cloud.proxy.faults.only = lambda request: "/ckpt-5.data" in request.path
+    life = cloud.copied("--steps=6")
+    assert life.code() == 1, life.output()
+    assert said(life)[-1]["error"] == "StoreError" and not [one for one in said(life) if "start" in one]
+    cloud.proxy.clear()
+    assert start_of(cloud, 6) == 5
+
+
 @pytest.mark.slow
 def test_a_checkpoint_whose_deletion_was_cut_short_is_none(cloud):
     ready(cloud)
@@ -124,6 +136,7 @@ def test_a_start_in_the_cache_of_the_same_machine_downloads_nothing(cloud):
     assert not [request for request in read if ".lease" not in request.path]
 
 
+@pytest.mark.slow
 def test_a_start_whose_cache_lost_files_or_is_older_than_the_store_takes_the_store(cloud):
     ready(cloud, 4)
     for path in (cloud.local() / "checkpoints").iterdir():

@@ -111,7 +111,7 @@ def test_what_is_there_stays(tmp_path, monkeypatch):
     for name, word in {"full": "not empty", "file": "file", "link": "link", "here": "current"}.items():
         with pytest.raises(CommandError, match=word):
             project.make(str(tmp_path / name), "loss")
-    with pytest.raises(CommandError, match="gs://bucket/net"):
+    with pytest.raises(FileError, match="gs://bucket/net"):
         project.make("gs://bucket/net", "loss")
     project.make(str(tmp_path / "empty"), "loss")
     assert (tmp_path / "empty" / "empty" / "train.py").is_file()
