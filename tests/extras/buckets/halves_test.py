@@ -41,7 +41,7 @@ def test_a_run_killed_again_and_again_without_its_directory_has_what_one_that_wa
     ready(cloud, steps, environment={})
     folder = cloud.download("found")
     assert (folder / "metrics.jsonl").read_text() == "".join(copied.line(step, 0) for step in range(1, steps + 1))
-    assert cloud.steps()[-3:] == [58, 59, 60]
+    assert cloud.steps()[-1] == 60  # others may be any that a life has come to upload
     data = (folder / "checkpoints" / "ckpt-60.data-00000-of-00001").read_bytes()
     assert data == copied.content(60, 0, len(data))
 
