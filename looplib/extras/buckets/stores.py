@@ -306,8 +306,17 @@ def _version(entry: dict[str, Any]) -> str:
     return ""
 
 
+def cache_directory() -> str:
+    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's.
+
+    Raises:
+      FileError: if there is none, such as without a home directory.
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return files.resolve(os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib"), "the cache directory")
+
+
 def cache(kind: str, url: str) -> str:
-    """Returns a local directory for what is at a URL, below `LOOPLIB_CACHE` or `~/.cache/looplib`."""
-    place = os.environ.get("LOOPLIB_CACHE") or os.path.join(os.path.expanduser("~"), ".cache", "looplib")
+    """Returns a local directory for what is at a URL, below `cache_directory`."""
     key = hashlib.sha256(url.encode()).hexdigest()[:16]
-    return os.path.join(files.resolve(place, "the cache directory"), kind, key, files.safe_name(url.rpartition("/")[2]))
+    return os.path.join(cache_directory(), kind, key, files.safe_name(url.rpartition("/")[2]))

@@ -22,6 +22,7 @@ from absl import logging
 from looplib import files as whole_files
 from looplib import folders
 from looplib.errors import RecordsError, UsageError
+from looplib.extras.buckets import stores
 from looplib.extras.records.files import Files, absolute
 from looplib.files import is_remote
 from looplib.messages import gist, join_names
@@ -157,16 +158,10 @@ def _remove(path: str) -> None:
 
 
 def cache_directory() -> str:
-    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's.
-
-    Without one it is `os.devnull`, where no file can be made.
-    """
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    """Returns `stores.cache_directory`; where there is none, `os.devnull`, in which no file can be made."""
     try:
-        return whole_files.resolve(
-            os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib"), "the cache directory"
-        )
-    except UsageError:  # such as without a home directory
+        return stores.cache_directory()
+    except UsageError:
         return os.devnull
 
 
