@@ -45,6 +45,7 @@ CONTENTS = {
     "profile.trace.json.gz": "The trace of `--profile`, for Perfetto.",
     "csv/": "CSV files of `--trackers=csv`.",
     "wandb/": "What `--trackers=wandb` keeps.",
+    "evaluations/": "The records of evaluation jobs on other machines, of a run in an object store.",
     "predictions/": "What `--mode=predict` writes.",
     "export/": "What `--mode=export` and `looplib.ExportBest` write.",
     "bad_records/": "Damaged records that `--bad_records` left out.",
@@ -149,7 +150,7 @@ class RunDirectory:
         if workers.count > 1:
             workers.agree(0)  # that the chief has begun
             if not workers.is_chief:
-                self.mirror.begin(False)
+                self.mirror.refresh()
         self.starts_from = self._chosen_start()
         self._check_nothing_is_lost()
 

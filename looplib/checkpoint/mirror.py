@@ -7,10 +7,10 @@ class Mirror:
     directory = ""  # the local run directory
 
     def begin(self, trains: bool) -> None:
-        """Fetches what a start needs; for a training, keeps other writers away, and copies what is new from now on."""
+        """Fetches what the chief needs; keeps other trainings away from one, and copies what is new from now on."""
 
     def refresh(self) -> None:
-        """Fetches what is new, for a process that does not train."""
+        """Fetches what is new, for a process that does not write checkpoints."""
 
     def check(self) -> None:
         """Raises `UsageError` if another process has taken the run."""

@@ -1,8 +1,8 @@
 """Runs that live in an object store: a local directory that is copied there in the background, and read from there.
 
 `stores` asks a store through fsspec, `lease` keeps a second writer away, and `mirror` is the copy of a run directory,
-which `copying` and `fetching` keep equal and `note` remembers. `copies` fetches what tools read, and `ranges` pieces of
-objects, for records. The core sees the local directory alone.
+which `copying` and `fetching` keep equal, `note` remembers and `standing` describes. `copies` fetches what tools read, `outputs` copies what evaluation jobs write,
+and `ranges` pieces of objects, for records. The core sees the local directory alone.
 
 Names that other rooms use:
     copies: fetched
@@ -11,6 +11,8 @@ Names that other rooms use:
     lease: none
     mirror: open_mirror
     note: none
+    outputs: none
     ranges: none
+    standing: none
     stores: none
 """

@@ -6,10 +6,10 @@ import os
 import time
 from collections.abc import Iterator
 
-from looplib import files, folders
+from looplib import folders
 from looplib.checkpoint import commits
 from looplib.extras.buckets.lease import Lease
-from looplib.extras.buckets.note import CHECKPOINTS, LOCK, MARKER, OUTGOING, LocalCopy, marker_of, steps_of
+from looplib.extras.buckets.note import CHECKPOINTS, MARKER, OUTGOING, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.stores import Store
 
 EVERY = float(os.environ.get("LOOPLIB_UPLOAD_SECONDS", 30))  # from one copy of what the run reports to the next
@@ -95,18 +95,11 @@ class Copier:
             self._send(name, self._copy.path(name), patience)
 
     def _changed(self, everything: bool) -> Iterator[str]:
-        """Yields the names of files outside of the checkpoints that are to be copied now."""
-        for place, below, names in os.walk(self._copy.directory):
-            if place == self._copy.directory and CHECKPOINTS in below:
-                below.remove(CHECKPOINTS)
-            folder = os.path.relpath(place, self._copy.directory)
-            for file in names:
-                name = file if folder == "." else f"{folder}/{file}"
-                if name == LOCK or files.is_new_name(file) or not self._copy.has_changed(name):
-                    continue
-                wait = os.path.getsize(self._copy.path(name)) / _BYTES_A_SECOND
-                if everything or time.monotonic() - self._sent_at.get(name, 0.0) > wait:
-                    yield name
+        """Yields the names of files outside of the checkpoints that are to be copied now; large ones less often."""
+        for name in self._copy.changed():
+            wait = os.path.getsize(self._copy.path(name)) / _BYTES_A_SECOND
+            if everything or time.monotonic() - self._sent_at.get(name, 0.0) > wait:
+                yield name
 
     def _delete_what_is_gone(self, patience: float) -> None:
         known = self._copy.note.known

@@ -14,6 +14,7 @@ from looplib.checkpoint import commits
 from looplib.errors import StoreError, UsageError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
+from looplib.extras.buckets.outputs import merge, of_jobs
 from looplib.extras.buckets.stores import Store
 from looplib.masks import masked_text
 
@@ -54,14 +55,17 @@ class Fetcher:
         found = steps_of({*listed, *map(marker_of, steps)})
         while found and not self.fetch_checkpoint(found.pop(0), _PAUSES):
             pass
-        for name in (name for name in _REPORTS if has_run or name in listed):
+        jobs = of_jobs(listed)
+        for name in (*(name for name in _REPORTS if has_run or name in listed), *jobs):
             self.fetch(name, _PAUSES if name in listed else ())
+        merge(self._copy, jobs)
         return found
 
     def is_current(self, listed: Mapping[str, str]) -> bool:
         """Returns whether a listing has nothing new but checkpoints since the last `refresh`."""
         known = self._copy.note.versions
         wanted = [name for name in listed if name in _REPORTS or name.startswith(f"{leases.FOLDER}/")]
+        wanted += of_jobs(listed)
         return not self._copy.note.token and all(listed[name] and known.get(name) == listed[name] for name in wanted)
 
     def refresh(self, listed: Mapping[str, str], newest: dict[str, Any], steps: list[int], checkpoints: bool) -> None:
@@ -76,11 +80,14 @@ class Fetcher:
         for step in steps_of({*listed, *map(marker_of, steps)}) if checkpoints else ():
             self.fetch_checkpoint(step)
         versions, before = self._copy.note.versions, dict(self._copy.note.versions)
-        for name in _REPORTS:
+        jobs = of_jobs(listed)
+        for name in (*_REPORTS, *jobs):
             version = listed.get(name)
             if version is not None and not (version and versions.get(name) == version):
                 self.fetch(name)
                 versions[name] = version
+        for name in merge(self._copy, jobs):
+            self._copy.remember(name)
         self._note_writer(newest)
         versions.update({name: version for name, version in listed.items() if name.startswith(f"{leases.FOLDER}/")})
         if versions != before or not self._copy.note.token:

@@ -5,11 +5,11 @@ machine fetches what it needs, see `fetching`.
 """
 
 import contextlib
-import dataclasses
-import json
 import os
 import threading
 import time
+
+from absl import logging
 
 from looplib import files, folders
 from looplib.checkpoint import lock
@@ -21,34 +21,14 @@ from looplib.extras.buckets.copying import EVERY, Copier
 from looplib.extras.buckets.fetching import Fetcher
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LocalCopy, steps_of
-from looplib.extras.buckets.stores import Store, StoredFile
+from looplib.extras.buckets.outputs import Outputs
+from looplib.extras.buckets.standing import Standing
+from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.masks import masked_text
 
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
 _LAST = 600.0  # seconds that the end of a run waits for the store
-_STATUS = "status.json"
-
-
-@dataclasses.dataclass
-class Standing:
-    """How far the copy of a run is.
-
-    Attributes:
-      url: the run directory in the store, without secrets.
-      step: the step of the newest checkpoint there; -1 for none.
-      behind: checkpoints that are not there yet.
-      complete: when the copy was last complete, in seconds since the epoch.
-      requests: requests of this start to the store.
-      error: why the copy is behind; "" while it is not.
-    """
-
-    url: str
-    step: int = -1
-    behind: int = 0
-    complete: float = 0.0
-    requests: int = 0
-    error: str = ""
 
 
 class StoreMirror(Mirror):
@@ -73,6 +53,7 @@ class StoreMirror(Mirror):
         self._fetcher = Fetcher(store, self._copy)
         self._copier: Copier | None = None
         self._lease: Lease | None = None
+        self._outputs: Outputs | None = None
         self._ending = threading.Event()
         self._threads: list[threading.Thread] = []
         self._later: list[int] = []  # steps of checkpoints that are to be fetched
@@ -87,7 +68,8 @@ class StoreMirror(Mirror):
           UsageError: if another process trains there, or the store does not answer.
         """
         if not trains:
-            self.refresh()
+            self._look()
+            self._outputs = Outputs(self._store, self._copy)
             return
         self._lease = Lease(self._store)
         try:
@@ -114,10 +96,24 @@ class StoreMirror(Mirror):
         self._copy.write_note()
 
     def refresh(self) -> None:
-        """Fetches what is new in the store, for a process that does not train; not more often than it makes sense."""
+        """Fetches what is new, for a process that does not train, and copies what it has written; now and then."""
         if time.monotonic() - self._refreshed >= _REFRESH:
-            self.update(self._store.listed())
+            try:
+                self._copy_outputs(PATIENCE)
+                self._look()
+            except StoreError as error:  # it may be there at the next attempt
+                logging.warning("%s", error)
             self._refreshed = time.monotonic()
+
+    def _look(self) -> None:
+        self.update(self._store.listed())
+        self._refreshed = time.monotonic()
+        if self._outputs is not None:
+            self._outputs.note_fetched()
+
+    def _copy_outputs(self, patience: float) -> None:
+        if self._outputs is not None:
+            self._outputs.copy(patience)
 
     def update(self, listed: dict[str, StoredFile], checkpoints: bool = True) -> None:
         """Fetches what is new in the store, unless this machine has what is newer.
@@ -168,6 +164,7 @@ class StoreMirror(Mirror):
           StoreError: if the store did not take all of it in time; the local directory has it.
         """
         if self._copier is None or self._lost:
+            self._copy_outputs(self._patience)
             return
         self._ending.set()
         for thread in self._threads:
@@ -225,9 +222,7 @@ class StoreMirror(Mirror):
         self.standing.behind = len(self._copier.missing())
         self.standing.step = max(steps_of(self._copy.note.known), default=-1)
         self.standing.requests = self._store.requests
-        with contextlib.suppress(OSError):
-            path = os.path.join(self._copy.place, _STATUS)
-            files.write_whole(path, json.dumps(dataclasses.asdict(self.standing)), durable=False)
+        self.standing.write(self._copy.place)
 
 
 def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from looplib import files, folders
 from looplib.errors import StoreError
@@ -104,6 +104,17 @@ class LocalCopy:
         except FileNotFoundError:
             return False
         return self.note.known.get(name) != [found.st_size, found.st_mtime_ns]
+
+    def changed(self) -> Iterator[str]:
+        """Yields the names of files outside of the checkpoints that are not as the store has them."""
+        for place, below, names in os.walk(self.directory):
+            if place == self.directory and CHECKPOINTS in below:
+                below.remove(CHECKPOINTS)
+            folder = os.path.relpath(place, self.directory)
+            for file in names:
+                name = file if folder == "." else f"{folder}/{file}"
+                if name != LOCK and not files.is_new_name(file) and self.has_changed(name):
+                    yield name
 
 
 def marker_of(step: int) -> str:

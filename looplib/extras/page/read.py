@@ -42,7 +42,8 @@ def read_run(directory: str, name: str) -> Run:
     status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     starts = [_start(one) for one in listed]
     final = values.whole(report.get("final_step")) if status == "done" else None
-    if (seen := read_status(directory)).state != "unknown":
+    seen = read_status(directory)
+    if seen.state != "unknown":
         status, step, final = seen.state, seen.step, seen.final
         if seen.detail.startswith(ENDED_EARLY):
             notes.append(f"{ENDED_EARLY[0].upper()}{ENDED_EARLY[1:]}, which is not among the starts below.")
@@ -91,6 +92,7 @@ def read_run(directory: str, name: str) -> Run:
         ops=[_op(one) for one in values.items(profile.get("ops"))[:_MOST_OPS] if isinstance(one, dict)],
         profiled=_profiled(profile),
         samples=read_samples(directory, _records(directory, FILE, notes)),
+        copy=seen.copy,
         notes=notes,
     )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from looplib.extras.buckets.standing import Standing
 from looplib.extras.page.curves import Curve
 from looplib.extras.page.phases import TimeSpan
 from looplib.extras.page.samples import Samples
@@ -95,6 +96,7 @@ class Run:
       speed: the numbers of a `Speed`, and `dtype` its type.
       traceback: where the error of a failed run was raised.
       spans: where the time went, step by step.
+      copy: how far the copy in an object store is; None without one.
       notes: what could not be read, in sentences.
     """
 
@@ -130,6 +132,7 @@ class Run:
     ops: list[Op]
     profiled: str
     samples: Samples
+    copy: Standing | None
     notes: list[str]
 
     def curve(self, metric: str) -> Curve | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib.checkpoint import lock
+from looplib.extras.buckets.standing import Standing, standing_of
 from looplib.extras.page import values
 from looplib.extras.writers.newest import read_newest
 from looplib.extras.writers.numbers import headline
@@ -31,6 +32,7 @@ class RunStatus:
       rate: steps per second, or None.
       age: seconds since it last wrote a record or its report; if there is none, since it started.
       metrics: dict from name, or evaluator/name, to the last value.
+      copy: how far its copy in an object store is; None for a run without one, or one of another machine.
     """
 
     state: str
@@ -41,6 +43,7 @@ class RunStatus:
     rate: float | None
     age: float
     metrics: dict[str, float]
+    copy: Standing | None
 
     @property
     def left(self) -> float | None:
@@ -71,7 +74,7 @@ def read_status(folder: str) -> RunStatus:
     if final is not None:
         detail = "; ".join(filter(None, [detail, f"back at step {final:,}"]))
         records = []  # of what came after it; the report has its metrics
-    return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report))
+    return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report), standing_of(folder))
 
 
 def _state(report: run_json.Report, holder: lock.LockHolder | None, age: float, interval: float) -> tuple[str, str]:

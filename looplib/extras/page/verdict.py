@@ -61,6 +61,10 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
     if killed and len(run.starts) > 1:
         were = "was" if killed == 1 else "were"
         yield Remark("note", f"{killed} of {_count(len(run.starts), 'start')} {were} killed.")
+    if run.copy is not None and run.copy.error:  # else it comes a moment after this page
+        text = f"When this page was written, {run.copy.text}."
+        ended = run.status not in ("starting", "running", "silent")
+        yield Remark("bad", text, "Run the same command on this machine, which copies the rest." if ended else "")
 
 
 def _of_values(run: Run) -> Iterator[Remark]:

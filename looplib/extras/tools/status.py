@@ -160,6 +160,6 @@ def _cells(name: str, run: RunStatus) -> tuple[str, ...]:
         "" if run.rate is None else format_number(run.rate),
         "" if run.left is None else format_seconds(run.left),
         f"{format_seconds(run.age)} ago",
-        "; ".join(filter(None, (run.detail, metrics))),
+        "; ".join(filter(None, (run.detail, run.copy.text if run.copy and run.copy.is_behind else "", metrics))),
     )
     return tuple(printable(cell) for cell in cells)

@@ -7,6 +7,11 @@ import pytest
 from clouds import said, wait_for
 from conftest import repetitions
 
+from looplib.extras.buckets.standing import standing_of
+from looplib.extras.page.read import read_run
+from looplib.extras.page.verdict import findings
+from looplib.extras.tools.status import status
+
 DOWN = 60.0
 
 
@@ -19,16 +24,28 @@ def as_it_should_be(cloud, steps, name="run", kept=3):
     assert json.loads(cloud.read(lease, name))["released"]
 
 
-def test_a_store_that_is_down_stops_no_step_and_has_everything_in_the_end(cloud):
+def test_a_store_that_is_down_stops_no_step_and_has_everything_in_the_end(cloud, capsys):
     seconds = repetitions(3.0, DOWN)
     life = cloud.copied(f"--steps={int(40 + 8 * seconds)}", "--pause=0.05")
     wait_for(lambda: cloud.steps())
     cloud.proxy.stop()
     stopped = time.monotonic()
     time.sleep(seconds)
+    local, url = str(cloud.local()), cloud.url()
+    wait_for(lambda: standing_of(local).error)
+    there, waiting = max(cloud.steps()), standing_of(local).behind
+    assert waiting > 0
+    status([local])
+    row = capsys.readouterr().out
+    assert f"not in {url} yet, which has step {there}" in row and "cannot be reached" in row
+    (remark,) = (one.text for one in findings(read_run(local, "run")) if url in one.text)
+    assert f"has step {there}" in remark
     started = time.monotonic()
     cloud.proxy.start()
     assert life.code(300) == 0, life.output()
+    assert (standing_of(local).behind, standing_of(local).error) == (0, "")
+    status([local])
+    assert url not in capsys.readouterr().out
     times = [one["time"] for one in said(life) if "step" in one]
     during = [one for one in times if stopped < one < started]
     assert len(during) > 4 * seconds

@@ -1,0 +1,68 @@
+"""Evaluations, predictions and exports on machines that do not train: what they write reaches the store."""
+
+import json
+
+import pytest
+from clouds import wait_for
+
+from looplib.report.records import read_jsonl
+
+SMALL = ("--config.data=pipeline", "--eval_interval=10")
+
+
+def evaluated(folder):
+    return {record["step"] for record in read_jsonl(str(folder / "metrics.jsonl")) if record["split"] == "eval"}
+
+
+def test_an_evaluation_job_on_another_machine_adds_its_records_and_events_to_the_run(cloud):
+    training = cloud.run("--mode=train", "--train_steps=20", "--checkpoint_interval=10", *SMALL, machine="one")
+    job = cloud.run("--mode=continuous_eval", "--train_steps=20", *SMALL, machine="two")
+    for life in (training, job):
+        assert life.code() == 0, life.output()
+    assert 20 in (steps := evaluated(cloud.folder / "two" / "runs" / cloud.local("two").parent.name / "run"))
+    names = cloud.names()
+    assert json.loads(cloud.read("run_eval.json"))["status"] == "done"
+    assert any(name.startswith("eval/events.out.tfevents") for name in names)
+    (records,) = (name for name in names if name.startswith("evaluations/"))
+    assert {json.loads(line)["step"] for line in cloud.read(records).splitlines()} == steps
+    assert not evaluated(cloud.download("found"))  # the training's own file is as the training wrote it
+    life = cloud.tool("report", cloud.url(), f"--output={cloud.folder / 'page.html'}", machine="three")
+    assert life.code() == 0, life.output()
+    assert evaluated(cloud.local("three")) == steps
+    cloud.lose("one")
+    life = cloud.run("--mode=train", "--train_steps=30", "--checkpoint_interval=10", *SMALL, machine="one")
+    assert life.code() == 0, life.output()
+    assert evaluated(cloud.download("again")) == steps
+    lines = read_jsonl(str(cloud.folder / "again" / "metrics.jsonl"))
+    assert len({(line["step"], line["split"]) for line in lines}) == len(lines)
+
+
+@pytest.mark.slow
+def test_predictions_and_exports_are_copied_to_the_store(cloud):
+    for mode in ("train", "predict", "export"):
+        life = cloud.run(f"--mode={mode}", "--train_steps=4", *SMALL, machine=mode)
+        assert life.code() == 0, life.output()
+        assert not [name for name in cloud.names() if name.startswith("evaluations/")]
+    here = {
+        f"{folder}/{path.relative_to(local)}": path.stat().st_size
+        for folder, machine in (("predictions", "predict"), ("export", "export"))
+        for local in [cloud.local(machine) / folder]
+        for path in local.rglob("*")
+        if path.is_file()
+    }
+    assert len(here) > 4
+    assert here.items() <= cloud.names().items()
+
+
+@pytest.mark.slow
+def test_the_end_of_an_evaluation_waits_for_a_store_that_is_down(cloud):
+    life = cloud.run("--mode=train", "--train_steps=4", *SMALL)
+    assert life.code() == 0, life.output()
+    life = cloud.run("--mode=eval", "--config.slow_evaluation=0.2", *SMALL, machine="two")
+    wait_for(lambda: "restored step 4" in life.output(), 60)
+    cloud.proxy.stop()
+    wait_for(lambda: "eval " in life.output(), 60)
+    assert not life.ended(1.0) and not [name for name in cloud.names() if name.startswith("evaluations/")]
+    cloud.proxy.start()
+    assert life.code() == 0, life.output()
+    assert [name for name in cloud.names() if name.startswith("evaluations/")]
