@@ -1,8 +1,9 @@
 """Runs that live in an object store: a local directory that is copied there in the background, and read from there.
 
 `stores` asks a store through fsspec, `lease` keeps a second writer away, and `mirror` is the copy of a run directory,
-which `copying` and `fetching` keep equal, `note` remembers and `standing` describes. `copies` fetches what tools read, `outputs` copies what evaluation jobs write,
-and `ranges` pieces of objects, for records. The core sees the local directory alone.
+which `copying` and `fetching` keep equal, `note` remembers and `standing` describes. `copies` fetches what tools read,
+`outputs` copies what evaluation jobs write, and `ranges` reads pieces of objects, for records. The core sees the local
+directory alone.
 
 Names that other rooms use:
     copies: fetched
