@@ -130,16 +130,16 @@ def differing_variables(
 ) -> list[tf.Variable]:
     """Lists the variables of a trainer's state whose replicas may differ: all except weights and optimizers' variables.
 
-    There are none on one replica. `objects` is the state, by attribute name.
+    There are none on one replica. Raises `StateError` for a variable that TensorFlow cannot read on several.
     """
     if strategy.num_replicas_in_sync == 1:
         return []
+    alone = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.NONE)
+    for name, variable in variables_of(objects):
+        if (variable.synchronization, variable.aggregation) == alone:
+            raise StateError(f"{name} has no aggregation, so it cannot be saved; use SUM, MEAN or ONLY_FIRST_REPLICA")
     several = Workers(strategy).count > 1
-    return [
-        variable
-        for variable in no_weights(task, objects)
-        if several or len(strategy.experimental_local_results(variable)) > 1
-    ]
+    return [one for one in no_weights(task, objects) if several or len(strategy.experimental_local_results(one)) > 1]
 
 
 def no_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:

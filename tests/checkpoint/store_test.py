@@ -28,6 +28,7 @@ from looplib.errors import (
     NoCheckpointError,
     RunDirectoryError,
     SettingError,
+    StateError,
     WarmStartError,
 )
 from looplib.extras.weights.loading import warm_start
@@ -647,6 +648,22 @@ def test_a_resumed_run_continues_with_the_values_of_each_replica(tmp_path):
             assert controller.global_step == start and len(initialized) == 1
             assert [int(part) for part in strategy.experimental_local_results(trainer.own)] == [start, 10 * start]
             controller.train(2)
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.int32])
+def test_a_variable_that_cannot_be_read_on_several_replicas_is_refused_in_a_sentence(dtype):
+    strategy = make_strategy("mirrored_x2")
+
+    class Own(toy.Regression):
+        def __init__(self):
+            super().__init__()
+            self.own = tf.Variable(tf.zeros([], dtype), trainable=False, aggregation=tf.VariableAggregation.NONE,
+                                   synchronization=tf.VariableSynchronization.ON_READ)  # fmt: skip
+
+    with strategy.scope():
+        trainer = Own()
+    with pytest.raises(StateError, match="own"):
+        toy.controller(strategy, trainer)
 
 
 def test_a_resume_on_data_of_another_size_says_so(tmp_path, caplog):
