@@ -135,9 +135,9 @@ def differing_variables(
     if strategy.num_replicas_in_sync == 1:
         return []
     alone = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.NONE)
-    for name, variable in variables_of(objects):
+    for name, (_, variable) in ((name, one) for name in objects for one in variables_of({name: objects[name]})):
         if (variable.synchronization, variable.aggregation) == alone:
-            raise StateError(f"{name} has no aggregation, so it cannot be saved; use SUM, MEAN or ONLY_FIRST_REPLICA")
+            raise StateError(f"a variable in {name!r} has no aggregation, so it cannot be saved; use SUM, say")
     several = Workers(strategy).count > 1
     return [one for one in no_weights(task, objects) if several or len(strategy.experimental_local_results(one)) > 1]
 
