@@ -135,7 +135,7 @@ def differing_variables(
     if strategy.num_replicas_in_sync == 1:
         return []
     alone = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.NONE)
-    for name, (_, variable) in ((name, one) for name in objects for one in variables_of({name: objects[name]})):
+    for name, (_, variable) in ((key, one) for key in objects for one in variables_of({key: objects[key]})):
         if (variable.synchronization, variable.aggregation) == alone:
             raise StateError(f"a variable in {name!r} has no aggregation, so it cannot be saved; use SUM, say")
     several = Workers(strategy).count > 1
