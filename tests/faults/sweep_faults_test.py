@@ -160,7 +160,7 @@ DATABASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", DATABASES)
 def test_a_damaged_database_is_a_sentence_and_without_it_the_trials_continue(
     case: str, folder: pathlib.Path, victim: pathlib.Path, program: str, capsys: pytest.CaptureFixture
