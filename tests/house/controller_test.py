@@ -255,7 +255,9 @@ def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(done, caplog,
         assert job.evaluate_continuously(until_step=14) == result
         with caplog.at_level("INFO", logger="absl"):
             job.evaluate_continuously(timeout=0.1)
-        assert f"waiting for a checkpoint newer than ckpt-14 in {folder}/checkpoints, for up to 0.1 s" in caplog.messages
+        assert (
+            f"waiting for a checkpoint newer than ckpt-14 in {folder}/checkpoints, for up to 0.1 s" in caplog.messages
+        )
 
 
 def test_continuous_evaluation_says_once_that_it_waits_and_times_out_with_a_sentence(tmp_path, caplog):
