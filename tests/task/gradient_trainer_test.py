@@ -102,7 +102,7 @@ def possible(params):
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
+@pytest.mark.parametrize("loop", ["eager", "xla", "graph"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
 def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras, count, loop):
     if not possible({"loop": loop, "strategy": "mirrored" if strategy.num_replicas_in_sync > 1 else ""}):
