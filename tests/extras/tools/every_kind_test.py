@@ -97,7 +97,9 @@ def test_it_resumes_exactly(python, capfd, tmp_path):
     command = [python, "-m", "every_kind", "--train_steps=12", "--loop=eager"]
     assert main(["check", "resume", "--kills=1", f"--dir={tmp_path}", "--", *command]) == EXIT_DONE
     out = capfd.readouterr().out
-    assert re.search(r"^EQUAL, uninterrupted and after 1 kill: \d+ records of metrics.jsonl .*, \d+ tensors ", out, re.M)
+    assert re.search(
+        r"^EQUAL, uninterrupted and after 1 kill: \d+ records of metrics.jsonl .*, \d+ tensors ", out, re.M
+    )
     assert re.search(r"resumed from the steps [1-9]\d*$", out, re.M), out
 
 
