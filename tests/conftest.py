@@ -23,10 +23,10 @@ _REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
     "controller", "model_garden", "exports", "gradient_trainer", "faults", "foreign", "peers", "engines",
-    "preemption", "tf", "workers", "docs", "sweep", "replay", "kill", "guards", "predictions", "inputs", "metrics",
-    "lifecycle", "report_page", "checks", "local_launch", "writers", "records", "parameter_server", "hostile",
-    "fine_tune", "names", "keras_trainer", "preflight", "launch", "sweep_faults", "sources", "binary", "tpu",
-    "plateau", "records_faults", "disk", "store", "lock", "resident", "files", "loops", "environment",
+    "preemption", "workers", "docs", "checks", "replay", "kill", "guards", "predictions", "inputs", "metrics",
+    "lifecycle", "report_page", "local_launch", "writers", "records", "parameter_server", "hostile",
+    "fine_tune", "names", "keras_trainer", "preflight", "launch", "sweep_faults", "store", "sources", "constants", "binary",
+    "tpu", "plateau", "records_faults", "disk", "sweep", "lock", "resident", "files", "loops", "environment",
 )  # fmt: skip
 # Other tests run without Model Garden too. Whole files that need it say so by `pytest.importorskip`.
 needs_models = pytest.mark.skipif(
