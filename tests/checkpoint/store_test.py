@@ -650,11 +650,11 @@ def test_a_resumed_run_continues_with_the_values_of_each_replica(tmp_path):
             controller.train(2)
 
 
-def test_a_resume_on_data_of_another_size_says_so(tmp_path, caplog):
+def test_a_resume_on_data_of_another_size_or_in_another_order_says_so(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="absl")
     said = "the training data is not the one of step 3: it has 35 examples, and had 37; the steps that follow"
-    for examples, told in ((37, False), (37, False), (35, True)):
+    for examples, seed, told in ((37, 0, False), (37, 0, False), (35, 5, True)):
         trainer = toy.Regression(num_examples=examples)
-        with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
+        with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, seed=seed) as controller:
             controller.train(3)
-        assert (said in caplog.text) == told
+        assert (said in caplog.text) == ("seed was 0 in the checkpoint and is 5 in this run" in caplog.text) == told

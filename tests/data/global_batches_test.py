@@ -216,7 +216,6 @@ def test_values_are_collected_of_the_examples_of_uneven_batches_only():
     assert [part.tolist() for part in found] == [part.numpy().tolist() for part in expected]
 
 
-@pytest.mark.slow
 def test_batch_normalization_stays_finite_on_a_replica_without_examples():
     class Normalized(Global):
         def __init__(self):

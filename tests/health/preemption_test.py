@@ -149,7 +149,6 @@ def test_handlers_are_put_back_and_a_later_training_goes_on():
     assert controller.global_step == step + 3
 
 
-@pytest.mark.slow
 def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     class Slow(toy.RegressionEvaluator):
         def step_fn(self, inputs):
@@ -177,7 +176,6 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_during_a_save_the_save_is_finished_first(tmp_path, monkeypatch):
     write, writing = commits.commit, threading.Event()
 

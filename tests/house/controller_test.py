@@ -484,13 +484,6 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(path):
         toy.controller(DEFAULT, trainer, model_dir=path)
 
 
-@pytest.mark.slow
-def test_a_change_of_the_data_order_after_a_restart_is_logged(tmp_path, caplog):
-    run(tmp_path, 8, None)
-    run(tmp_path, 12, None, seed=5)
-    assert "seed was 0 in the checkpoint and is 5 in this run" in caplog.text
-
-
 def test_evaluators_with_different_models_of_one_name_are_refused():
     first, second = build()[1], build()[1]
     with pytest.raises(StateError):
