@@ -4,7 +4,8 @@ PYTHON ?= python3
 TF ?= 2.20
 VENV := $(if $(filter 2.20,$(TF)),.venv,.venv-tf$(TF))
 EXTRAS := dev,$(if $(filter 2.20,$(TF)),models,trainers)
-RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
+# Bytecode is kept, even if the shell says otherwise: without it each process compiles looplib, and rewrites all assertions.
+RUN := PYTHONDONTWRITEBYTECODE= TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
 .PHONY: env demo test test-all test-tf221 smoke smoke-tf221 bench bench-growth lint docs bazel
 

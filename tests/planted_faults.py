@@ -102,7 +102,7 @@ FAULTS = [
           "seed = context.order_seed(plan, name)\n            may_be_by_pieces", "seed = 7\n            may_be_by_pieces",
           "records"),
     Fault("a sweep starts a killed run again", "extras/sweep/jobs.py", "return self._idle < _IDLE_STARTS", "return False",
-          "sweep faults/sweep_faults"),
+          "faults/sweep_faults"),
     Fault("an export computes in inference mode", "task/exported.py", "model(inputs, training=False)",
           "model(inputs, training=True)", "exports"),
     Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "faults/environment"),

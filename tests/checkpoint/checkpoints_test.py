@@ -93,7 +93,6 @@ def test_the_seeds_of_keras_3_dropout_are_state():
     assert [tuple(seed.shape) for seed in state_of(trainer)["model_untracked"]] == [(2,)]
 
 
-@pytest.mark.slow
 def test_an_evaluation_job_has_the_layers_that_a_keras_3_model_keeps_in_lists_and_dicts(tmp_path):
     """TensorFlow does not find them in the model, and the optimizer that leads to them is no part of the job."""
 

@@ -118,7 +118,6 @@ def test_a_damaged_checkpoint_that_is_meant_is_refused(run):
     assert job(run, which="latest") == (LAST, LAST)
 
 
-@pytest.mark.slow
 def test_a_longer_training_continues_from_the_newest_and_is_then_what_jobs_take(run):
     def controller(**start):
         trainer = counting.Counting()

@@ -98,7 +98,7 @@ def trained(request, tmp_path_factory):
     return keras, path, weights(trainer.model)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", ["sequential", "functional", "subclass"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_evaluation_and_an_export_compute_with_the_restored_statistics(name, kind, tmp_path):
@@ -112,7 +112,7 @@ def test_an_evaluation_and_an_export_compute_with_the_restored_statistics(name, 
     np.testing.assert_allclose(loaded.serve(tf.constant(X)), by_hand(trainer.model), rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 def test_a_resumed_run_continues_with_the_statistics_of_its_checkpoint(trained):
     keras, path, (kernel, bias) = trained
     trainer = Line(keras, make_model(keras, data=OTHER))
@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_with_the_statistics_of_its_checkpoint(trained):
     assert [part.tolist() for part in weights(trainer.model)] == [kernel.tolist(), bias.tolist()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 def test_a_warm_start_trains_with_the_statistics_that_it_takes(trained, tmp_path):
     keras, path, pretrained = trained
     trainer = Line(keras, make_model(keras))
@@ -156,7 +156,7 @@ def test_what_initialize_adapts_is_what_the_step_and_the_data_compute_with(name)
     assert run.train(1)["loss"] == pytest.approx(before, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 def test_a_function_that_keeps_earlier_constants_is_refused(trained):
     keras, path, _ = trained
     evaluator = Error(make_model(keras))

@@ -246,7 +246,7 @@ def run_sbatch(folder, codes):
     return result.returncode, asked, starts
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "codes,code,asked,lives",
     [("0", 0, "", 1), ("1,0", 0, "", 2), ("1,1,1,1", 1, "", 4), ("75", 75, "requeue 4711\n", 1)],

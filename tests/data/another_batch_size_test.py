@@ -131,7 +131,7 @@ def test_plans_continue_with_the_example_that_follows(name):
     np.testing.assert_array_equal(np.concatenate([batch[-1] for batch in late.as_numpy_iterator()]), seeds[48:168])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("block", [1, 7, None])
 def test_records_continue_with_the_example_that_follows_however_they_are_read(block):
     records = [b"%d" % i for i in range(300)]

@@ -59,7 +59,7 @@ def trained(strategy, size, steps, seed=0, **settings):
         return trainer, [event.metrics for event in reports], controller.evaluate()["eval"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2", *more(["mirrored_x4", "one_device"])])
 @pytest.mark.parametrize("size", [12, *more([8, 16])])  # 37 examples: the last batch has 1 (or 5, or 5)
 def test_each_global_batch_is_trained_on_exactly(strategy, size):
@@ -186,7 +186,6 @@ def refused(trainer, strategy="default", size=8):
     return str(error.value)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_in_a_sentence():
     trainer = Global()
     trainer.batches = "local"
@@ -217,7 +216,6 @@ def test_values_are_collected_of_the_examples_of_uneven_batches_only():
     assert [part.tolist() for part in found] == [part.numpy().tolist() for part in expected]
 
 
-@pytest.mark.slow
 def test_batch_normalization_stays_finite_on_a_replica_without_examples():
     class Normalized(Global):
         def __init__(self):

@@ -99,7 +99,6 @@ def ids_of_calls(calls, steps=30, **changes):
     return [np.concatenate([*c.indices(n, **named).take(steps).as_numpy_iterator()]) for n, named in calls]
 
 
-@pytest.mark.slow
 def test_each_call_has_an_order_of_its_own_or_names_the_one_that_it_shares():
     n = 24
     alone, *_ = ids_of_calls([(n, {})])
@@ -172,7 +171,6 @@ def test_an_epoch_that_is_no_number_of_steps_is_refused():
             context().steps_per_epoch = steps
 
 
-@pytest.mark.slow
 def test_fewer_examples_than_a_batch_are_refused_where_none_is_to_repeat():
     few = "asked for 7 examples, and a global batch has 8.*use a global batch size of up to 7.*or pass repeat=True"
     for ask in (

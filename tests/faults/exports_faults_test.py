@@ -126,7 +126,6 @@ def best(folder, steps, directory=None):
         controller.train_and_evaluate(steps, 2)
 
 
-@pytest.mark.slow
 def test_what_is_no_export_is_not_removed_although_the_saved_state_names_it(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     best(run, 2, out)

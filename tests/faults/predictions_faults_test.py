@@ -1,6 +1,7 @@
 """Predictions under faults: damaged pieces and indexes, kills, two jobs at once, full disks; a restart is exact."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -223,6 +224,15 @@ def test_something_else_in_the_place_of_the_lock_is_refused_in_a_sentence(make, 
     assert contents(folder) == contents(whole["jsonl"])
 
 
+def test_predictions_that_another_process_writes_are_refused_by_name_and_left_alone(copy, whole):
+    folder = copy()
+    with open(folder / "_lock", "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(looplib.UsageError, match=f"the directory of predictions {folder} is in use by process"):
+            again(folder.parent)
+    assert contents(folder) == contents(whole["jsonl"])
+
+
 @pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["predictions", "predictions/eval"])
 def test_a_folder_of_predictions_that_is_a_link_is_refused(name, tmp_path, victim, nursery, trained):
@@ -402,7 +412,6 @@ def test_a_prediction_beside_a_training_and_an_evaluation_beside_a_prediction_di
     assert len(contents(run / "predictions" / "eval")) == 32
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_two_workers_mend_a_piece_and_a_refusal_of_the_chief_ends_both(nursery, trained, undisturbed, tmp_path):
     place = [f"--predictions={tmp_path}"]

@@ -748,7 +748,7 @@ NOTES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("what", NOTES)
 def test_the_count_of_damaged_records_over_restarts_is_that_of_an_undisturbed_run(what, undisturbed, tmp_path):
     path, run = damaged(tmp_path / "a.tfrecord"), tmp_path / "run"

@@ -160,7 +160,7 @@ DATABASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", DATABASES)
 def test_a_damaged_database_is_a_sentence_and_without_it_the_trials_continue(
     case: str, folder: pathlib.Path, victim: pathlib.Path, program: str, capsys: pytest.CaptureFixture
@@ -451,10 +451,11 @@ def test_a_directory_that_is_moved_in_the_middle_ends_the_sweep_and_its_runs_and
 def test_children_of_a_run_that_was_killed_hold_up_no_restart(
     tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture
 ) -> None:
-    """The run is killed, and leaves a process that has its output; it is started again in the same sweep."""
+    """The run is killed, and leaves a process that has its output; it is started again in the same sweep, and ends."""
     started = time.monotonic()
     assert main(of_a_sweep(tmp_path / "sweep", program, "--rate=1", "--kind=child,plain")) == EXIT_DONE
     assert time.monotonic() - started < 25  # not the grace of 30 s
+    assert [row["state"] for row in sweep_test.table(tmp_path / "sweep")] == ["done"] * 2
     (child,) = (tmp_path / "sweep").glob("trial-*/child")
     status = pathlib.Path("/proc", child.read_text(), "status")
     assert not status.exists() or "State:\tZ" in status.read_text()

@@ -244,7 +244,7 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, place, ker
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "where, keras",
     [
@@ -298,7 +298,7 @@ def losses_of_a_whole_run(name, policy):
 CHANGES = [("halt", "skip"), ("skip", "rollback"), ("off", "skip")]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "before, after, name",
     [
@@ -466,7 +466,6 @@ def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_d
     assert "the policy rollback to continue automatically (--on_spike)" in str(caught.value)
 
 
-@pytest.mark.slow
 def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
     guards = looplib.Guards(spike_score=8, spike_window=10, on_spike="rollback")
     trainer = type("Late", (Jumping,), {"bad_steps": (33,)})()

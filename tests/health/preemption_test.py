@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint import commits
-from looplib.health import preemption
+from looplib.health import preemption, watchdog
 from looplib.health.preemption import Preempted, notice
 from looplib.loop import device_loop
 
@@ -148,7 +149,6 @@ def test_handlers_are_put_back_and_a_later_training_goes_on():
     assert controller.global_step == step + 3
 
 
-@pytest.mark.slow
 def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     class Slow(toy.RegressionEvaluator):
         def step_fn(self, inputs):
@@ -176,7 +176,6 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_during_a_save_the_save_is_finished_first(tmp_path, monkeypatch):
     write, writing = commits.commit, threading.Event()
 
@@ -409,6 +408,29 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
 REPEATED = [signal.SIGXCPU, signal.SIGUSR2, signal.SIGHUP, signal.SIGUSR1]
 
 
+class Signalled(Quiet):
+    """Sends a signal to this process, three times in one step, where one is to be sent."""
+
+    signum = None
+
+    def _sleep(self, labels):
+        for _ in range(3 if self.signum else 0):
+            os.kill(os.getpid(), self.signum)
+            time.sleep(0.05)
+        self.signum = None
+        return super()._sleep(labels)
+
+
+def test_each_hangup_or_notice_ends_a_training_and_changes_nothing_when_it_comes_again():
+    trainer = Signalled(0.01)
+    controller = toy.controller(DEFAULT, trainer, steps_per_loop=10_000)
+    for count, signum in enumerate(REPEATED, 1):
+        trainer.signum = signum
+        with pytest.raises(Preempted, match=f"ended by {signum.name} at step"):
+            controller.train(10_000)
+        assert controller.global_step < 50 * count
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", REPEATED)
 def test_a_hangup_or_notice_that_comes_again_changes_nothing(signum, python, tmp_path):
@@ -458,6 +480,18 @@ def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
             faulthandler.unregister(signal.SIGUSR1)
             signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     assert taken == ["usr2"] * 3 and path.read_text().count("(most recent call first)") >= 3
+
+
+def test_more_than_two_intervals_between_two_looks_are_a_suspension(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(watchdog, "time", types.SimpleNamespace(monotonic=lambda: now))
+    running, ran = watchdog.RunningTime(0.2), []
+    for pause in (0.2, 0.3, 3.5, 0.2):
+        now += pause
+        ran.append(running.since_last())
+    assert ran == pytest.approx([0.2, 0.3, 0.4, 0.2]) and running.suspended == pytest.approx(3.1)
+    now += 1.0  # before the next look
+    assert running.suspended == pytest.approx(3.7)
 
 
 @pytest.mark.slow

@@ -48,6 +48,14 @@ def curve(model_dir):
     return sorted(records, key=lambda record: (record["step"], record["split"]))
 
 
+def order(steps):
+    """The ids of each global batch."""
+    context = looplib.InputContext(
+        global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=True, start_step=0
+    )
+    return list(context.indices(toy.NUM_EXAMPLES).take(steps).as_numpy_iterator())
+
+
 class Quiet(toy.Regression):
     """The regression without its ids, so that several steps make a loop."""
 
@@ -79,33 +87,6 @@ def run(model_dir, steps, eval_interval=7, strategy=DEFAULT, trainer_class=Quiet
     return trainer, controller, result
 
 
-@pytest.mark.slow
-def test_saves_evaluations_and_summaries_come_at_exact_multiples(tmp_path):
-    _, controller, result = run(tmp_path, 45)
-    assert controller.global_step == 45
-    # Every 10 steps, before each evaluation, and at the end.
-    assert saved_steps(tmp_path) == sorted({10, 20, 30, 40, 7, 14, 21, 28, 35, 42, 45})
-    steps = {split: [r["step"] for r in curve(tmp_path) if r["split"] == split] for split in ("train", "eval")}
-    assert steps["train"] == [*range(4, 45, 4), 45]
-    assert steps["eval"] == [*range(7, 45, 7), 45]
-    assert (
-        result["eval"]["accuracy"] == curve(tmp_path)[-2 if curve(tmp_path)[-1]["split"] == "train" else -1]["accuracy"]
-    )
-
-
-@pytest.mark.slow
-def test_training_metrics_cover_the_whole_window_between_summaries(tmp_path):
-    """A save or an evaluation inside a window of steps takes nothing from its mean."""
-    trainer, _ = toy.build(DEFAULT)
-    with toy.controller(DEFAULT, trainer) as controller:
-        controller.train(24)
-    losses, _ = toy.numpy_losses_and_weights(trainer.order, "sgd")
-    run(tmp_path, 24)
-    found = {r["step"]: r["loss"] for r in curve(tmp_path) if r["split"] == "train"}
-    for step in range(4, 25, 4):
-        assert found[step] == pytest.approx(losses[step - 4 : step].mean(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "name, stops",
     [
@@ -115,11 +96,19 @@ def test_training_metrics_cover_the_whole_window_between_summaries(tmp_path):
     ],
 )
 def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name, stops, tmp_path):
+    """Saves, evaluations and reports come at exact multiples; a report has the mean of all steps since the last one."""
     strategy = make_strategy(name)
     whole, _, _ = run(tmp_path / "whole", stops[-1], strategy=strategy)
     for stop in stops:
         parts, _, _ = run(tmp_path / "parts", stop, strategy=strategy)
-    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    found, end = curve(tmp_path / "whole"), stops[-1]
+    assert curve(tmp_path / "parts") == found
+    evaluated, reported = ({*range(interval, end, interval), end} for interval in (7, 4))
+    assert [record["step"] for record in found if record["split"] == "eval"] == sorted(evaluated)
+    assert saved_steps(tmp_path / "whole") == sorted({*range(10, end, 10), *evaluated})  # each evaluation saves first
+    losses, _ = toy.numpy_losses_and_weights(order(end), "sgd")
+    means = {step: losses[(step - 1) // 4 * 4 : step].mean() for step in sorted(reported)}
+    assert {record["step"]: record["loss"] for record in found if record["split"] == "train"} == pytest.approx(means)
     for a, b in zip(whole.weights(), parts.weights()):
         np.testing.assert_array_equal(a, b)
 
@@ -230,38 +219,6 @@ def test_loop_end_adds_and_changes_metrics(tmp_path):
     assert record["perplexity"] == pytest.approx(np.exp(record["loss"]))
 
 
-@pytest.mark.slow
-def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(tmp_path):
-    trainer, training, result = run(tmp_path, 14)
-    _, evaluator = build()
-    with looplib.Controller(
-        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=tmp_path, writers=[]
-    ) as job:
-        assert job.global_step == 14 and job.restored_from.endswith("ckpt-14")
-        assert job.evaluate() == result
-        assert job.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-7").endswith("ckpt-7")
-        assert job.evaluate()["eval"]["accuracy"] == curve(tmp_path)[1]["accuracy"]  # after (4, train)
-        assert job.evaluate_continuously(until_step=14) == result
-
-
-@pytest.mark.slow
-def test_continuous_evaluation_says_once_that_it_waits_and_times_out_with_a_sentence(tmp_path, caplog, monkeypatch):
-    _, evaluator = build()
-    job = looplib.Controller(
-        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=tmp_path, writers=[]
-    )
-    with caplog.at_level("INFO", logger="absl"):
-        for _ in range(2):
-            with pytest.raises(NoCheckpointError, match="0.1"):
-                job.evaluate_continuously(timeout=0.1)
-        waiting = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
-        assert waiting == [f"waiting for a checkpoint in {tmp_path}/checkpoints, for up to 0.1 s"]
-        run(tmp_path, 4)
-        monkeypatch.setattr(run_directory, "_WAIT_NOTES", 0.0)
-        job.evaluate_continuously(timeout=0.1)
-    assert f"waiting for a checkpoint newer than ckpt-4 in {tmp_path}/checkpoints, for up to 0.1 s" in caplog.messages
-
-
 def test_restoring_by_hand_goes_back_in_the_data_too():
     trainer, _ = toy.build(DEFAULT)
     folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"looplib-restore-{os.getpid()}")
@@ -277,8 +234,55 @@ def test_restoring_by_hand_goes_back_in_the_data_too():
     tf.io.gfile.rmtree(folder)
 
 
-def test_the_clock_adds_up_to_the_wall(tmp_path):
-    _, controller, _ = run(tmp_path, 14)
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run of 14 steps: (its directory, its controller, which is closed, and its result)."""
+    folder = tmp_path_factory.mktemp("done")
+    return folder, *run(folder, 14)[1:]
+
+
+def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(done, caplog, monkeypatch):
+    folder, _, result = done
+    _, evaluator = build()
+    monkeypatch.setattr(run_directory, "_WAIT_NOTES", 0.0)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=folder, writers=[]
+    ) as job:
+        assert job.global_step == 14 and job.restored_from.endswith("ckpt-14")
+        assert job.evaluate() == result
+        assert job.restore_checkpoint(folder / "checkpoints" / "ckpt-7").endswith("ckpt-7")
+        assert job.evaluate()["eval"]["accuracy"] == curve(folder)[1]["accuracy"]  # after (4, train)
+        assert job.evaluate_continuously(until_step=14) == result
+        with caplog.at_level("INFO", logger="absl"):
+            job.evaluate_continuously(timeout=0.1)
+        assert (
+            f"waiting for a checkpoint newer than ckpt-14 in {folder}/checkpoints, for up to 0.1 s" in caplog.messages
+        )
+
+
+def test_continuous_evaluation_says_once_that_it_waits_and_times_out_with_a_sentence(tmp_path, caplog):
+    _, evaluator = build()
+    job = looplib.Controller(
+        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=tmp_path, writers=[]
+    )
+    with caplog.at_level("INFO", logger="absl"):
+        for _ in range(2):
+            with pytest.raises(NoCheckpointError, match="0.1"):
+                job.evaluate_continuously(timeout=0.1)
+    waiting = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
+    assert waiting == [f"waiting for a checkpoint in {tmp_path}/checkpoints, for up to 0.1 s"]
+
+
+def test_a_closed_controller_evaluates_and_trains_no_more(done):
+    _, controller, result = done
+    assert controller.evaluate()["eval"] == result["eval"]
+    with pytest.raises(ClosedError):
+        controller.train(20)
+    assert controller.global_step == 14
+
+
+def test_the_clock_adds_up_to_the_wall(done):
+    _, controller, _ = done
     seconds = controller.clock.seconds()
     assert {"compile", "train", "evaluate", "save", "report", "other"} <= set(seconds)
     assert sum(seconds.values()) - seconds["wall"] == pytest.approx(seconds["wall"], abs=0.01)
@@ -303,7 +307,10 @@ def test_a_step_that_raises_does_so_before_the_first_step_and_harms_nothing(tmp_
     assert run(tmp_path, 28)[1].global_step == 28
 
 
-def test_an_evaluator_that_raises_does_so_before_training():
+def test_a_step_of_a_trainer_or_an_evaluator_that_raises_does_so_before_training():
+    trainer = type("Broken", (Quiet,), {"step_fn": broken_step})()
+    with pytest.raises(Exception, match="no such feature"):
+        toy.controller(DEFAULT, trainer)
     trainer, _ = build()
     broken = type("Broken", (toy.RegressionEvaluator,), {"step_fn": broken_step})(trainer.model)
     with pytest.raises(Exception, match="no such feature"):
@@ -376,7 +383,6 @@ def test_an_optimizer_outside_the_scope_of_a_strategy_of_one_replica_is_refused(
         toy.controller(make(), trainer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_a_model_without_variables_trains_where_tensorflow_can_and_else_is_a_sentence(keras, tmp_path):
     class Unbuilt(Quiet):
@@ -478,13 +484,6 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(path):
         toy.controller(DEFAULT, trainer, model_dir=path)
 
 
-@pytest.mark.slow
-def test_a_change_of_the_data_order_after_a_restart_is_logged(tmp_path, caplog):
-    run(tmp_path, 8, None)
-    run(tmp_path, 12, None, seed=5)
-    assert "seed was 0 in the checkpoint and is 5 in this run" in caplog.text
-
-
 def test_evaluators_with_different_models_of_one_name_are_refused():
     first, second = build()[1], build()[1]
     with pytest.raises(StateError):
@@ -498,14 +497,17 @@ def test_an_evaluation_job_without_a_checkpoint_is_a_sentence(tmp_path):
         ).evaluate()
 
 
-@pytest.mark.slow(spread=1)
-@pytest.mark.parametrize("call", [lambda c: c.train(20), lambda c: c.restore_checkpoint()])
-def test_an_action_cannot_train_or_restore_inside_a_training(call, tmp_path):
-    with pytest.raises(BusyError):
-        run(tmp_path, 8, None, actions=[lambda event: call(event.controller)])
+def test_an_action_cannot_train_restore_or_close_inside_a_training(tmp_path):
+    def action(event):
+        for call in (lambda: event.controller.train(20), event.controller.restore_checkpoint, event.controller.close):
+            with pytest.raises(BusyError):
+                call()
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        run(tmp_path, 8, None, actions=[action])
 
 
-@pytest.mark.slow
 def test_training_continues_exactly_after_data_that_could_not_be_read():
     failures = iter([True])
 
@@ -564,16 +566,24 @@ class TwoModels(Quiet):
         return {"loss": losses}
 
 
+class Unbuilt(TwoModels):
+    build_optimizer = False
+
+
 @pytest.mark.slow
 def test_several_models_train_on_several_replicas_once_their_optimizer_is_built(tmp_path):
     strategy = make_strategy("mirrored_x2")
     loop = repetitions("eager", "graph")
     _, controller, _ = run(tmp_path / "built", 4, None, strategy=strategy, trainer_class=TwoModels, loop=loop)
     assert controller.global_step == 4
-    unbuilt = type("Unbuilt", (TwoModels,), {"build_optimizer": False})
-    run(tmp_path / "one", 4, None, trainer_class=unbuilt)  # on one replica the first trace builds it
+    run(tmp_path / "one", 4, None, trainer_class=Unbuilt)  # on one replica the first trace builds it
+
+
+def test_an_optimizer_of_several_models_that_is_not_built_is_refused_on_several_replicas():
+    strategy = make_strategy("mirrored_x2")
+    trainer, _ = build(strategy, Unbuilt)
     with pytest.raises(StepError, match="optimizer.build"):
-        run(tmp_path / "unbuilt", 4, None, strategy=strategy, trainer_class=unbuilt)
+        toy.controller(strategy, trainer)
 
 
 def test_a_strategy_or_action_or_writer_of_another_kind_is_a_sentence():
@@ -590,18 +600,6 @@ def test_a_strategy_or_action_or_writer_of_another_kind_is_a_sentence():
 def test_training_to_the_end_of_endless_data_is_refused():
     with pytest.raises(EndlessDataError):
         toy.controller(DEFAULT, build()[0]).train(-1)
-
-
-@pytest.mark.slow
-def test_a_closed_controller_evaluates_and_trains_no_more(tmp_path):
-    trainer, evaluator = toy.build(DEFAULT)
-    with toy.controller(DEFAULT, trainer, evaluator, model_dir=tmp_path) as controller:
-        controller.train(3)
-        before = controller.evaluate()
-    assert controller.evaluate() == before
-    with pytest.raises(ClosedError):
-        controller.train(6)
-    assert controller.global_step == 3
 
 
 @pytest.mark.slow(spread=1)

@@ -55,16 +55,12 @@ def replicas(python, tmp_path_factory):
         return dict(zip(counts, pool.map(run, counts)))
 
 
-@pytest.mark.slow
-def test_a_run_ends_with_code_0_and_says_where_it_is(replicas):
+def test_a_run_says_which_strategy_it_chose_and_ends_with_code_0_and_where_it_is(replicas):
     for folder, result in replicas.values():
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-1] == (
             f"done at step 60; the run directory is {folder}, and its page {folder}/report.html"
         )
-
-
-def test_a_run_says_which_strategy_it_chose(replicas):
     for n, text in (
         (1, "DefaultStrategy, 1 replica (auto, no TPU and no GPU"),
         (2, "MirroredStrategy, 2 replicas (auto, 2 CPU"),
@@ -105,7 +101,7 @@ def test_virtual_devices_do_not_change_the_weights(replicas):
             np.testing.assert_allclose(runs[n][key], value, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, name", [("mirrored", "MirroredStrategy"), ("one_device", "OneDeviceStrategy")])
 def test_strategies_of_one_device(strategy, name, replicas, python, tmp_path):
     result = start(python, f"--model_dir={tmp_path}", f"--strategy={strategy}", *SMALL)

@@ -39,26 +39,6 @@ def report(folder, name="run.json"):
 # Restoring.
 
 
-@pytest.mark.slow
-def test_restoring_to_evaluate_changes_nothing_on_disk(tmp_path):
-    with build(tmp_path) as controller:
-        controller.train_and_evaluate(8, 4)
-        before = disk(tmp_path)
-        records = read_jsonl(str(tmp_path / "metrics.jsonl"))
-        assert controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4").endswith("ckpt-4")
-        assert disk(tmp_path) == before
-        accuracy = controller.evaluate()["eval"]["accuracy"]
-        assert [r["accuracy"] for r in records if (r["step"], r["split"]) == (4, "eval")] == [accuracy]
-        assert disk(tmp_path) == before
-    assert disk(tmp_path) == before
-    with build(tmp_path) as controller:  # of another process, as it were
-        assert controller.global_step == 8
-        controller.restore_checkpoint(controller.best_checkpoint)
-        controller.evaluate()
-    assert disk(tmp_path) == before
-
-
-@pytest.mark.slow
 def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_says_so(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     with build(tmp_path) as controller:
@@ -81,11 +61,16 @@ def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_sa
     assert [event.step for event in board.events(tmp_path / "eval")] == [4]
 
 
-def test_training_to_a_step_that_is_there_already_changes_nothing(tmp_path):
+def test_restoring_to_evaluate_and_training_to_a_step_that_is_there_change_nothing_on_disk(tmp_path):
     with build(tmp_path) as controller:
         controller.train_and_evaluate(8, 4)
         before = disk(tmp_path)
-        controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4")
+        records = read_jsonl(str(tmp_path / "metrics.jsonl"))
+        controller.restore_checkpoint(controller.best_checkpoint)
+        controller.evaluate()
+        assert controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4").endswith("ckpt-4")
+        accuracy = controller.evaluate()["eval"]["accuracy"]
+        assert [r["accuracy"] for r in records if (r["step"], r["split"]) == (4, "eval")] == [accuracy]
         controller.train(4)
         controller.train(3)
     assert disk(tmp_path) == before
@@ -281,36 +266,34 @@ class Patience(looplib.Action):
         self.seen = list(state["seen"])
 
 
-def test_an_action_continues_with_its_memory(tmp_path):
+class AtEnd(looplib.Action):
+    """Has one hook, and no memory."""
+
+    ends = []
+
+    def on_end(self, controller):
+        self.ends.append(controller.global_step)
+
+
+def test_an_action_continues_with_its_memory_and_goes_back_with_the_checkpoint(tmp_path):
     """Stopped early, a run that is started again stops there again; one that is continued is as an uninterrupted one."""
     action = Patience()
     with build(tmp_path / "whole", actions=[action]) as controller:
         controller.train_and_evaluate(20, 2)
-        assert controller.global_step == 4
+        assert controller.global_step == 4 and action.seen == [2, 4]
+        controller.restore_checkpoint(tmp_path / "whole" / "checkpoints" / "ckpt-2")
+        assert action.seen == []  # the evaluation of step 2 came after the save
     again = Patience()
     with build(tmp_path / "whole", actions=[again]) as controller:
         controller.train_and_evaluate(20, 2)
-        assert controller.global_step == 4 and again.seen == action.seen == [2, 4]
-    with build(tmp_path / "parts", actions=[Patience()]) as controller:
+        assert controller.global_step == 4 and again.seen == [2, 4]
+    with build(tmp_path / "parts", actions=[Patience(), AtEnd()]) as controller:
         controller.train_and_evaluate(3, 2)  # evaluates at 2, and at 3 as its end
     parts = Patience(4)
-    with build(tmp_path / "parts", actions=[print, Patience(9, "other"), parts]) as controller:
+    with build(tmp_path / "parts", actions=[print, Patience(9, "other"), parts, AtEnd()]) as controller:
         controller.train_and_evaluate(20, 2)
         assert parts.seen == [2, 4, 6, 8] and controller.global_step == 8
-
-
-@pytest.mark.slow
-def test_an_action_may_be_one_hook_and_have_no_memory(tmp_path):
-    ends = []
-
-    class AtEnd(looplib.Action):
-        def on_end(self, controller):
-            ends.append(controller.global_step)
-
-    for steps in (2, 4):
-        with build(tmp_path, actions=[AtEnd()]) as controller:
-            controller.train(steps)
-    assert ends == [2, 4]
+    assert AtEnd.ends == [3, 8]
 
 
 @pytest.mark.parametrize("method, missing", [("state", "load"), ("load", "state")])
@@ -398,7 +381,6 @@ def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_
     )
 
 
-@pytest.mark.slow
 def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
     @dataclasses.dataclass
     class Config:

@@ -131,8 +131,7 @@ def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, 
         assert set(controller.engines["train"]["seconds_per_step"]) == {"graph"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loop, ahead", [("xla", True), ("xla", False), *more([("graph", True), ("auto", True)])])
+@pytest.mark.parametrize("loop, ahead", [("graph", True), *more([("xla", True), ("xla", False), ("auto", True)])])
 def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials, monkeypatch):
     if not ahead:  # as large rows are: gathered in the step
         monkeypatch.setattr(distribution, "_SMALL", 0)
@@ -140,13 +139,11 @@ def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials
     np.testing.assert_allclose(trainer.losses, graph_losses()[:6], rtol=2e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, loop, make",
     [
         ("mirrored_x2", "graph", Resident),
-        ("mirrored_x2", "auto", Images),
-        *more([("mirrored_x2", "auto", Resident), ("mirrored_x4", "graph", Resident)]),
+        *more([("mirrored_x2", "auto", Images), ("mirrored_x2", "auto", Resident), ("mirrored_x4", "graph", Resident)]),
     ],
 )
 def test_replicas_train_as_one_does_on_data_that_travels_or_is_resident(name, loop, make):
@@ -236,7 +233,6 @@ class Ending(Quick):
         return data.batch(context.per_replica_batch_size)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
 def test_a_training_set_that_ends_is_trained_to_its_last_step(loop, fast_trials):
     controller, trainer = train(loop, -1, Ending())
@@ -337,7 +333,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
     assert resumed.engines["train"] == chosen and resumed.global_step == steps
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "milliseconds, expected",
     [
@@ -401,7 +397,7 @@ class Padded(Quick):
         return super().step_fn(tf.reduce_mean(inputs, axis=1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind, message", [(Growing, "TensorArray"), (Padded, "")])
 def test_what_xla_would_do_wrongly_is_left_out(kind, message, fast_trials):
     controller, trainer = train("auto", 1000, kind())
@@ -425,7 +421,6 @@ def test_xla_says_what_it_cannot_run():
         train("xla", 10, Strings())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["mirrored_x4"])])
 def test_xla_is_refused_on_several_replicas_and_auto_takes_graph(name, fast_trials):
     strategy = make_strategy(name)
@@ -524,7 +519,6 @@ class ChangingEvaluator(Counted):
         return ids.take(30).batch(8).concatenate(ids.skip(30).batch(5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
 def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
     _, trainer = train(loop, 100, Changing())

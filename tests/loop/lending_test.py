@@ -115,8 +115,8 @@ class SequencesError(Error):
         return data.map(lambda x, y: (tf.ensure_shape(x, [BATCH, 3, 1]), y))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "loop"), [("keras", "graph"), ("keras", "eager"), ("tf_keras", "graph")])
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("name", "loop"), [("tf_keras", "graph"), ("keras", "eager"), ("keras", "graph")])
 def test_a_training_has_its_own_recurrent_and_random_state_after_an_evaluation(name, loop):
     keras, results = FAMILIES[name], []
     if keras is tf_keras:
@@ -161,7 +161,7 @@ class MetricEvaluator(Error):
         return {"distance": self.metric}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_metric_that_both_have_counts_the_examples_of_each_alone(name, tmp_path):
     keras, strategy, distances = FAMILIES[name], make_strategy("mirrored_x2"), []

@@ -104,7 +104,7 @@ def pixels(directory, record):
     return [tf.io.decode_png((directory / "media" / name).read_bytes()).numpy() for name in record["files"]]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "kind, strategy, engine",
     [
@@ -162,7 +162,7 @@ def test_media_that_cannot_be_written_are_one_warning(tmp_path, caplog):
     assert {step for step, *_ in lines(tmp_path)} == {2, 4, 6}  # histograms and texts need no folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("strategy, non_finite", [("default", "halt"), ("mirrored_x2", "skip")])
 def test_a_step_that_is_not_reported_computes_nothing_to_show(strategy, non_finite):
     with make(

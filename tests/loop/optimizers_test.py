@@ -252,7 +252,6 @@ class Sentences(looplib.Trainer):
         return {"loss": tf.reduce_sum(errors, axis=1)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "keras, name",  # with another reduction each
     [

@@ -9,7 +9,7 @@ import subprocess
 import keras
 import numpy as np
 import pytest
-from conftest import make_strategy
+from conftest import make_strategy, repetitions
 
 import looplib
 from trainers import fine_tune, image_classification, image_data, pictures
@@ -41,17 +41,17 @@ def base(tmp_path_factory):
     """The run directory of a model of digits 0 to 4."""
     folder = tmp_path_factory.mktemp("base")
     config = image_classification.Config(model="wide_mlp", classes="0-4")
-    train(image_classification, config, folder, 150)
+    train(image_classification, config, folder, repetitions(10, 150))
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def tuned(base, tmp_path_factory):
     """Of each way to tune: the run directory, the trainer, its weights at the end, its metrics."""
-    results = {}
+    results, steps = {}, repetitions(10, 200)
     for tune in ("all", "last", "lora"):
         folder = tmp_path_factory.mktemp(tune)
-        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=200), folder, 200)
+        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=steps), folder, steps)
         results[tune] = folder, trainer, metrics
     return results
 
@@ -71,7 +71,6 @@ def logits(images, weights):
     return images
 
 
-@pytest.mark.slow
 def test_each_way_trains_its_part_and_leaves_the_rest_as_in_the_base(base, tuned):
     before = layers_of(base)
     for tune, (_, trainer, _) in tuned.items():
@@ -99,7 +98,6 @@ def test_lora_trains_two_percent_and_is_within_a_point_of_all_weights(tuned):
     assert accuracy["last"] < accuracy["lora"] - 0.1
 
 
-@pytest.mark.slow
 def test_the_merged_model_computes_what_the_base_with_adapters_computes(base, tuned):
     folder, _, _ = tuned["lora"]
     _, (images, _) = image_data.digits_arrays()

@@ -130,5 +130,5 @@ def test_a_run_that_evaluates_often_and_saves_seldom_is_advised_to_evaluate_less
     policy = looplib.CheckpointPolicy(every_steps=1000)
     clocked = toy.controller(make_strategy("default"), trainer, evaluator, model_dir=tmp_path, checkpoints=policy)
     with clocked as controller:
-        controller.train_and_evaluate(40, eval_interval=2)
+        controller.train_and_evaluate(24, eval_interval=2)
         assert "most of it save; evaluate less often" in controller.clock.summary()[1]

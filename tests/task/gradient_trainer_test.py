@@ -101,8 +101,8 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("loop", ["eager", "xla", "graph"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
 def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras, count, loop):
     if not possible({"loop": loop, "strategy": "mirrored" if strategy.num_replicas_in_sync > 1 else ""}):
@@ -136,7 +136,6 @@ class Strings(Tagger):
         return losses + 0 * tf.strings.to_number(tf.strings.as_string(losses))
 
 
-@pytest.mark.slow
 def test_jit_compile_says_what_xla_lacks():
     train(Strings(), 1, loop="graph")
     with pytest.raises(EngineError, match="Strings.loss_fn.*jit_compile.*AsString.*jit_comp"):
@@ -155,7 +154,7 @@ class Masked(Tagger):
         return looplib.mean(real), {"mean": looplib.mean(real), "real": looplib.total(tf.size(real))}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("count", [1, 4])
 def test_values_of_a_size_that_the_data_decides_count_once_in_xla(count):
     trainers = [Masked(micro_batches=count, jit_compile=compiled) for compiled in (False, True)]
@@ -200,7 +199,7 @@ def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
         train(trainer, 8, model_dir=tmp_path, loop="graph")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
 def test_losses_of_the_models_layers_count_once(weighted, count):
     """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
@@ -371,7 +370,7 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "name, family",
     [
@@ -422,7 +421,7 @@ def test_the_loss_scale_follows_overflows_and_rows_of_good_steps_as_a_plain_loop
     assert scale == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_learns_as_float32_does(precision, keras):
     def accuracy(policy):
@@ -483,7 +482,7 @@ def test_the_table_of_the_model_says_of_one_frozen_variable_of_a_layer_that_it_i
     assert table.count(trainable_only=True) == FEATURES * CLASSES
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", [*more(["default"]), "mirrored_x2"])
 def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     strategy = make_strategy(name)
@@ -572,7 +571,7 @@ class OwnSlope(looplib.Trainer):
         return {"learning_rate": looplib.last(rate), "update_norm": looplib.last(moved[0, 0])}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "kind, name, settings",
     [
@@ -619,7 +618,7 @@ class Contrastive(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
     found = []
     for name in repetitions(("default", "mirrored_x2"), ("default", "mirrored_x2", "mirrored_x4")):
@@ -754,7 +753,7 @@ def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
     """Their activations are not kept: the step multiplies matrices more often, and the weights are the same."""
@@ -911,7 +910,6 @@ def test_toy_regression_as_a_loss_equals_its_step_of_ones_own():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
 def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path, capsys):
     run, mean = tmp_path / "run", tmp_path / "mean"
     seen, trainer = [], Tagger(average_decay=0.9)

@@ -99,7 +99,7 @@ def test_every_strategy_sees_the_same_examples_and_comes_to_the_same_weights(nam
         assert f"step {STEPS}" not in process.output()
 
 
-# With normalization each replica has state of its own; tests/workers/faults_test.py resumes Keras 3 on indices without.
+# With normalization each replica has state of its own.
 @pytest.mark.parametrize("keras, data, distribute", [
     ("keras", "interleaved", "auto"),
     *more([("tf_keras", "pipeline", "auto"), ("tf_keras", "indices", "auto"), ("keras", "interleaved", "tf")]),

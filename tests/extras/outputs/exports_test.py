@@ -307,7 +307,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stops", [[12], [5, 8, 12]])
 def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
     for steps in stops:

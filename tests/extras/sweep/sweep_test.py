@@ -17,7 +17,7 @@ import time
 
 import pytest
 import swept
-from conftest import more, repetitions
+from conftest import more
 
 from looplib import UsageError
 from looplib.__main__ import main
@@ -195,18 +195,84 @@ def test_without_optuna_a_sentence_says_what_to_install(tmp_path, capsys, monkey
     assert "a sweep needs optuna; install it with pip install 'looplib[sweep]'" in capsys.readouterr().err
 
 
+# Sweeps of a program that costs little: its scores are what its arguments say, and rise by 0.01 a seed.
+PROGRAM = """
+import os, sys
+given = dict(argument.lstrip("-").split("=", 1) for argument in sys.argv[1:])
+if "fails" in given:
+    sys.exit("looplib: error: it fails")
+os.makedirs(given["model_dir"] + "/checkpoints")
+open(given["model_dir"] + "/run.json", "w").write("{}")
+with open(given["model_dir"] + "/metrics.jsonl", "w") as file:
+    for step, score in enumerate(given["scores"].split(";")):
+        score = float(score) + 0.01 * int(given.get("seed", 0))
+        file.write('{"step": %d, "split": "eval", "score": %r}\\n' % (step, score))
+"""
+
+
+def sweep_of_scores(folder, *options, of):
+    """Runs a sweep of that program in this process; returns its exit code."""
+    program = folder.parent / "program.py"
+    program.write_text(PROGRAM)
+    options = [f"--dir={folder}", "--metric=eval/score", "--goal=max", *options]
+    return main(["sweep", *options, "--", sys.executable, "-IS", str(program), *of])
+
+
+def test_the_best_value_ranks_if_asked_for_and_the_pages_have_trials_alone(tmp_path, capsys):
+    folder, of = tmp_path / "sweep", ["--scores=0.5;0.6,0.9;0.3"]
+    assert sweep_of_scores(folder, "--value=best", of=of) == EXIT_DONE
+    rows = table(folder)
+    assert [(row["scores"], float(row["best eval/score"])) for row in rows] == [("0.9;0.3", 0.9), ("0.5;0.6", 0.6)]
+    assert f"best: {rows[0]['trial']}, best eval/score " in capsys.readouterr().out
+    assert sweep_of_scores(folder, "--value=last", of=of) == 2
+    assert "holds a sweep whose value is best, not last" in capsys.readouterr().err
+    shutil.copytree(folder / "trial-0000", folder / "trial-0000-rerun")
+    assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.endswith("report.html: 2 runs\n")
+    os.remove(folder / "sweep.db")
+    assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.endswith("report.html: 3 runs\n")
+
+
+def test_a_trial_under_several_seeds_has_their_mean_and_deviation(tmp_path):
+    folder = tmp_path / "sweep"
+    assert sweep_of_scores(folder, "--seeds=2", "--goal=min", "--parallel=2", of=["--scores=0.5,0.25"]) == EXIT_DONE
+    rows = table(folder)
+    assert [row["scores"] for row in rows] == ["0.25", "0.5"]  # the goal is a low score
+    for row in rows:
+        scores = [float(row["scores"]), float(row["scores"]) + 0.01]
+        assert [score_of(folder / row["trial"] / f"seed-{seed}") for seed in range(2)] == scores
+        assert [float(row[f"seed {seed}"]) for seed in range(2)] == scores
+        assert float(row["eval/score"]) == pytest.approx(statistics.mean(scores), rel=1e-12)
+        assert float(row["deviation"]) == pytest.approx(statistics.stdev(scores), rel=1e-9)
+
+
+def test_a_sweep_without_a_result_fails(tmp_path):
+    folder = tmp_path / "sweep"
+    assert sweep_of_scores(folder, "--metric=eval/accuracy", of=["--scores=0.5"]) == EXIT_FAILED
+    (row,) = table(folder)
+    assert row["state"] == "failed" and "the run has no metric eval/accuracy; name one with --metric" in row["error"]
+    assert "eval/score" in row["error"]
+
+
+def test_a_sweep_whose_first_trials_have_no_value_starts_no_more(tmp_path, capsys):
+    folder = tmp_path / "sweep"
+    assert sweep_of_scores(folder, of=["--fails=1,2,3,4,5,6"]) == EXIT_FAILED
+    assert [row["state"] for row in table(folder)] == ["failed"] * 3
+    assert "3 trials ended without a value of eval/score" in "".join(capsys.readouterr())
+
+
 # Sweeps of real runs.
 
-RATES = repetitions(("0.05", "0.1", "0.4"), ("0.01", "0.05", "0.1", "0.4"))
+RATES = ("0.01", "0.05", "0.1", "0.4")
 
 
+@pytest.mark.slow  # tests/faults/sweep_faults_test.py kills one of a program that costs less
 def test_a_sweep_killed_at_any_moment_loses_and_repeats_no_trial(python, tmp_path):
     """Kills the sweep, or one of its runs, at random moments."""
     folder, moments = tmp_path / "sweep", random.Random(0)
     of = [f"--config.rate={','.join(RATES)}", "--config.pause=0.2", "--config.noise=0.01"]
     arguments = command(python, folder, "--parallel=2", of=of)
     ended = {}  # the time of the last change of each run that was done before a kill
-    for kill in range(repetitions(2, 3)):
+    for kill in range(3):
         with open(tmp_path / "log", "a") as log:
             process = subprocess.Popen(arguments, env=ENVIRONMENT, stdout=log, stderr=log)
         saves = len(list(folder.glob("trial-*/checkpoints/*.commit"))) + moments.choice((0, 1, 3))
@@ -262,25 +328,6 @@ def test_a_table_and_a_plot_rank_the_trials_and_failures_have_their_last_line(py
     assert other.returncode == 2 and "holds a sweep whose command is" in other.stderr
 
 
-def test_the_best_value_ranks_if_asked_for_and_the_pages_have_trials_alone(python, tmp_path, capsys):
-    of = ["--config.rate=0.3,1.9", "--train_steps=19"]  # the second one jumps from one side of 1 to the other
-    options = ("--value=best", "--parallel=2")
-    result = sweep(python, tmp_path, *options, of=of)
-    assert result.returncode == EXIT_DONE, result.stderr
-    rows = table(tmp_path)
-    assert [row["config.rate"] for row in rows] == ["1.9", "0.3"]
-    for row in rows:
-        best = max(swept.score(float(row["config.rate"]), steps) for steps in (10, 19))
-        assert float(row["best eval/score"]) == pytest.approx(best, rel=1e-5)
-    assert f"best: {rows[0]['trial']}, best eval/score " in result.stdout
-    other = sweep(python, tmp_path, "--value=last", of=of)
-    assert other.returncode == 2 and "holds a sweep whose value is best, not last" in other.stderr
-    shutil.copytree(tmp_path / "trial-0000", tmp_path / "trial-0000-rerun")
-    assert main(["report", str(tmp_path)]) == 0 and capsys.readouterr().out.endswith("report.html: 2 runs\n")
-    os.remove(tmp_path / "sweep.db")
-    assert main(["report", str(tmp_path)]) == 0 and capsys.readouterr().out.endswith("report.html: 3 runs\n")
-
-
 def test_a_value_that_is_not_finite_is_never_the_result(tmp_path):
     values = [0.5, None, 0.25, 0.75, None]
     lines = [json.dumps({"step": step, "split": "eval", "score": value}) for step, value in enumerate(values)]
@@ -297,20 +344,6 @@ def test_a_value_that_is_not_finite_is_never_the_result(tmp_path):
     assert value_of("max", "last") == "eval/score is not a finite number at the end"
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
     assert (value_of("max", "last"), value_of("min", "last")) == (0.75, 0.75)
-
-
-def test_a_trial_under_several_seeds_has_their_mean_and_deviation(python, tmp_path):
-    options = ("--seeds=2", "--goal=min", "--parallel=2")
-    result = sweep(python, tmp_path, *options, of=["--config.rate=0.1,0.02", "--config.noise=0.01", "--train_steps=10"])
-    assert result.returncode == EXIT_DONE, result.stderr
-    rows = table(tmp_path)
-    assert [row["config.rate"] for row in rows] == ["0.02", "0.1"]  # the goal is a low score
-    for row in rows:
-        scores = [score_of(tmp_path / row["trial"] / f"seed-{seed}") for seed in range(2)]
-        assert len(set(scores)) == 2
-        assert [float(row[f"seed {seed}"]) for seed in range(2)] == scores
-        assert float(row["eval/score"]) == pytest.approx(statistics.mean(scores), rel=1e-12)
-        assert float(row["deviation"]) == pytest.approx(statistics.stdev(scores), rel=1e-9)
 
 
 @pytest.mark.slow
@@ -366,18 +399,3 @@ def test_a_search_stays_in_its_ranges_and_draws_the_values_of_an_uninterrupted_o
     ]
     assert settings[0] == settings[1] and len({rate for _, rate, _ in settings[0]}) == 3
     assert all(1e-3 <= float(rate) <= 0.5 and start in ("0", "1") for _, rate, start in settings[0])
-
-
-def test_a_sweep_without_a_result_fails(python, tmp_path):
-    result = sweep(python, tmp_path, "--metric=eval/accuracy", of=["--train_steps=10"])
-    assert result.returncode == EXIT_FAILED
-    (row,) = table(tmp_path)
-    assert row["state"] == "failed" and "the run has no metric eval/accuracy; name one with --metric" in row["error"]
-    assert "eval/score" in row["error"]
-
-
-def test_a_sweep_whose_first_trials_have_no_value_starts_no_more(python, tmp_path):
-    result = sweep(python, tmp_path, of=["--train_steps=-1,-2,-3,-4,-5,-6"])
-    assert result.returncode == EXIT_FAILED
-    assert [row["state"] for row in table(tmp_path)] == ["failed"] * 3
-    assert "3 trials ended without a value of eval/score" in result.stdout + result.stderr

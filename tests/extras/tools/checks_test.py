@@ -36,7 +36,8 @@ CASES = {
 }
 
 
-ALIKE = ("data", "csv", "replicas of a model")  # other cases differ and agree in their way
+# Other cases differ and agree in their way; every_kind_test.py has a run that resumes exactly.
+ALIKE = ("resume", "data", "csv", "replicas of a model")
 
 
 def check(python, arguments, binary, folder):
@@ -61,6 +62,7 @@ def results(folder, python):
         return dict(zip(chosen, pool.map(run, chosen)))
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_exactly_is_equal(results):
     result = results["resume"]
     assert result.returncode == 0, result.stdout + result.stderr

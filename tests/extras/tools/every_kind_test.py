@@ -96,7 +96,11 @@ def test_a_run_is_repeated_and_parts_from_another_at_its_first_step(runs, capfd,
 def test_it_resumes_exactly(python, capfd, tmp_path):
     command = [python, "-m", "every_kind", "--train_steps=12", "--loop=eager"]
     assert main(["check", "resume", "--kills=1", f"--dir={tmp_path}", "--", *command]) == EXIT_DONE
-    assert "EQUAL, uninterrupted and after 1 kill" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert re.search(
+        r"^EQUAL, uninterrupted and after 1 kill: \d+ records of metrics.jsonl .*, \d+ tensors ", out, re.M
+    )
+    assert re.search(r"resumed from the steps [1-9]\d*$", out, re.M), out
 
 
 @pytest.mark.slow
