@@ -1,5 +1,6 @@
 """The driver of a store, which fsspec finds for a URL, and what its errors mean."""
 
+import logging as loggers
 import threading
 import time
 from typing import Any
@@ -65,6 +66,9 @@ def _found(url: str) -> tuple[Any, str]:
     try:
         import fsspec
 
+        gcsfs = loggers.getLogger("gcsfs")
+        if gcsfs.level == loggers.NOTSET:  # it logs a stack trace for each error that it raises
+            gcsfs.setLevel(loggers.CRITICAL)
         # Listings are asked for each time: others write there too. Of two layers that retry, s3fs and botocore, one
         # stays on, so that a call ends within seconds.
         options = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if scheme in ("s3", "s3a") else {}
