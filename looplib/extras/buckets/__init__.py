@@ -1,12 +1,13 @@
 """Runs that live in an object store: a local directory that is copied there in the background, and read from there.
 
-`stores` asks a store through fsspec, `lease` keeps a second writer away, and `mirror` is the copy of a run directory,
-which `copying` and `fetching` keep equal and `note` remembers. `copies` fetches what tools read, and `ranges` pieces of
-objects, for records. The core sees the local directory alone.
+`stores` asks a store through fsspec's `drivers`, `lease` keeps a second writer away, and `mirror` is the copy of a run
+directory, which `copying` and `fetching` keep equal and `note` remembers. `copies` fetches what tools read, and
+`ranges` pieces of objects, for records. The core sees the local directory alone.
 
 Names that other rooms use:
     copies: fetched
     copying: none
+    drivers: none
     fetching: none
     lease: none
     mirror: open_mirror
