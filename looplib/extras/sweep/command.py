@@ -17,7 +17,8 @@ def add(tools: Any) -> None:
         description="Runs COMMAND, without --model_dir, with many settings, each in a run directory of its own, and "
         "ranks the results. The same command resumes a sweep that was ended or killed. docs/sweeps.md describes "
         "the lists and ranges of values.",
-        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, or a full disk; 75 "
+        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, a full disk, or no "
+        "store; 75 "
         "saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again",
     )
     parser.add_argument(
