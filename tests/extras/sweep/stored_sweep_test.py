@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import sqlite3
+import statistics
 import time
 
 import pytest
@@ -178,6 +179,12 @@ def test_a_sweep_of_trainings_continues_on_another_machine_and_tools_read_it(swe
     for tool in (["status", cloud.url("sweep")], ["report", cloud.url("sweep"), f"--output={page}"]):
         assert (life := cloud.tool(*tool, machine="four")).code() == 0, life.output()
         assert life.output().count(" done ") == 3 or "3 runs" in life.output()
+    again = cloud.folder / "again"
+    for tool in (
+        ["rerun", f"{cloud.url('sweep')}/trial-0000", f"--to={again}"],
+        ["diff", f"{cloud.url('sweep')}/trial-0000", again],
+    ):
+        assert (life := cloud.tool(*tool, machine="four")).code() == 0, life.output()
 
 
 @pytest.mark.slow
@@ -296,3 +303,35 @@ def test_a_sweep_without_its_database_continues_only_what_has_the_same_settings(
     same = sweeps.start(of=of, rates=("0.1", "0.2"), machine="three")
     assert same.code() == EXIT_DONE, same.output()
     assert [len(json.loads(cloud.read(f"trial-000{n}/run.json", "sweep"))["starts"]) for n in range(2)] == [2, 2]
+
+
+@pytest.mark.slow
+def test_a_damaged_database_in_the_store_is_told_and_stays_as_it_is(sweeps):
+    cloud = sweeps.cloud
+    assert sweeps.start(rates=RATES[:1] + RATES[1:2], machine="one").code() == EXIT_DONE
+    for damaged in (b"no database", cloud.read("sweep.db", "sweep")[:5000]):
+        cloud.write("sweep.db", damaged, "sweep")
+        life = sweeps.start(rates=RATES[:1] + RATES[1:2], machine="two")
+        assert life.code() == EXIT_UNKNOWN and "sweep.db is damaged" in life.output(), life.output()
+        assert "Traceback" not in life.output() and cloud.read("sweep.db", "sweep") == damaged
+        cloud.lose("two")
+
+
+@pytest.mark.slow
+def test_a_hopeless_run_is_stopped_on_another_machine_too(sweeps):
+    """The first five trials run to their end, the later ones only if they are not below the median of those that do."""
+    cloud, rates = sweeps.cloud, (0.1, 0.2, 0.3, 0.4, 0.55, 0.6, 0.7, 0.8)
+    of = ("-m", "copied", "--steps=6", "--pause=0.3")
+    first = sweeps.start("--prune=median", of=of, rates=rates, machine="one")
+    wait_for(lambda: len(sweeps.ended()) == 5, 60)
+    first.kill()
+    first.code()
+    cloud.lose("one")
+    second = sweeps.start("--prune=median", of=of, rates=rates, machine="two")
+    assert second.code() == EXIT_DONE, second.output()
+    rows = sorted(sweeps.table(), key=lambda row: row["trial"])
+    for number, row in enumerate(rows):
+        ended = [float(one["rate"]) for one in rows[:number] if one["state"] == "done"]
+        hopeless = number >= 5 and float(row["rate"]) < statistics.median(ended)
+        assert row["state"] == ("stopped" if hopeless else "done"), (number, rows)
+    assert len(rows) == 8 and any(row["state"] == "stopped" for row in rows)  # else the order of the grid is another
