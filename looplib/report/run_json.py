@@ -448,7 +448,7 @@ def changed_settings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict
     for kind, prefix in (("flags", ""), ("config", "config.")):
         before, after = _flat(masked(earlier.get(kind)), prefix), _flat(masked(_strict(now.get(kind))), prefix)
         for name in before.keys() & after.keys():
-            if before[name] != after[name] and name != "model_dir":  # a directory may be moved
+            if before[name] != after[name] and name not in ("model_dir", "local_dir"):  # which may be moved
                 found[name] = before[name], after[name]
     return found
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import re
+from collections.abc import Mapping
 
 from looplib import folders
 from looplib.errors import StoreError
@@ -30,25 +31,13 @@ def fetched(url: str, checkpoints: bool = True) -> str:
     place, inside = _INSIDE_A_RUN.fullmatch(url.rstrip("/")).groups()
     store = Store(place)
     there = store.listed()
-    found = {match[1] or "" for match in map(_OF_A_RUN.fullmatch, there) if match}
-    if "" in found:
+    if "" in (runs := _runs_among(there)):
         local = stores.cache("runs", place)
         StoreMirror(store, local).update(there, checkpoints)
         return local + inside
     local = stores.cache("copies", place)
-    if runs := sorted(run for run in found if run.count("/") < _DEEPEST):
-        objects: dict[str, dict[str, StoredFile]] = {run: {} for run in runs}
-        for name, file in there.items():
-            parts = name.split("/")
-            for depth in range(1, min(_DEEPEST + 1, len(parts))):
-                if (run := "/".join(parts[:depth])) in objects:
-                    objects[run]["/".join(parts[depth:])] = file
-
-        def update(run: str) -> None:
-            StoreMirror(store.below(run), os.path.join(local, *run.split("/"))).update(objects[run], checkpoints)
-
-        with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
-            list(pool.map(update, runs))
+    if runs:
+        fetch_runs(store, there, local, checkpoints)
         return local
     if not there:  # an object, and no folder
         *_, name = place.split("/")
@@ -62,3 +51,38 @@ def fetched(url: str, checkpoints: bool = True) -> str:
         *below, last = name.split("/")
         store.fetch(name, os.path.join(folders.make_folder(local, *below), last))
     return local + inside
+
+
+def _runs_among(names: Mapping[str, StoredFile]) -> set[str]:
+    """Returns the folders of names that are run directories; "" for what all of them are in."""
+    found = {match[1] or "" for match in map(_OF_A_RUN.fullmatch, names) if match}
+    return {run for run in found if run.count("/") < _DEEPEST}
+
+
+def fetch_runs(
+    store: Store, there: Mapping[str, StoredFile], local: str, checkpoints: bool
+) -> dict[str, dict[str, StoredFile]]:
+    """Fetches the runs below a folder into folders below a local one.
+
+    Args:
+      store: the folder.
+      there: what it has, by name.
+      local: the local one.
+      checkpoints: whether those are wanted too.
+
+    Returns:
+      A dict from the name of each run to its objects.
+    """
+    objects: dict[str, dict[str, StoredFile]] = {run: {} for run in sorted(_runs_among(there))}
+    for name, file in there.items():
+        parts = name.split("/")
+        for depth in range(1, min(_DEEPEST + 1, len(parts))):
+            if (run := "/".join(parts[:depth])) in objects:
+                objects[run]["/".join(parts[depth:])] = file
+
+    def update(run: str) -> None:
+        StoreMirror(store.below(run), os.path.join(local, *run.split("/"))).update(objects[run], checkpoints)
+
+    with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
+        list(pool.map(update, objects))
+    return objects

@@ -1,4 +1,4 @@
-"""The lease of a run in an object store: one writer at a time, where no operating system holds a lock.
+"""The lease of a run, or of a sweep, in an object store: one writer at a time, where no operating system holds a lock.
 
 A lease is an object `.lease/<number>`, which a writer creates with the store's conditional write, so that one of two
 that try gets it. The highest number is the one that holds. A writer renews its own; whoever finds one that was not
@@ -18,13 +18,13 @@ from typing import Any
 from absl import logging
 
 from looplib import files
+from looplib.checkpoint.lock import LockKind
 from looplib.errors import LockedError
 from looplib.extras.buckets.stores import PATIENCE, Store
 from looplib.masks import masked_text
 
 SECONDS = float(os.environ.get("LOOPLIB_LEASE_SECONDS", 60))
 FOLDER = ".lease"
-_NAME = FOLDER + "/{:08d}"
 _KEPT = 20  # older leases, which an old listing may show as the newest, and that are counted up from
 
 
@@ -33,6 +33,8 @@ class Lease:
 
     Args:
       store: where the run is.
+      kind: what the lease is of.
+      folder: of its objects.
 
     Attributes:
       token: what tells this writer from any other.
@@ -43,10 +45,10 @@ class Lease:
       LockedError: if another writer has it.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.token, self._store = secrets.token_hex(8), store
+    def __init__(self, store: Store, kind: LockKind = LockKind(), folder: str = FOLDER) -> None:
+        self.token, self._store, self._kind, self._folder = secrets.token_hex(8), store, kind, folder
         self.before: dict[str, Any] = {}
-        number, self.steps = highest_of(store.listed(FOLDER)), []
+        number, self.steps = highest_of(store.listed(folder), folder), []
         while True:
             while newer := self._holder(number + 1):  # an old listing; a single object is always the newest
                 number, self.before = number + 1, newer
@@ -72,8 +74,8 @@ class Lease:
                 return holder
             if holder != first:
                 raise LockedError(
-                    f"the run directory {masked_text(self._store.url)} is in use by process {holder.get('pid')} on "
-                    f"{holder.get('host')}; wait until it ends or stop it, or use a separate model_dir"
+                    f"the {self._kind.what} {masked_text(self._store.url)} is in use by process {holder.get('pid')} on "
+                    f"{holder.get('host')}; wait until it ends or stop it, or {self._kind.other}"
                 )
             if time.monotonic() > end:
                 return holder
@@ -84,7 +86,7 @@ class Lease:
             time.sleep(SECONDS / 10)
 
     def _holder(self, number: int, patience: float = PATIENCE) -> dict[str, Any]:
-        return read(self._store, number, patience)
+        return read(self._store, number, patience, self._folder)
 
     def _content(self, released: bool) -> bytes:
         note = {
@@ -97,7 +99,7 @@ class Lease:
         return json.dumps({**note, "boot": _boot(), "renewed": time.time()}).encode()
 
     def _name(self, number: int) -> str:
-        return _NAME.format(number)
+        return _name(self._folder, number)
 
     def renew(self, patience: float) -> None:
         """Shows that the writer is alive; raises `LockedError` if that came too late."""
@@ -116,8 +118,8 @@ class Lease:
             return
         if self._holder(self._number + 1, patience):
             raise LockedError(
-                f"another process has taken the run directory {masked_text(self._store.url)}, because this one did not "
-                f"renew its lease for {SECONDS:g} s; nothing more is written there; stop the other run, or let it "
+                f"another process has taken the {self._kind.what} {masked_text(self._store.url)}, because this one did "
+                f"not renew its lease for {SECONDS:g} s; nothing more is written there; stop the other run, or let it "
                 "continue"
             )
 
@@ -126,16 +128,20 @@ class Lease:
         self._store.write(self._name(self._number), self._content(True), patience)
 
 
-def highest_of(names: Iterable[str]) -> int:
+def highest_of(names: Iterable[str], folder: str = FOLDER) -> int:
     """Returns the number of the newest lease among the names of a run's objects; 0 for none."""
-    numbers = [name.removeprefix(f"{FOLDER}/") for name in names if name.startswith(f"{FOLDER}/")]
+    numbers = [name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")]
     return max((int(number) for number in numbers if number.isascii() and number.isdecimal()), default=0)
 
 
-def read(store: Store, number: int, patience: float = PATIENCE) -> dict[str, Any]:
+def _name(folder: str, number: int) -> str:
+    return f"{folder}/{number:08d}"
+
+
+def read(store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER) -> dict[str, Any]:
     """Returns what a lease says; empty if there is none."""
     try:
-        content = store.read(_NAME.format(number), patience)
+        content = store.read(_name(folder, number), patience)
     except FileNotFoundError:
         return {}
     try:

@@ -12,18 +12,12 @@ from typing import Any, TypeVar
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import PluginError, StoreError
+from looplib.errors import StoreError
+from looplib.extras.buckets import drivers
+from looplib.extras.buckets.drivers import Driver
 from looplib.masks import masked_text
 from looplib.messages import gist
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-# Errors of the drivers that say that there are no credentials to try with, by the names of their classes.
-_WITHOUT_CREDENTIALS = frozenset((
-    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError",
-    "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError", "ClientAuthenticationError",
-    "CredentialUnavailableError",
-))  # fmt: skip
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
 _PAUSES = (0.3, 0.7, 1.5)  # seconds before it is believed that there is no bucket
 _MOST_OBJECTS = 500_000  # of a listing
@@ -62,24 +56,13 @@ class Store:
     def __init__(self, url: str, gone: Callable[[], bool] = lambda: False) -> None:
         self.url, self.requests, self._gone = url.rstrip("/"), 0, gone
         self._has_written = False
-        scheme = url.partition("://")[0]
-        try:
-            import fsspec
+        self._driver = Driver(self.url)
+        self._root = self._driver.root
 
-            # Listings are asked for each time: others write there too. Of two layers that retry, s3fs and botocore, one
-            # stays on, so that a call ends within seconds.
-            options = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if scheme in ("s3", "s3a") else {}
-            self._files, self._root = fsspec.url_to_fs(
-                self.url, use_listings_cache=False, skip_instance_cache=True, **options
-            )
-        except ImportError as error:
-            extra = _EXTRAS.get(scheme, "s3")
-            raise PluginError(
-                f"{masked_text(self.url)} needs a driver that is not installed ({gist(error)}): pip install "
-                f"'looplib[{extra}]'"
-            ) from error
-        except ValueError as error:
-            raise StoreError(f"{masked_text(self.url)} cannot be used: {masked_text(gist(error))}") from error
+    @property
+    def _files(self) -> Any:
+        """The driver of fsspec, which is another one once credentials were renewed."""
+        return self._driver.files
 
     def below(self, name: str) -> "Store":
         """Returns the objects below a folder, asked by the same driver."""
@@ -105,19 +88,36 @@ class Store:
             before()
             self.requests += 1
             try:
-                return what()
+                found = what()
+                self._driver.answered = True
+                return found
             except (FileNotFoundError, FileExistsError):
+                self._driver.answered = True
                 raise
             except Exception as error:  # each driver has errors of its own
-                said = masked_text(gist(error))
-                if _is_final(error) or self._gone() or time.monotonic() + pause > end:
+                said, refused = masked_text(gist(error)), drivers.refuses_credentials(error)
+                said = f"the credentials have expired, or are not valid ({said})" if refused else said
+                # A run whose credentials expire waits for new ones; a start tells that it has none.
+                final = not self._driver.answered if refused else drivers.is_final(error)
+                if refused and not final:
+                    self._driver.renew()
+                if final or self._gone() or time.monotonic() + pause > end:
                     raise StoreError(
                         f"{masked_text(self.url)} cannot be reached to {doing}: {said}; check the address, the "
                         "credentials and the network, and run the same command again"
                     ) from error
-                logging.log_every_n_seconds(logging.WARNING, "%s: %s; tried again", 60, masked_text(self.url), said)
+                self._tell(said, refused)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _tell(self, said: str, refused: bool) -> None:
+        """Logs that a request is tried again; once a minute."""
+        url = masked_text(self.url)
+        if refused:
+            line = "%s: %s; renew them where the driver finds them: they are read again, and requests tried again"
+            logging.log_every_n_seconds(logging.WARNING, line, 60, url, said)
+        else:
+            logging.log_every_n_seconds(logging.WARNING, "%s: %s; tried again", 60, url, said)
 
     def listed(self, below: str = "", patience: float = PATIENCE) -> dict[str, StoredFile]:
         """Returns the objects below a prefix, by name, without those that no local file can be; a request per 1,000.
@@ -151,7 +151,7 @@ class Store:
     @property
     def conditional(self) -> bool:
         """Whether `read_range` notices by itself that an object was replaced."""
-        return _protocol(self._files) in ("s3", "gs")
+        return drivers.protocol(self._files) in ("s3", "gs")
 
     def look_up(self, name: str, patience: float = PATIENCE) -> StoredFile:
         """Returns what the store says of one object; `FileNotFoundError` if there is none."""
@@ -180,7 +180,7 @@ class Store:
         return self.ask(lambda: self._range(self._at(name), start, stop, version), f"read {name}", patience)
 
     def _range(self, path: str, start: int, stop: int, version: str) -> bytes:
-        protocol = _protocol(self._files)
+        protocol = drivers.protocol(self._files)
         try:
             if protocol == "s3":
                 found = _read_from_s3(self._files, path, start, stop, version)
@@ -269,18 +269,6 @@ class Store:
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
-
-
-def _is_final(error: Exception) -> bool:
-    """Returns whether it makes no sense to try again."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, _FINAL) or not _WITHOUT_CREDENTIALS.isdisjoint(names)
-
-
-def _protocol(driver: Any) -> str:
-    """Returns "s3" or "gs" for their drivers; else ""."""
-    protocols = driver.protocol if isinstance(driver.protocol, (tuple, list)) else (driver.protocol,)
-    return next((name for name in ("s3", "gs") if name in protocols), "")
 
 
 def _read_from_s3(driver: Any, path: str, start: int, stop: int, version: str) -> bytes:

@@ -3,8 +3,10 @@
 Names that other rooms may use, by file:
     command: add
     jobs: none
+    place: none
     results: none
     space: none
+    stored: none
     study: none
     sweep: none
 """

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from looplib.errors import PluginError
-from looplib.extras.tools.options import path
+from looplib.extras.tools.options import place
 from looplib.plugins import Command
 
 
@@ -17,10 +17,13 @@ def add(tools: Any) -> None:
         description="Runs COMMAND, without --model_dir, with many settings, each in a run directory of its own, and "
         "ranks the results. The same command resumes a sweep that was ended or killed. docs/sweeps.md describes "
         "the lists and ranges of values.",
-        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, or a full disk; 75 "
+        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, a full disk, or no "
+        "store; 75 "
         "saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again",
     )
-    parser.add_argument("--dir", type=path, required=True, help="directory of the sweep")
+    parser.add_argument(
+        "--dir", type=place, required=True, help="directory of the sweep, or its URL in an object store"
+    )
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default %(default)s)")
     parser.add_argument("--search", default="grid", help="grid, random or tpe (default %(default)s)")
     parser.add_argument("--trials", type=int, help="number of configurations (default: all points of the grid)")

@@ -28,6 +28,9 @@ from looplib.report.records import each_record
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
 _GRACE = 30.0  # seconds that a process has to save and end
+_GRACE_OF_A_STORE = 120.0  # the same with an upload
+# How the last line of a run ends that could not use its store, which is no failure of its trial.
+OF_THE_STORE = ("(StoreError)", "(LockedError)")
 _MOST_NAMES, _LONGEST = 20, 300  # in a sentence
 _SAID_AFTER = 5.0  # seconds of waiting for a process of an earlier start
 
@@ -42,6 +45,9 @@ class Job:
       directory: the sweep's.
       folder: the run directory, below it.
       command: what to start.
+      stored: whether the run is in an object store.
+      kept: the step of the newest checkpoint there, when the sweep was started.
+      noted: what `Place.has` tells whether it may be started.
       stopped: when it was asked to end because it is hopeless or another run of its trial failed; None if not.
     """
 
@@ -50,6 +56,9 @@ class Job:
     directory: str
     folder: str
     command: Sequence[str]
+    stored: bool = False
+    kept: int = 0
+    noted: int = 0
     stopped: float | None = None
     _process: subprocess.Popen | None = None
     _found: int = 0
@@ -74,7 +83,7 @@ class Job:
                     return False
             except OSError:  # a file system without locks
                 pass
-            self._found = saved_step(self.folder)
+            self._found = max(saved_step(self.folder), self.kept)
             self._process = children.start(self.command, log)
         return True
 
@@ -90,7 +99,8 @@ class Job:
 
     def poll(self) -> int | None:
         """Returns how the process ended; None while it runs."""
-        if self.stopped is not None and time.monotonic() > self.stopped + _GRACE:
+        grace = _GRACE_OF_A_STORE if self.stored else _GRACE
+        if self.stopped is not None and time.monotonic() > self.stopped + grace:
             self.kill()
         return children.poll(self._process)
 
@@ -108,14 +118,21 @@ class Job:
 
     def may_run_again(self, code: int) -> bool:
         """Returns whether the command is to be started again after this end, from its newest checkpoint."""
-        if code >= 0 and code not in (EXIT_PREEMPTED, EXIT_STALLED):
+        if code >= 0 and code not in (EXIT_PREEMPTED, EXIT_STALLED) and not self.lacks_its_store():
             return False
         self._idle = 0 if saved_step(self.folder) > self._found else self._idle + 1
         return self._idle < _IDLE_STARTS
 
+    def lacks_its_store(self) -> bool:
+        """Returns whether the process could not use the store that the run is in."""
+        return self.stored and self._last_line().endswith(OF_THE_STORE)
+
+    def _last_line(self) -> str:
+        return next((line.strip() for line in reversed(last_lines(self.folder)) if line.strip()), "")
+
     def failure(self, code: int) -> str:
         """Returns the last line of a run that failed."""
-        last = next((line.strip() for line in reversed(last_lines(self.folder)) if line.strip()), "")
+        last = self._last_line()
         how = f"killed by signal {-code}, {_IDLE_STARTS} times without a new checkpoint" if code < 0 else f"code {code}"
         return f"{last[:300]} ({how})" if last else how
 
@@ -132,17 +149,17 @@ class Job:
         return curve(self.folder, metric)
 
 
-def command_of(fixed: Sequence[str], trial: optuna.Trial, seed: int | None, folder: str) -> list[str]:
+def command_of(fixed: Sequence[str], trial: optuna.Trial, seed: int | None, place: Sequence[str]) -> list[str]:
     """Returns the command of a run.
 
     Args:
       fixed: the arguments that all runs have.
       trial: has the others.
       seed: to be set; None leaves the command's own.
-      folder: the run directory.
+      place: flags with the run directory.
     """
     seeds = [] if seed is None else [f"--seed={seed}"]
-    return [*fixed, *(f"{flag}={value}" for flag, value in trial.params.items()), *seeds, f"--model_dir={folder}"]
+    return [*fixed, *(f"{flag}={value}" for flag, value in trial.params.items()), *seeds, *place]
 
 
 def curve(folder: str, metric: str) -> dict[int, float]:
@@ -180,24 +197,25 @@ def result(folder: str, plan: SweepPlan) -> float:
     raise SweepError(f"{metric} is not a finite number{' at the end' if plan.value == 'last' else ''}")
 
 
-def refuse_other_run(folder: str, command: Sequence[str]) -> None:
+def refuse_other_run(folder: str, command: Sequence[str], kept: int) -> None:
     """Refuses to continue a run of an earlier sweep in this directory, whose database is gone, with other settings.
 
     Args:
       folder: the run directory, which may not be there.
       command: what would continue it.
+      kept: the step of the run's newest checkpoint in a store.
 
     Raises:
       UsageError: if the run was started by another command, or does not say by which.
     """
-    if not saved_step(folder):
+    if not max(saved_step(folder), kept):
         return
     try:
         flags = run_json.read_report(run_json.path_of(folder, trains=True))["starts"][-1]["command"][1:]
-        before = without(list(map(str, flags)), "model_dir")
+        before = without(list(map(str, flags)), "model_dir", "local_dir")
     except (LookupError, TypeError):
         before = None
-    now = without(command, "model_dir")
+    now = without(command, "model_dir", "local_dir")
     if before is None or now[len(now) - len(before) :] != before:
         found = shlex.join(before)[:_LONGEST] if before is not None else "nobody can say by what"
         raise SweepError(

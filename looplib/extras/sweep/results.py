@@ -38,7 +38,9 @@ def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
     return sorted(done, key=lambda trial: -trial.value if goal == "max" else trial.value)
 
 
-def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> None:
+def write(
+    directory: str, plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial], shown: str
+) -> None:
     """Writes results.csv, results.txt and results.png into a sweep's directory, and prints the table.
 
     Args:
@@ -46,6 +48,7 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
       plan: what it does.
       parameters: what it searches.
       trials: all trials.
+      shown: what a user calls the directory.
     """
     if not trials:
         return
@@ -66,7 +69,7 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
     if best:
         settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
         say(f"best: {name_of(best[0])}, {plan.compared} {best[0].value:.6g} {settings}")
-    say(f"results.csv, results.txt and results.png are in {directory}")
+    say(f"results.csv, results.txt and results.png are in {shown}")
 
 
 def _rows(plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:

@@ -35,12 +35,13 @@ PRUNERS = {
     "hyperband": optuna.pruners.HyperbandPruner,
 }
 VALUES = ("last", "best")
-_FILE, _NAME, _PLAN = "sweep.db", "sweep", "plan"
+FILE = "sweep.db"
+_NAME, _PLAN = "sweep", "plan"
 _LARGEST_GRID = 10_000
 _VALUE, _ERROR, _DEVIATION = "value of seed", "error", "deviation"
 _RUNS_BEFORE = "runs before"  # whether the directory had runs when the database was made
 # Bounds of a database that is read, which may come from somebody else.
-_MOST_BYTES, _MOST_TRIALS, _MOST_SECONDS = 1 << 28, 100_000, 60.0
+MOST_BYTES, _MOST_TRIALS, _MOST_SECONDS = 1 << 28, 100_000, 60.0
 _OF_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")  # at the end of a journal that names another file, to be removed
 _LONGEST = 300  # characters of a setting in a sentence
 
@@ -100,7 +101,7 @@ class Study:
                 f"the grid has {self.size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
                 "use --search=random"
             )
-        self._path = os.path.join(directory, _FILE)
+        self._path = os.path.join(directory, FILE)
         if not os.path.lexists(self._path):
             _create(self._path, plan)
         with self._reading():
@@ -235,9 +236,9 @@ def _create(path: str, plan: SweepPlan) -> None:
     had_runs = any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory))
     for suffix in ("-journal", "-wal", "-shm"):  # of a database that was removed
         if not os.path.isdir(f"{path}{suffix}"):
-            folders.remove(directory, f"{_FILE}{suffix}")
+            folders.remove(directory, f"{FILE}{suffix}")
     with new_folder(path) as new:
-        storage = _storage_of(os.path.join(new, _FILE))
+        storage = _storage_of(os.path.join(new, FILE))
         direction = "maximize" if plan.goal == "max" else "minimize"
         study = optuna.create_study(storage=storage, study_name=_NAME, direction=direction)
         study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(plan)))
@@ -245,7 +246,7 @@ def _create(path: str, plan: SweepPlan) -> None:
             study.set_user_attr(_RUNS_BEFORE, True)
         storage.remove_session()
         storage.engine.dispose()
-        folders.move(new, _FILE, directory)
+        folders.move(new, FILE, directory)
     files.make_durable(directory)
 
 
@@ -267,10 +268,10 @@ def _check_file(path: str) -> None:
         with files.open_regular(f"{path}{suffix}") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - len(_OF_SUPER_JOURNAL)))
-            if size > _MOST_BYTES:
-                raise ValueError(f"{_FILE}{suffix} has {size:,} bytes; expected at most {_MOST_BYTES:,}")
+            if size > MOST_BYTES:
+                raise ValueError(f"{FILE}{suffix} has {size:,} bytes; expected at most {MOST_BYTES:,}")
             if suffix == "-journal" and file.read() == _OF_SUPER_JOURNAL:
-                raise ValueError(f"{_FILE}{suffix} names a file to be removed")
+                raise ValueError(f"{FILE}{suffix} names a file to be removed")
     end = time.monotonic() + _MOST_SECONDS
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.set_progress_handler(lambda: time.monotonic() > end, 100_000)

@@ -13,11 +13,12 @@ from typing import NoReturn
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
-from looplib import console, folders
-from looplib.checkpoint.lock import LockKind, RunLock, acquire
+from looplib import console, files, folders
+from looplib.checkpoint.lock import RunLock, acquire
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError, UsageError
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
+from looplib.extras.sweep.place import LOCKED, Place
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Study, SweepPlan, cause_of, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
@@ -26,7 +27,6 @@ from looplib.messages import with_cure
 from looplib.task.metric_names import mode_of
 
 _TICK = 0.1
-_LOCKED = LockKind("directory of a sweep", "use another --dir", "sweep.lock")
 _MOST_SEEDS = 10_000
 # What the machine is short of, so that a run which ends with it in its last line is no failure of its trial.
 _OF_THE_MACHINE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO))
@@ -38,7 +38,7 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) ->
     """Runs a sweep, or what is left of it.
 
     Args:
-      directory: for its database and the run directories.
+      directory: for its database and the run directories; maybe a URL.
       plan: what it does.
       parallel: how many runs at a time.
       trials: how many configurations; default all points of a grid.
@@ -58,23 +58,34 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) ->
             "--goal=max or --goal=min"
         ) from None
     fixed, parameters = space.parse(plan.command)
-    directory = os.path.abspath(directory)
-    with console.guarded(), contextlib.ExitStack() as held, _sentences(directory), Signals() as signals:
-        folders.make_folder(directory)
-        lock = acquire(directory, _give_up, _LOCKED)
+    with console.guarded(), Signals() as signals, contextlib.ExitStack() as held:
+        place = _place_of(directory, signals)
+        directory = place.directory
+        held.enter_context(_sentences(directory))
+        place.prepare()
+        lock = acquire(folders.make_folder(directory), _give_up, LOCKED)
         held.callback(lock.release)
+        held.enter_context(place)
         folders.remove_unfinished(directory, 0.0)  # of sweeps that were killed, as this one has the directory
         study = Study(directory, plan, parameters)
         limit = trials if trials and (plan.search == "tpe" or trials <= study.size) else int(study.size)
         if trials and trials > limit:
             say(f"--trials is {trials:,}, and the command has {limit:,} combinations of values: each is tried once")
-        finished = _Sweep(directory, lock, plan, fixed, study, parallel, limit).run(signals)
+        finished = _Sweep(place, lock, plan, fixed, study, parallel, limit).run(signals)
         trials_made = study.all()
-        results.write(directory, plan, parameters, trials_made)
+        results.write(directory, plan, parameters, trials_made, place.shown)
     if not finished:
         say(f"sweep: ended by a signal; all runs are saved; run the same command to resume (code {EXIT_PREEMPTED})")
         return EXIT_PREEMPTED
     return EXIT_DONE if results.ranked(trials_made, plan.goal) else EXIT_FAILED
+
+
+def _place_of(directory: str, signals: Signals) -> Place:
+    if not files.is_remote(directory):
+        return Place(os.path.abspath(directory))
+    from looplib.extras.sweep.stored import StoredPlace  # a local sweep needs nothing of stores
+
+    return StoredPlace(directory, lambda: len(signals.came))
 
 
 def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
@@ -106,7 +117,7 @@ def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
         raise SweepError(f"--metric is {plan.metric!r}; expected SPLIT/NAME, such as eval/accuracy")
     for argument in plan.command:
         name = argument.lstrip("-").split("=")[0] if argument.startswith("-") else ""
-        if name == "model_dir" or (name == "seed" and plan.seeds):
+        if name in ("model_dir", "local_dir") or (name == "seed" and plan.seeds):
             raise SweepError(f"the command {shlex.join(plan.command)} has --{name}, which the sweep sets; remove it")
 
 
@@ -133,7 +144,7 @@ class _Sweep:
     """The runs of a sweep.
 
     Args:
-      directory: the sweep's.
+      place: where it is.
       lock: the lock of the directory, which this process holds.
       plan: what it does.
       fixed: the arguments that all runs have.
@@ -144,7 +155,7 @@ class _Sweep:
 
     def __init__(
         self,
-        directory: str,
+        place: Place,
         lock: RunLock,
         plan: SweepPlan,
         fixed: Sequence[str],
@@ -152,7 +163,8 @@ class _Sweep:
         parallel: int,
         limit: int,
     ) -> None:
-        self._directory, self._lock, self._plan, self._fixed, self._study = directory, lock, plan, fixed, study
+        self._place, self._directory, self._lock = place, place.directory, lock
+        self._plan, self._fixed, self._study = plan, fixed, study
         self._parallel, self._limit = parallel, limit
         self._waiting: collections.deque[Job] = collections.deque()
         self._running: list[Job] = []
@@ -171,6 +183,7 @@ class _Sweep:
         try:
             while not signals.came:
                 self._lock.check()
+                self._place.check()
                 self._fill()
                 if not self._running and not self._waiting:
                     return True
@@ -196,14 +209,15 @@ class _Sweep:
     def _add(self, trial: optuna.Trial) -> None:
         """Queues the runs of a trial that have no result yet."""
         folder = os.path.join(self._directory, name_of(trial))
-        known = values(trial)
+        known, noted = values(trial), self._place.note()
         for seed in range(max(1, self._plan.seeds)):
             if seed not in known:
                 place = os.path.join(folder, f"seed-{seed}") if self._plan.seeds else folder
-                command = jobs.command_of(self._fixed, trial, seed if self._plan.seeds else None, place)
+                flags, kept = self._place.flags(place), self._place.take(place)
+                command = jobs.command_of(self._fixed, trial, seed if self._plan.seeds else None, flags)
                 if self._study.had_runs_before:
-                    jobs.refuse_other_run(place, command)
-                self._waiting.append(Job(trial, seed, self._directory, place, command))
+                    jobs.refuse_other_run(place, command, kept)
+                self._waiting.append(Job(trial, seed, self._directory, place, command, self._place.stored, kept, noted))
 
     def _fill(self) -> None:
         """Starts runs up to the number that may run at a time."""
@@ -214,6 +228,9 @@ class _Sweep:
             if not self._waiting:
                 break
             job = self._waiting.popleft()
+            if not self._place.has(job.noted):
+                held.append(job)
+                break
             if job.start():
                 self._running.append(job)
             else:  # a process of the sweep's last start is still ending
@@ -237,11 +254,14 @@ class _Sweep:
                 self._fail(job, str(error))
                 return
             self._study.note(trial, job.seed, value)
+            self._place.note()
             self._say(job, f"{self._plan.compared} {value:.6g}")
         elif job.stopped is not None:
             self._study.prune(trial)
+            self._place.note()
             self._say(job, f"stopped at step {saved_step(job.folder)}: other trials were better there")
         elif job.may_run_again(code):
+            job.noted = self._place.note()  # a store that did not take the run has to answer first
             self._waiting.appendleft(job)
         else:
             self._fail_by_its_own(job, job.failure(code))
@@ -254,7 +274,7 @@ class _Sweep:
         """
         space = os.statvfs(self._directory)
         full = space.f_bavail * space.f_frsize < _LEAST_SPACE
-        if full or any(words in sentence for words in _OF_THE_MACHINE):
+        if full or job.lacks_its_store() or any(words in sentence for words in _OF_THE_MACHINE):
             raise SweepError(
                 f"a run of the sweep ended in {job.folder}: {console.printable(sentence)}"
                 f"{', and the disk is full' if full else ''}; mend that, and run the same command: no trial that has "
@@ -278,6 +298,7 @@ class _Sweep:
         """Marks a trial as failed, and ends its other runs."""
         self._ended.add(job.trial.number)
         self._study.fail(job.trial, sentence)
+        self._place.note()
         self._say(job, f"failed: {sentence}")
         self._without_value += not jobs.curve(job.folder, self._plan.metric)
         self._waiting = collections.deque(one for one in self._waiting if one.trial.number != job.trial.number)

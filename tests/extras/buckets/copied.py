@@ -1,7 +1,8 @@
 """A run without a model: commits checkpoints of random bytes to a URL, as a training does, in a process of its own.
 
 `python -m copied URL --steps=9 --pause=0.1`; prints a line of JSON for each step, and for an error its class. What is in
-a checkpoint and in metrics.jsonl is a function of the step and of --seed alone.
+a checkpoint and in metrics.jsonl is a function of the step and of --seed alone. A sweep tries it with --rate, which is
+then its score per step, and names the URL, or a local directory, by --model_dir.
 """
 
 import argparse
@@ -9,11 +10,13 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 
 from looplib import files, folders
 from looplib.checkpoint import commits, lock
+from looplib.checkpoint.mirror import Mirror
 from looplib.errors import UsageError
 from looplib.extras.buckets.mirror import open_mirror
 
@@ -43,36 +46,56 @@ def save(directory, step, seed=0, size=1000):
     folders.remove(place, f"ckpt-{step}.unfinished")
 
 
-def report(directory, step, seed=0):
+def score(step, rate):
+    """The line of metrics.jsonl that a sweep reads."""
+    return json.dumps({"step": step, "split": "eval", "score": rate * step}) + "\n"
+
+
+def report(directory, step, seed=0, rate=None):
     """Adds the line of a step to metrics.jsonl, in place of lines that a start has found for it and later ones."""
     path = os.path.join(directory, "metrics.jsonl")
     lines = open(path).read().splitlines(True) if os.path.exists(path) else []
-    files.write_whole(path, "".join([*(one for one in lines if json.loads(one)["step"] < step), line(step, seed)]))
+    new = [line(step, seed), *([] if rate is None else [score(step, rate)])]
+    files.write_whole(path, "".join([*(one for one in lines if json.loads(one)["step"] < step), *new]))
+
+
+def opened(url, local_dir):
+    """The mirror of a run in a store, or what stands for it in a local directory."""
+    if files.is_remote(url):
+        return open_mirror(url, local_dir)
+    local = Mirror()
+    local.directory = folders.make_folder(url)
+    return local
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("url")
+    parser.add_argument("url", nargs="?", default=argparse.SUPPRESS)
+    parser.add_argument("--model_dir", dest="url")
+    parser.add_argument("--rate", type=float)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--local_dir")
+    parser.add_argument("--dies", type=int, help="the step that it is killed before")
     options = parser.parse_args()
 
     def tell(**what):
         print(json.dumps({"time": time.monotonic(), **what}), flush=True)
 
     try:
-        mirror = open_mirror(options.url, options.local_dir)
+        mirror = opened(options.url, options.local_dir)
         held = lock.acquire(mirror.directory, lambda: None)
         mirror.begin(True)
         place = os.path.join(mirror.directory, "checkpoints")
         start = commits.newest_intact(place, tidy=True) if os.path.isdir(place) else None
         tell(start=start.step if start else 0)
         for step in range(start.step + 1 if start else 1, options.steps + 1):
-            report(mirror.directory, step, options.seed)
+            if step == options.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            report(mirror.directory, step, options.seed, options.rate)
             mirror.check()
             save(mirror.directory, step, options.seed, options.size)
             for done in commits.committed(place)[options.keep :]:
@@ -84,6 +107,7 @@ def main():
         tell(done=options.steps)
     except UsageError as error:
         tell(error=type(error).__name__, text=str(error))
+        print(f"looplib: error: {error.line}")  # as a binary ends
         sys.exit(1)
 
 

@@ -34,6 +34,7 @@ class Request:
     path: str
     status: int = 0  # 0 if it was cut
     bytes: int = 0  # of its body
+    key: str = ""  # that it is signed with
 
     @property
     def kind(self):
@@ -49,6 +50,7 @@ class Faults:
       delay: seconds before each answer.
       share: of requests that fail with `status`.
       status: of those.
+      code: what S3 calls it; "" for the usual one of the status.
       cut: share of requests whose connection is cut: half of them before the server sees them, half after.
       old: how old listings are, in seconds.
       only: returns for a `Request` whether it may fail.
@@ -57,6 +59,7 @@ class Faults:
     delay: float = 0.0
     share: float = 0.0
     status: int = 503
+    code: str = ""
     cut: float = 0.0
     old: float = 0.0
     only: Callable[[Request], bool] = lambda request: True
@@ -150,7 +153,7 @@ class Proxy:
 
     def _answer(self, handler):
         body = _read_body(handler)
-        request = Request(time.monotonic(), handler.command, handler.path, bytes=len(body))
+        request = Request(time.monotonic(), handler.command, handler.path, bytes=len(body), key=_key(handler))
         faults = self.faults
         with self._lock:
             self.requests.append(request)
@@ -160,7 +163,7 @@ class Proxy:
             if fails < faults.share:
                 request.status = faults.status
                 handler.close_connection = False
-                text = _BODY.format(_CODES.get(faults.status, "Error")).encode()
+                text = _BODY.format(faults.code or _CODES.get(faults.status, "Error")).encode()
                 return _send(handler, faults.status, [("Content-Type", "application/xml")], text)
             if is_cut < faults.cut:
                 if before < 0.5:
@@ -222,6 +225,11 @@ class Proxy:
         head, tail = _ENTRY.sub("", text).rsplit("</ListBucketResult>", 1)
         head = re.sub(r"<KeyCount>\d+", f"<KeyCount>{len(entries)}", head)
         return head + "".join(entries[key] for key in sorted(entries)) + "</ListBucketResult>" + tail
+
+
+def _key(handler):
+    match = re.search(r"Credential=(\w+)/", handler.headers.get("Authorization", ""))
+    return match[1] if match else ""
 
 
 def _read_body(handler):

@@ -69,6 +69,19 @@ class S3(Served):
         """Has the server refuse unknown keys after so many more requests."""
         _ask("POST", f"{self.url}/moto-api/reset-auth", str(after).encode())
 
+    def make_key(self, user):
+        """Makes a user who may do everything; returns the user's key and secret."""
+        allowed = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
+        self._order("CreateUser", UserName=user)
+        self._order("PutUserPolicy", UserName=user, PolicyName="all", PolicyDocument=allowed)
+        made = self._order("CreateAccessKey", UserName=user)
+        return re.search("<AccessKeyId>(.*?)<", made)[1], re.search("<SecretAccessKey>(.*?)<", made)[1]
+
+    def _order(self, action, **parameters):
+        """Asks the service of users and keys."""
+        form = urllib.parse.urlencode({"Action": action, "Version": "2010-05-08", **parameters})
+        return _ask("POST", f"{self.url}/", form.encode(), "iam").decode()
+
     def names(self, bucket, prefix=""):
         """Returns {name: bytes} of what a bucket has below a prefix."""
         found, token = {}, ""
@@ -115,8 +128,9 @@ class Gcs(Served):
         ])  # fmt: skip
 
 
-def _ask(method, url, content=None):
-    headers = {"Authorization": _SIGNED, "Content-Type": "application/octet-stream"}
+def _ask(method, url, content=None, service="s3"):
+    kind = "octet-stream" if service == "s3" else "x-www-form-urlencoded"
+    headers = {"Authorization": _SIGNED.replace("/s3/", f"/{service}/"), "Content-Type": f"application/{kind}"}
     request = urllib.request.Request(url, data=content, method=method, headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read()

@@ -165,6 +165,7 @@ BAD = {
     "prune": (["--prune=median", "--seeds=2"], ["train"], "--prune compares single runs"),
     "metric": (["--metric=accuracy"], ["train"], "--metric is 'accuracy'; expected SPLIT/NAME"),
     "model_dir": ([], ["train", "--model_dir=/tmp/x"], "has --model_dir, which the sweep sets"),
+    "local_dir": ([], ["train", "--local_dir=/tmp/x"], "has --local_dir, which the sweep sets"),
     "seed": (["--seeds=2"], ["train", "--seed=1"], "has --seed, which the sweep sets"),
     "twice": ([], ["train", "--a=1,2", "--a=3"], "--a comes twice"),
     "range": ([], ["train", "--a=0.1..0.2"], "--a is a range without steps"),
@@ -183,10 +184,10 @@ def test_bad_input_is_a_sentence_and_code_2(case, tmp_path, capsys):
     assert "hidden" not in str(of) or not os.listdir(tmp_path)
 
 
-def test_a_remote_directory_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["sweep", "--dir=gs://bucket/sweep", "--", "train"])
-    assert "'gs://bucket/sweep', which cannot be used: it is a URL" in capsys.readouterr().err
+def test_a_url_of_no_store_is_a_sentence(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path))
+    assert main(["sweep", "--dir=nothing://bucket/sweep", "--", "train", "--a=1,2"]) == 2
+    assert "nothing://bucket/sweep" in capsys.readouterr().err and not os.listdir(tmp_path)
 
 
 def test_without_optuna_a_sentence_says_what_to_install(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,102 @@
+"""The driver of a store, which fsspec finds for a URL, and what its errors mean."""
+
+import logging as loggers
+import threading
+import time
+from typing import Any
+
+from absl import logging
+
+from looplib.errors import PluginError, StoreError
+from looplib.masks import masked_text
+from looplib.messages import gist
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+# Errors that say that the credentials are missing or not accepted any more: the names of the drivers' classes, and the
+# codes that stores answer with. An answer without a text, as to HEAD, has the number in place of the code.
+_KINDS = frozenset((
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
+    "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError", "DefaultCredentialsError", "RefreshError",
+    "ClientAuthenticationError", "CredentialUnavailableError",
+))  # fmt: skip
+_CODES = frozenset((
+    "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired", "InvalidToken",
+    "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch", "RequestTimeTooSkewed",
+    "AuthenticationFailed", "400", "401",
+))  # fmt: skip
+_LEAST = 2.0  # seconds from one driver to the next; each reads the drivers' files, and costs a tenth of a second
+
+
+class Driver:
+    """The driver of fsspec for a URL.
+
+    Args:
+      url: such as "s3://bucket/run".
+
+    Attributes:
+      root: the path of the URL, as the driver has it.
+      answered: whether the store has accepted the credentials.
+
+    Raises:
+      PluginError: if the driver is not installed.
+      StoreError: if the URL cannot be used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._lock, self.answered = url, threading.Lock(), False
+        self.files, self.root = _found(url)
+        self._made = time.monotonic()
+
+    def renew(self) -> None:
+        """Makes the driver anew, which then reads the files that have credentials: a driver reads some only once."""
+        with self._lock:
+            if time.monotonic() - self._made < _LEAST:
+                return
+            self._made = time.monotonic()
+            try:
+                self.files, _ = _found(self._url)
+            except Exception as error:  # such as of a file that is being written; the next attempt reads it again
+                line = "%s: the credentials cannot be read: %s"
+                logging.log_every_n_seconds(logging.WARNING, line, 60, masked_text(self._url), masked_text(gist(error)))
+
+
+def _found(url: str) -> tuple[Any, str]:
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec
+
+        gcsfs = loggers.getLogger("gcsfs")
+        if gcsfs.level == loggers.NOTSET:  # it logs a stack trace for each error that it raises
+            gcsfs.setLevel(loggers.CRITICAL)
+        # Listings are asked for each time: others write there too. Of two layers that retry, s3fs and botocore, one
+        # stays on, so that a call ends within seconds.
+        options = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if scheme in ("s3", "s3a") else {}
+        return fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+    except ImportError as error:
+        raise PluginError(
+            f"{masked_text(url)} needs a driver that is not installed ({gist(error)}): pip install "
+            f"'looplib[{_EXTRAS.get(scheme, 's3')}]'"
+        ) from error
+    except ValueError as error:
+        raise StoreError(f"{masked_text(url)} cannot be used: {masked_text(gist(error))}") from error
+
+
+def is_final(error: Exception) -> bool:
+    """Returns whether it makes no sense to try again, unless `refuses_credentials`."""
+    return isinstance(error, _FINAL) or str(error).startswith("Forbidden: ")  # as gcsfs says it
+
+
+def refuses_credentials(error: Exception) -> bool:
+    """Returns whether other credentials would help: there are none, or they have expired, or were replaced."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    answer = getattr(error.__cause__, "response", None)  # of botocore, below an error of s3fs
+    code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else getattr(error, "code", None)
+    status = getattr(error, "status_code", getattr(error, "status", None))  # of Azure and of HTTP
+    return not _KINDS.isdisjoint(names) or str(code) in _CODES or status == 401
+
+
+def protocol(driver: Any) -> str:
+    """Returns "s3" or "gs" for their drivers; else ""."""
+    protocols = driver.protocol if isinstance(driver.protocol, (tuple, list)) else (driver.protocol,)
+    return next((name for name in ("s3", "gs") if name in protocols), "")
