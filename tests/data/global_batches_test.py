@@ -91,7 +91,7 @@ def whole():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [5, *more([1, 2, 3, 4, 6, 7, 8])])  # an epoch has 4 steps
+@pytest.mark.parametrize("first", [1, 3, 4, 5, 8])  # an epoch has 4 steps
 @pytest.mark.parametrize("distribute", ["auto", "tf"])
 def test_a_resumed_run_continues_with_the_next_global_batch(distribute, first, whole, tmp_path):
     settings = dict(model_dir=tmp_path, checkpoints=looplib.CheckpointPolicy(every_steps=5), distribute=distribute)

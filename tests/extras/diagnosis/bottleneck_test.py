@@ -259,6 +259,7 @@ def train(make):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_slowest_stage_is_named_and_the_advice_helps():
     """A map that is slow for each call: first alone, then in parallel, as advised, then on whole batches, as advised."""
     alone, together = Slow(), Slow()
