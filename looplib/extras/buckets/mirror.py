@@ -215,7 +215,6 @@ class StoreMirror(Mirror):
                 self._lost = error
             except (StoreError, OSError) as error:
                 self.standing.error, tick = str(error), min(max(_TICK, 2 * tick), _LONGEST_TICK)
-                logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
             self._show()
 
     def _show(self) -> None:

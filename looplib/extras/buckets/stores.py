@@ -101,6 +101,8 @@ class Store:
                 final = not self._driver.answered if refused else drivers.is_final(error)
                 if refused and not final:
                     self._driver.renew()
+                if final and self._driver.answered:
+                    self._tell(said, refused)  # a run tries again what raises this
                 if final or self._gone() or time.monotonic() + pause > end:
                     raise StoreError(
                         f"{masked_text(self.url)} cannot be reached to {doing}: {said}; check the address, the "
