@@ -286,13 +286,12 @@ def check_one_family(objects: Mapping[str, Any]) -> None:
         )
 
 
-def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
-    """Returns the state of a Keras object that `tf.train.Checkpoint` would miss.
+def untracked_variables(value: Any) -> list[Any]:
+    """Returns the state of a Keras object, or of lists and dicts of them, that `tf.train.Checkpoint` would miss.
 
-    In Keras 3 these are the variables of metrics and seed generators, the seeds of layers, and the variables, also of
-    layers and optimizers, that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random
-    generators of layers such as dropout, and the states of stateful recurrent layers. Lists, tuples and dicts are
-    searched.
+    In Keras 3 these are the variables of metrics, the seeds of generators and layers, what a layer or a subclassed
+    model keeps in a list or dict, and the optimizers in an optimizer; in tf_keras the random generators of layers such
+    as dropout, and the states of stateful recurrent layers.
     """
     if isinstance(value, _STRUCTURES):
         return [variable for _, item in _within(value) for variable in untracked_variables(item)]
@@ -307,15 +306,17 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
         return []
     if is_metric(value) or is_a(value, "random", "SeedGenerator"):
         return [variable.value for variable in (value.variables if is_metric(value) else [value.state])]
-    if is_layer(value):
-        tracked = {id(part) for part in tf.train.TrackableView(value).descendants()}
-        missed = [part for part in optimizers(value).values() if id(part) not in tracked]
-        own = [*value.variables, *(variable for optimizer in missed for variable in optimizer.variables)]
-        found = [variable.value for variable in own if id(variable) not in tracked]
-        known = tracked | {id(variable) for variable in found}
-        loose = [part for _, part in _reached({"": value}) if isinstance(part, tf.Variable) and id(part) not in known]
-        return [*found, *loose]
-    return []
+    if not is_layer(value) and not is_optimizer(value):
+        return []
+    tracked = {id(part) for part in tf.train.TrackableView(value).descendants()}
+    if is_optimizer(value):
+        return [part for part in with_inner([value]) if id(part) not in tracked]
+    missed = [part for part in with_inner(optimizers(value).values()) if id(part) not in tracked]
+    own = [*value.variables, *(variable for optimizer in missed for variable in optimizer.variables)]
+    found = [variable.value for variable in own if id(variable) not in tracked]
+    tracked |= {id(variable) for variable in found}
+    loose = [part for _, part in _reached({"": value}) if isinstance(part, tf.Variable) and id(part) not in tracked]
+    return [*found, *loose]
 
 
 def recompute(layer: Any) -> None:

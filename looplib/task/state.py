@@ -152,9 +152,8 @@ def no_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:
 def state_of(task: Any) -> dict[str, Any]:
     """Returns the attributes of a trainer or evaluator, or of one of Orbit's, that belong into a checkpoint, by name.
 
-    Where TensorFlow cannot track the object itself, the state is a list of variables: of a Keras 3 metric or seed
-    generator, and, as `<name>_untracked`, of the seeds, and the layers in lists and dicts, of a Keras 3 model, and of
-    what a list or dict holds of these.
+    Where TensorFlow cannot track an object of Keras 3, or all that it holds, its state, or the rest of it as
+    `<name>_untracked`, is a list of variables and optimizers. Lists and dicts are searched.
     """
     state = {}
     for name, value in vars(task).items():

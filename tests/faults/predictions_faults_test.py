@@ -422,8 +422,10 @@ def test_two_workers_mend_a_piece_and_a_refusal_of_the_chief_ends_both(nursery, 
     until = time.monotonic() + 60
     while not (tmp_path / "eval" / "piece-00020.jsonl").exists():
         assert time.monotonic() < until and not workers[0].ended(0.005), workers[0].output()
+    workers[0].kill(signal.SIGSTOP)  # it has the folder until the others are refused
     refused = nursery.workers(2, trained, *PREDICT, *place)
     assert [life.code() for life in refused] == [1, 1]
+    workers[0].kill(signal.SIGCONT)
     assert f"is in use by process {workers[0].pid} on " in last_line(refused[0])
     assert [life.code() for life in workers] == [0, 0], workers[0].output()
     labels = [

@@ -468,3 +468,33 @@ def test_what_cannot_be_right_on_replicas_is_refused_when_the_controller_is_buil
     monkeypatch.delattr(adapter, "_all_reduce_sum_gradients")  # as of a Keras that calls it otherwise
     with pytest.raises(OptimizerError, match="SGD"):
         controller_of(small_zoo("mirrored_x2"), "mirrored_x2")
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_run_with_an_optimizer_made_of_several_resumes(name, tmp_path):
+    class Line(looplib.GradientTrainer):
+        def __init__(self):
+            model = keras3.Sequential([keras3.layers.InputLayer((FEATURES,)), keras3.layers.Dense(CLASSES)])
+            model.set_weights([KERNEL, np.ones(CLASSES, np.float32)])
+            super().__init__(model, several(keras3.optimizers.SGD(0.02, momentum=0.9), keras3.optimizers.Adam(0.02)))
+
+        def dataset(self, context):
+            return context.indices(len(X)).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+
+        def loss_fn(self, inputs):
+            return tf.reduce_sum(tf.square(self.model(inputs[0]) - inputs[1]), axis=1)
+
+    def ended(folder, *stops):
+        for stop in stops:
+            with make_strategy(name).scope():
+                trainer = Line()
+            with looplib.Controller(
+                looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=2, loop="graph"),
+                trainer=trainer, strategy=make_strategy(name), model_dir=tmp_path / folder, writers=[],
+            ) as controller:  # fmt: skip
+                controller.train(stop)
+        inner = [value for one in trainer.optimizer.optimizers for value in values(one)]
+        return [*values(trainer.model), *inner]
+
+    for one, other in zip(ended("whole", 6), ended("parts", 3, 6), strict=True):
+        np.testing.assert_array_equal(one, other)
