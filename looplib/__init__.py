@@ -65,6 +65,8 @@ _PARTS = (  # of plug-ins
     "ReduceOnPlateau",
     "TensorBoardWriter",
     "WandbWriter",
+    "WarmStart",
+    "WeightRule",
     "histogram",
     "image",
     "measure",
