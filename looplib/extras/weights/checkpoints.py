@@ -1,5 +1,7 @@
 """The weights in TensorFlow's checkpoints, by names of which each means one."""
 
+import re
+
 import numpy as np
 import tensorflow as tf
 
@@ -10,6 +12,7 @@ from looplib.extras.weights.sources import StoredTensor
 from looplib.messages import gist
 from looplib.task.record import RunRecord
 
+_MODEL = re.compile(r"^(sequential|functional|model)(_\d+)?/(?=.+/)")
 _OWN = frozenset({"global_step", "input_state", "replica_state", "run_state", "save_counter"})
 
 
@@ -17,12 +20,17 @@ def by_unique_name(saved: SavedVariables) -> dict[str, NamedVariable]:
     """Returns the saved weights by names: with the attribute of the trainer before it, or by its path, if need be."""
     weights = [leaf for leaf in saved.leaves.values() if not (leaf.origin or leaf.owned)]
     names: dict[str, NamedVariable] = {}
-    for name, alike in groups(weights, lambda leaf: leaf.name).items():
-        longer = groups(alike, lambda leaf: f"{min(leaf.paths)}/{leaf.name}".lstrip("/"))
+    for name, alike in groups(weights, lambda leaf: _without_model(leaf.name)).items():
+        longer = groups(alike, lambda leaf: f"{min(leaf.paths)}/{_without_model(leaf.name)}".lstrip("/"))
         for long, leaves in longer.items():
             for leaf in leaves:
                 names[name if len(alike) == 1 else long if len(leaves) == 1 else leaf.path] = leaf
     return names
+
+
+def _without_model(name: str) -> str:
+    """Returns a name without the one that Keras has given a model without a name, such as `sequential_1`."""
+    return _MODEL.sub("", name)
 
 
 class CheckpointWeights:

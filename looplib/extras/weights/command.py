@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
+from looplib import files
 from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
 from looplib.extras.tools.options import place
@@ -21,8 +23,8 @@ def add(tools: Any) -> None:
         "weights",
         help="list the weights in a file, beside those of a model, and the rules that would be missing",
         description="Lists names, shapes and types in a file of weights (.keras, .weights.h5, .safetensors, a "
-        "checkpoint, a SavedModel, a run) without running anything in it. With --to, it shows which of them the model of "
-        "a run takes for a warm start, and suggests rules, as text to copy.",
+        "checkpoint, a SavedModel, a run) without running anything in it. With --to, it shows which of them the model "
+        "of a run takes in a warm start, and suggests rules, as text to copy.",
         epilog="exit codes: 0 listed, and with --to everything has its place; 1 some value or variable has none; 2 it "
         "cannot be read, or a rule does not fit",
     )
@@ -108,7 +110,7 @@ def _compare(
     shapes = {name: one.shape for name, one in lacking.items()}
     if found := suggest(free, shapes, made - free.keys()):
         print("\nrules that fit by shape and name; check them, and keep them as a .yaml file for --warm_start:\n")
-        print(printable(f"path: {_quoted(start.path)}"))
+        print(printable(f"path: {_quoted(start.path if files.is_remote(start.path) else os.path.abspath(start.path))}"))
         print("rules:")
         for pattern, rule in {**start.rules, **found}.items():
             print(printable(f"  {_quoted(pattern)}: {_yaml(rule)}"))

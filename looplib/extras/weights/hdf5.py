@@ -6,23 +6,29 @@ in which that class saves them. Keras 3 writes the name of each layer beside its
 configuration in a `.keras` file has those in `layers`. An older `.h5` has the names of variables.
 """
 
+import dataclasses
 import enum
+import math
+import os
 import re
-from collections.abc import Iterator, Mapping
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-import h5py
 import ml_dtypes
 import numpy as np
 
-from looplib.errors import UsageError
-from looplib.extras.weights.sources import MOST_DIMENSIONS, MOST_TENSORS, StoredTensor, refusal
+from looplib import files
+from looplib.extras.weights import hdf5_contents
+from looplib.extras.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
+from looplib.messages import is_utf8
 
-_VARIABLES, _LIST = "vars", "layers"
+_LIST = "layers"
 _OWNED = frozenset({"optimizer", "_optimizer", "metrics", "_metrics", "_compile_metrics", "optimizer_weights"})
-_DEEPEST = 60  # groups
-_LONGEST_NAME = 1_000
-_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError, OverflowError)
+SECONDS = 60  # of computing, for the names in a file
+_PATIENCE = 600.0  # seconds, where a disk is slow
 
 LayerNames = Mapping[tuple[str, ...], str]
 
@@ -41,12 +47,61 @@ class NamesOfLayers(enum.Enum):
     NONE = enum.auto()
 
 
+@dataclasses.dataclass(frozen=True)
+class Hdf5Layer:
+    """A group of variables, by `hdf5_contents.py`.
+
+    Attributes:
+      path: the groups that lead to the layer.
+      name: of the layer; "" if the file does not say it.
+    """
+
+    path: list[str]
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Hdf5Numbers:
+    """A data set, by `hdf5_contents.py`.
+
+    Attributes:
+      path: the groups that lead to it, and its own name.
+      shape: its shape.
+      dtype: its type in numpy; "" for something else than numbers.
+      place: where it begins, in bytes.
+    """
+
+    path: list[str]
+    shape: list[int]
+    dtype: str
+    place: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Hdf5Contents:
+    """What `hdf5_contents.py` says of a file.
+
+    Attributes:
+      refused: why the file is none of weights; "" if it may be one.
+      older: whether it has the names of variables.
+      layers: its groups of variables.
+      numbers: its data sets.
+    """
+
+    refused: str
+    older: bool
+    layers: list[Hdf5Layer]
+    numbers: list[Hdf5Numbers]
+
+
 class Hdf5Weights:
     """A file of weights of Keras.
 
     Args:
-      file: the HDF5 file, open; closed with this.
+      file: the file, open; closed with this.
       path: its name in messages.
+      start: where in the file HDF5 begins.
+      size: how many bytes it has.
       config: the configuration of the model beside it, as JSON; None for none.
 
     Attributes:
@@ -58,102 +113,74 @@ class Hdf5Weights:
       WarmStartError: if it is damaged, something else, or has what leads out of it.
     """
 
-    def __init__(self, file: BinaryIO, path: str, config: Any = None) -> None:
-        self._path, self._file = path, file
-        self._seen: set[Any] = set()
-        self._layers: dict[tuple[str, ...], str] = {}
-        self._places: set[tuple[str, ...]] = {()}  # of layers, also of those without variables
-        self.names = NamesOfLayers.NONE
-        try:
-            self._root = h5py.File(file, "r")
-            older = "layer_names" in self._root.attrs or "model_weights" in self._root
-            self.numbered = not older
-            found = list(self._datasets(self._root, ()))
-            self.tensors = self._older(found) if older else self._newer(found, config)
-        except UsageError:
-            file.close()
-            raise
-        except _ERRORS as error:
-            file.close()
-            raise refusal(path, f"it is a damaged HDF5 file ({error})".replace("\n", " ")) from error
-
-    def _datasets(self, group: h5py.Group, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], h5py.Dataset]]:
-        """Yields what holds numbers below a group, with the path to it; follows no link."""
-        if len(path) > _DEEPEST:
-            raise refusal(self._path, f"its groups are nested deeper than {_DEEPEST}")
-        if path and path[-1] == _VARIABLES:
-            self._places.add(path[:-1])
-            if name := _text(group.attrs, "name"):
-                self._layers[path[:-1]], self.names = name, NamesOfLayers.ALL
-        for name in group:
-            place = (*path, name)
-            shown = "/".join(place)[-100:]
-            if not isinstance(link := group.get(name, getlink=True), h5py.HardLink):
-                raise refusal(self._path, f"{shown!r} is a link ({type(link).__name__}), which may lead elsewhere")
-            item = group[name]
-            address = h5py.h5o.get_info(item.id).addr
-            if address in self._seen or len(self._seen) > MOST_TENSORS:
-                raise refusal(self._path, f"{shown!r} is there twice, or one of more than {MOST_TENSORS:,}")
-            self._seen.add(address)
-            if isinstance(item, h5py.Group):
-                yield from self._datasets(item, place)
-            elif isinstance(item, h5py.Dataset):
-                self._check(item, shown)
-                yield place, item
-
-    def _check(self, item: h5py.Dataset, shown: str) -> None:
-        """Raises `WarmStartError` for numbers that are not in the file as they are."""
-        if item.is_virtual or item.external:
-            raise refusal(self._path, f"the numbers of {shown!r} are in another file")
-        if item.shape is None or len(item.shape) > MOST_DIMENSIONS:
-            raise refusal(self._path, f"{shown!r} has no shape, or one of more than {MOST_DIMENSIONS} dimensions")
-        stored, claimed = item.id.get_storage_size(), item.size * item.dtype.itemsize
-        if item.id.get_create_plist().get_nfilters():
-            raise refusal(self._path, f"{shown!r} is compressed, as Keras never writes it", "write it uncompressed")
-        if stored < claimed:
-            raise refusal(self._path, f"{shown!r} claims {claimed:,} bytes, and the file has {stored:,} of them")
-
-    def _newer(self, found: list[tuple[tuple[str, ...], h5py.Dataset]], config: Any) -> dict[str, StoredTensor]:
-        if self.names is NamesOfLayers.NONE and (known := names_in(config)):
+    def __init__(self, file: BinaryIO, path: str, start: int, size: int, config: Any = None) -> None:
+        self._path, self._file, self._start = path, file, start
+        found = _contents(file, path, start, size)
+        self.numbered = not found.older
+        self._layers = {tuple(layer.path): layer.name for layer in found.layers if layer.name}
+        self.names = NamesOfLayers.ALL if self._layers else NamesOfLayers.NONE
+        if not self._layers and (known := names_in(config)):
             self._layers, self.names = known, NamesOfLayers.OF_LISTS
-        tensors = {}
-        for path, item in found:
-            *layer, of, number = path if len(path) > 1 else ("", *path)
-            if of != _VARIABLES:
-                raise refusal(self._path, f"{'/'.join(path)[-100:]!r} is in no group of variables (vars)")
-            name = "/".join([*chain(layer, self._layers, self.names is NamesOfLayers.ALL), number])
-            listed = frozenset(index for index in range(len(layer)) if tuple(layer[:index]) not in self._places)
-            tensors["/".join(path)] = StoredTensor(
-                name, item.shape, _dtype(item), tuple(layer), number, listed, bool(layer) and layer[0] in _OWNED
-            )
-        if not tensors:
-            raise refusal(self._path, "it has no variables")
-        return tensors
+        self._holders = {(), *(tuple(layer.path) for layer in found.layers)}  # the others are lists
+        self.tensors: dict[str, StoredTensor] = {}
+        self._places: dict[str, int] = {}
+        for one in found.numbers:
+            key, tensor = "/".join(one.path), (self._newer if self.numbered else self._older)(one)
+            if not are_sizes(one.shape) or not 0 <= one.place <= size - tensor.bytes or not all(map(is_utf8, one.path)):
+                raise refusal(path, f"{key[-100:]!a} is not in it as a whole")
+            self.tensors[key], self._places[key] = tensor, start + one.place
+        if not self.tensors:
+            raise refusal(path, "it has no variables")
 
-    def _older(self, found: list[tuple[tuple[str, ...], h5py.Dataset]]) -> dict[str, StoredTensor]:
-        """Returns the tensors of an `.h5` of tf_keras: <layer>/<name of the variable>:0, maybe below model_weights."""
-        tensors = {}
-        for path, item in found:
-            names = path[2:] if path[0] == "model_weights" else path[1:]
-            name = re.sub(r":\d+$", "", "/".join(names))
-            tensors["/".join(path)] = StoredTensor(name, item.shape, _dtype(item), owned=path[0] in _OWNED)
-        return tensors
+    def _newer(self, one: Hdf5Numbers) -> StoredTensor:
+        *layer, of, number = one.path if len(one.path) > 1 else ("", *one.path)
+        if of != hdf5_contents.VARIABLES:
+            raise refusal(self._path, f"{'/'.join(one.path)[-100:]!r} is in no group of variables (vars)")
+        name = "/".join([*chain(layer, self._layers, self.names is NamesOfLayers.ALL), number])
+        listed = frozenset(index for index in range(len(layer)) if tuple(layer[:index]) not in self._holders)
+        owned = bool(layer) and layer[0] in _OWNED
+        return StoredTensor(name, tuple(one.shape), _dtype(one), tuple(layer), number, listed, owned)
+
+    def _older(self, one: Hdf5Numbers) -> StoredTensor:
+        """Returns a tensor of an `.h5` of tf_keras: <layer>/<name of the variable>:0, maybe below model_weights."""
+        names = one.path[2:] if one.path[0] == "model_weights" else one.path[1:]
+        name = re.sub(r":\d+$", "", "/".join(names))
+        return StoredTensor(name, tuple(one.shape), _dtype(one), owned=one.path[0] in _OWNED)
 
     def read(self, key: str) -> np.ndarray:
         """Returns the numbers of a tensor."""
-        item, dtype = self._root[key], self.tensors[key].dtype
-        found = np.empty(item.shape, item.dtype)
-        try:
-            if found.size:
-                item.read_direct(found)
-        except _ERRORS as error:
-            raise refusal(self._path, f"{key[-100:]!r} cannot be read ({error})".replace("\n", " ")) from error
-        return found.view(dtype) if found.dtype.kind == "V" else found
+        tensor = self.tensors[key]
+        found = np.empty(math.prod(tensor.shape), tensor.dtype)
+        self._file.seek(self._places[key])
+        if self._file.readinto(found.view(np.uint8)) != tensor.bytes:
+            raise refusal(self._path, "it was shortened while it was read")
+        return found.reshape(tensor.shape)
 
     def close(self) -> None:
         """Closes the file."""
-        self._root.close()
         self._file.close()
+
+
+def _contents(file: BinaryIO, path: str, start: int, size: int) -> Hdf5Contents:
+    """Returns what is in a file, found by another process, which a damaged file may hang or crash."""
+    numbers = (start, size, MOST_TENSORS, MOST_HEADER, SECONDS)
+    command = [sys.executable, os.path.abspath(hdf5_contents.__file__), *map(str, numbers)]
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # whose stacks are memory
+    try:
+        done = subprocess.run(command, stdin=file, capture_output=True, timeout=_PATIENCE, env=environment)
+    except subprocess.TimeoutExpired:
+        raise refusal(path, f"HDF5's library did not read it within {_PATIENCE:g} s") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
+        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"{said[0]:.200}"
+        raise refusal(path, f"HDF5's library failed on it ({how})")
+    try:
+        found = files.typed(files.parse_json(done.stdout), Hdf5Contents)
+    except ValueError as error:
+        raise refusal(path, f"its contents cannot be listed ({error})") from error
+    if found.refused:
+        raise refusal(path, found.refused)
+    return found
 
 
 def chain(path: list[str] | tuple[str, ...], names: LayerNames, only_named: bool) -> list[str]:
@@ -199,20 +226,5 @@ def snake_case(name: str) -> str:
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
-def _dtype(item: h5py.Dataset) -> np.dtype | None:
-    if item.dtype.kind == "V" and item.dtype.itemsize == 2 and _text(item.attrs, "dtype") == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
-    return item.dtype if item.dtype.kind in "fiub" else None
-
-
-def _text(attributes: h5py.AttributeManager, name: str) -> str:
-    """Returns a short text of a file; "" for none, or for something else."""
-    if (
-        name not in attributes
-        or (told := attributes.get_id(name)).shape != ()
-        or told.get_storage_size() > _LONGEST_NAME
-    ):
-        return ""
-    value = attributes[name]
-    value = value.decode(errors="replace") if isinstance(value, bytes) else value
-    return value if isinstance(value, str) and len(value) <= _LONGEST_NAME else ""
+def _dtype(one: Hdf5Numbers) -> np.dtype | None:
+    return np.dtype(ml_dtypes.bfloat16 if one.dtype == "bfloat16" else one.dtype) if one.dtype else None

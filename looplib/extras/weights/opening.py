@@ -1,14 +1,13 @@
 """Opens what a path names, if it is a file of weights, or a folder that has one; not TensorFlow's own formats."""
 
 import os
-from typing import BinaryIO
 
 from looplib import files
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
 from looplib.extras.weights.hdf5 import Hdf5Weights
 from looplib.extras.weights.safetensors import INDEX, SafetensorsFile, SafetensorsShards, shards_of
 from looplib.extras.weights.sources import WeightsSource, refusal
-from looplib.extras.weights.zipped import open_zipped
+from looplib.extras.weights.zipped import find_weights
 from looplib.messages import with_cure
 
 _HDF5, _ZIP = b"\x89HDF\r\n\x1a\n", b"PK"
@@ -55,26 +54,22 @@ def _opened(path: str, given: str) -> Hdf5Weights | WeightsSource | None:
     except files.NotRegularError as error:
         raise refusal(given, str(error), "name the file itself, or copy the folder with cp -rL") from error
     try:
-        start = file.read(10)
+        begin = file.read(10)
         file.seek(0)
-        if start.startswith(_HDF5):
-            return Hdf5Weights(file, given)
-        if start.startswith(_ZIP):
-            return _zipped(file, given)
-        if start[8:9] == b"{" or path.endswith(".safetensors"):
+        if begin.startswith(_HDF5):
+            return Hdf5Weights(file, given, 0, os.fstat(file.fileno()).st_size)
+        if begin.startswith(_ZIP):
+            start, size, config = find_weights(file, given)
+            return Hdf5Weights(file, given, start, size, config)
+        if begin[8:9] == b"{" or path.endswith(".safetensors"):
             file.close()
             return SafetensorsFile(path)
-        if start[:1] == b"\x80" and start[1:2] in b"\2\3\4\5":
+        if begin[:1] == b"\x80" and begin[1:2] in b"\2\3\4\5":
             raise refusal(given, "it is a pickle, which is a program", f"expected {_KNOWN}")
         if path.endswith((*_WANTED, ".h5", ".bin", ".pt", ".pth")):
-            raise refusal(given, f"it begins with {start!r}, as no file of weights does", f"expected {_KNOWN}")
+            raise refusal(given, f"it begins with {begin!r}, as no file of weights does", f"expected {_KNOWN}")
     except BaseException:
         file.close()
         raise
     file.close()
     return None
-
-
-def _zipped(file: BinaryIO, given: str) -> Hdf5Weights:
-    window, config = open_zipped(file, given)
-    return Hdf5Weights(window, given, config)

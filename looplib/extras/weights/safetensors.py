@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from looplib import files, folders
-from looplib.extras.weights.sources import MOST_DIMENSIONS, MOST_HEADER, MOST_TENSORS, StoredTensor, refusal
+from looplib.extras.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
 
 INDEX = ".safetensors.index.json"
 _DTYPES = {
@@ -91,7 +91,7 @@ class SafetensorsFile:
             shape, dtype, offsets = told.get("shape"), told.get("dtype"), told.get("data_offsets")
             if isinstance(dtype, str) and dtype not in _DTYPES:
                 raise refusal(self._path, f"{name!r:.100} has the type {dtype!r:.30}", f"expected {', '.join(_DTYPES)}")
-            if isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2:
+            if isinstance(dtype, str) and are_sizes(shape) and are_sizes(offsets) and len(offsets) == 2:
                 return tuple(shape), _DTYPES[dtype], *offsets
         raise refusal(self._path, f"the header's {name!r:.100} has no type, shape and place")
 
@@ -172,8 +172,3 @@ def shards_of(path: str) -> Mapping[str, str]:
                 "model-00001-of-00002.safetensors"
             )  # fmt: skip
     return places
-
-
-def _are_sizes(value: Any) -> bool:
-    sizes = isinstance(value, list) and len(value) <= MOST_DIMENSIONS
-    return sizes and all(type(number) is int and 0 <= number < 1 << 62 for number in value)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -64,3 +64,9 @@ class WeightsSource(Protocol):
 def refusal(path: str, reason: str, cure: str = "save the weights again, or copy the file again") -> WarmStartError:
     """Returns the error of a file that is not what it should be."""
     return WarmStartError(f"{path} is not taken: {reason}; {cure}")
+
+
+def are_sizes(value: Any) -> bool:
+    """Returns whether a JSON value is a list of few sizes or places."""
+    sizes = isinstance(value, list) and len(value) <= MOST_DIMENSIONS
+    return sizes and all(type(number) is int and 0 <= number < 1 << 62 for number in value)

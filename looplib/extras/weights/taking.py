@@ -89,10 +89,10 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
         tensor = source.tensors[taken.there.key]
         fits = taken.fits and (taken.here.floating or taken.here.variable.dtype.name == str(tensor.dtype))
         if not fits and taken.there.name in ruled:
+            types = f"{tensor.dtype or 'text'} there and {taken.here.variable.dtype.name} here"
             raise WarmStartError(
-                f"{taken.there.name} of {path} is of the type {tensor.dtype or 'text'}, and "
-                f"{targets.shown(taken.here)} here of {taken.here.variable.dtype.name}; leave it out by a rule with null "
-                "(None)"
+                f"{taken.there.name} of {path} is {types}, for {targets.shown(taken.here)}; leave it out by a rule "
+                "with null (None)"
             )
         done.add(id(taken.there))
         if not fits:

@@ -1,6 +1,5 @@
 """The weights in a `.keras` file, read where they are in the zip. Its configuration is only text here."""
 
-import io
 import os
 import re
 import struct
@@ -16,51 +15,8 @@ _END, _LONGEST_COMMENT = b"PK\5\6", 1 << 16
 _MOST_MEMBERS = 100_000
 
 
-class Window(io.RawIOBase):
-    """A part of an open file, as a file that is read.
-
-    Args:
-      file: the whole one, which is closed with this one.
-      start: where the part begins.
-      size: how many bytes it has.
-    """
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Goes to a place in the part, and returns it."""
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence])
-        return self._at
-
-    def tell(self) -> int:
-        """Returns the place in the part."""
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads bytes into a buffer, and returns how many."""
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._at)]
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view)
-        self._at += count
-        return count
-
-    def close(self) -> None:
-        """Closes the whole file."""
-        self._file.close()
-        super().close()
-
-
-def open_zipped(file: BinaryIO, path: str) -> tuple[Window, Any]:
-    """Returns the HDF5 file in a `.keras` file, and the model's configuration as JSON; None for none.
+def find_weights(file: BinaryIO, path: str) -> tuple[int, int, Any]:
+    """Returns where HDF5 begins in a `.keras` file, its bytes, and the model's configuration as JSON; None for none.
 
     Raises:
       WarmStartError: if it is damaged, something else, compressed, or has pickled code.
@@ -83,7 +39,7 @@ def open_zipped(file: BinaryIO, path: str) -> tuple[Window, Any]:
             if _WEIGHTS not in found:
                 raise refusal(path, f"it has no {_WEIGHTS}", "expected a file that model.save has written")
             config = _config(archive, found.get(_CONFIG), path)
-            return _window(file, found[_WEIGHTS], path), config
+            return *_place(file, found[_WEIGHTS], path), config
     except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, RuntimeError, UnicodeDecodeError) as error:
         raise refusal(path, f"it is a damaged zip ({error})") from error
 
@@ -116,7 +72,7 @@ def _config(archive: zipfile.ZipFile, member: zipfile.ZipInfo | None, path: str)
         raise refusal(path, f"its {_CONFIG} cannot be read ({error})", _UNPACK) from error
 
 
-def _window(file: BinaryIO, member: zipfile.ZipInfo, path: str) -> Window:
+def _place(file: BinaryIO, member: zipfile.ZipInfo, path: str) -> tuple[int, int]:
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         kind = "encrypted" if member.flag_bits & 1 else "compressed"
         raise refusal(path, f"its {_WEIGHTS} is {kind}, as Keras never writes it", _UNPACK)
@@ -128,4 +84,4 @@ def _window(file: BinaryIO, member: zipfile.ZipInfo, path: str) -> Window:
     start = member.header_offset + 30 + name + extra
     if start + member.file_size > os.fstat(file.fileno()).st_size or member.file_size != member.compress_size:
         raise refusal(path, f"its {_WEIGHTS} claims {member.file_size:,} bytes, which it does not have")
-    return Window(file, start, member.file_size)
+    return start, member.file_size
