@@ -85,7 +85,8 @@ class EqualNames:
 
         there, here = (groups(side, kind) for side in (saved, live.leaves))
         for one in there.pop(None, []):
-            found = [leaf for leaf in targets.find(one.name) if id(leaf) in left]
+            names = (one.name, normal.given(targets.without_model(one.name)) or "")
+            found = [leaf for leaf in targets.find(names[0]) or targets.find(names[1]) if id(leaf) in left]
             self.pairs += [(one, leaf) for leaf in found if len(found) == 1]
             self.ambiguous += [one] * (len(found) > 1)
         for name in there.keys() & here.keys():

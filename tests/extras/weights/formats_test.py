@@ -24,7 +24,7 @@ from written import (
 )  # fmt: skip
 
 import looplib
-from looplib.errors import NoCheckpointError, WarmStartError
+from looplib.errors import NoCheckpointError, StoreError, WarmStartError
 from looplib.extras.weights.layers import LayerWalk
 from looplib.task.state import state_of
 
@@ -270,3 +270,36 @@ def test_a_file_of_the_library_itself_is_read(tmp_path):
     assert module.a.numpy().tolist() == [[1, 2]] and module.b.numpy().tolist() == [3]
     ours = write_safetensors(tmp_path / "ours", {"a": np.array([[1, 2]], np.float32), "b": bfloat16([3])})
     assert open(ours, "rb").read() == REFERENCE  # so the other tests write what the library does
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path):
+    """The URL of a folder in fsspec's store in memory, and its files."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path / "cache"))
+    store = fsspec.filesystem("memory")
+    yield "memory://weights", store
+    store.rm("/weights", recursive=True)
+
+
+def test_weights_at_a_url_are_fetched_and_an_index_brings_its_shards(memory, tmp_path):
+    url, store = memory
+    source, target = filled(fresh(keras3, functional)), fresh(keras3, functional)
+    folder = tmp_path / "written"
+    folder.mkdir()
+    of_folder(source, folder), of_weights(source, tmp_path), of_keras(source, tmp_path)
+    for path in [*folder.iterdir(), tmp_path / "model.weights.h5", tmp_path / "model.keras"]:
+        store.pipe_file(f"/weights/{path.relative_to(tmp_path)}", path.read_bytes())
+    rules = f"path: {url}/model.weights.h5\nrules: {{'^encoder/(.*)': 'encoder/\\1'}}"
+    store.pipe_file("/weights/rules.yaml", rules.encode())
+    for name in (
+        "written/model.safetensors.index.json", "written", "model.weights.h5", "model.keras", "rules.yaml"
+    ):  # fmt: skip
+        looplib.warm_start({"model": filled(target, seed=1)}, f"{url}/{name}")
+        same(source, target)
+    store.rm("/weights/written/model-00002-of-00002.safetensors")
+    with pytest.raises(StoreError, match="00002"):
+        looplib.warm_start({"model": target}, f"{url}/written/model.safetensors.index.json")
+    store.pipe_file("/weights/bad.safetensors.index.json", b'{"weight_map": {"a": "../../a.safetensors"}}')
+    with pytest.raises(WarmStartError, match="plain name"):
+        looplib.warm_start({"model": target}, f"{url}/bad.safetensors.index.json")
