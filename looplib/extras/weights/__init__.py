@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     opening: none
     pairing: none
     rules: WarmStart, WeightRule
-    safetensors: INDEX, shards_of
+    safetensors: none
     sources: none
     suggestions: none
     taking: none

@@ -26,7 +26,7 @@ from looplib.extras.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTens
 from looplib.messages import is_utf8
 
 _LIST = "layers"
-_OWNED = frozenset({"optimizer", "_optimizer", "metrics", "_metrics", "_compile_metrics", "optimizer_weights"})
+_OWNED = frozenset({"optimizer", "metrics", "optimizer_weights"})
 SECONDS = 60  # of computing, for the names in a file
 _PATIENCE = 600.0  # seconds, where a disk is slow
 

@@ -25,7 +25,7 @@ class Refusal(Exception):
     """The file has what no file of weights has."""
 
 
-class Window(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """A part of an open file, as a file that is read.
 
     Args:
@@ -58,7 +58,7 @@ class Window(io.RawIOBase):
         return count
 
 
-class Contents:
+class Hdf5Listing:
     """The groups and data sets of a file.
 
     Args:
@@ -67,7 +67,7 @@ class Contents:
       most_bytes: the largest size of their names.
     """
 
-    def __init__(self, file: Window, most_items: int, most_bytes: int) -> None:
+    def __init__(self, file: FilePart, most_items: int, most_bytes: int) -> None:
         self._most_items, self._bytes = most_items, most_bytes
         self._seen: set[Any] = set()
         self.layers: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ def main(start: int, size: int, most_items: int, most_bytes: int, seconds: int) 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     told: dict[str, Any] = {"refused": "", "older": False, "layers": [], "numbers": []}
     try:
-        found = Contents(Window(0, start, size), most_items, most_bytes)
+        found = Hdf5Listing(FilePart(0, start, size), most_items, most_bytes)
         told |= {"older": found.older, "layers": found.layers, "numbers": found.numbers}
     except Refusal as error:
         told["refused"] = str(error)

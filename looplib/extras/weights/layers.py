@@ -7,6 +7,7 @@ from typing import Any
 
 from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalizer
 from looplib.compat import keras as _keras
+from looplib.errors import WarmStartError
 from looplib.extras.weights.hdf5 import NamesOfLayers, chain, numbered, snake_case
 
 _LIST = "layers"
@@ -170,5 +171,11 @@ def _is_listing(layer: Any) -> bool:
 
 
 def _skipped_by_tf_keras() -> frozenset[str]:
-    # There is no public name for these.
-    return importlib.import_module("tf_keras.src.saving.saving_lib").ATTR_SKIPLIST
+    # There is no public name for these; without them, variables might get other places than in the file.
+    try:
+        return importlib.import_module("tf_keras.src.saving.saving_lib").ATTR_SKIPLIST
+    except (ImportError, AttributeError) as error:
+        raise WarmStartError(
+            "where this version of tf_keras saves layers in a file is not known to looplib; save the weights as "
+            "safetensors, or as a checkpoint"
+        ) from error
