@@ -92,6 +92,7 @@ def test_weights_come_back_bit_by_bit(how, build, keras, tmp_path):
     same(source, target)
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("build", [sequential, functional, subclassed])
 def test_layers_are_at_the_places_where_keras_saves_them(build, keras, tmp_path):
     model = build(keras)
@@ -163,6 +164,7 @@ def test_layers_that_keras_has_numbered_are_not_guessed_from_names_alone(tmp_pat
     same(source, target)
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("write", [of_weights, of_keras, of_safetensors])
 def test_half_precision_comes_back_and_becomes_float32_exactly(write, dtype, tmp_path):
@@ -192,6 +194,7 @@ def test_the_older_h5_of_tf_keras_is_read_by_its_names(tmp_path):
     same(source, target)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("write", [of_keras, of_weights, of_shards])
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_run_starts_from_a_file_on_each_replica_and_resumes_from_its_own(name, write, tmp_path):

@@ -207,7 +207,8 @@ def test_rules_apply_in_their_order_to_what_is_left_of_a_name(tmp_path):
         np.testing.assert_array_equal(value, tensors[f"net.{name.replace('/', '.')}"])
 
 
-@pytest.mark.parametrize("write", ["weights", "run", "saved_model"])
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("write", ["run", "weights", "saved_model"])
 def test_rules_rename_in_every_format(write, tmp_path):
     source, target = filled(small()), filled(small(("backbone", "classifier")), seed=1)
     rules = {"^encoder/(.*)": r"backbone/\1", "^head/": "classifier/"}

@@ -40,7 +40,8 @@ def rows(text):
     return dict(line.split(None, 1) for line in text.splitlines() if " " in line)
 
 
-@pytest.mark.parametrize("how", ["safetensors", "weights.h5", "keras", "run", "saved_model", "checkpoint"])
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize("how", ["saved_model", "keras", "run", "checkpoint", "safetensors", "weights.h5"])
 def test_it_lists_names_shapes_and_types_of_each_format(how, tmp_path, capsys):
     model, path = filled(small("encoder", "head")), str(tmp_path / f"w.{how}")
     if how == "safetensors":
