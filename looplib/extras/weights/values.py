@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-_PIECE = 1 << 24  # bytes that TensorFlow takes at once
+_PIECE = 1 << 22  # bytes that TensorFlow takes at once
 
 
 def assign(variable: tf.Variable, value: np.ndarray) -> None:
