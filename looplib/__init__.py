@@ -65,6 +65,8 @@ _PARTS = (  # of plug-ins
     "ReduceOnPlateau",
     "TensorBoardWriter",
     "WandbWriter",
+    "WarmStart",
+    "WeightRule",
     "histogram",
     "image",
     "measure",
@@ -72,7 +74,6 @@ _PARTS = (  # of plug-ins
     "text",
     "warm_start",
 )
-
 _PART_MODULES = ("preflight", "tpu")
 
 __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605

@@ -155,6 +155,23 @@ FAULTS = [
           "return leaf[number * (size // count) : (number + 1) * (size // count)]", "gradient_trainer"),
     Fault("a last value over the parts of a batch is their mean", "task/micro_batches.py",
           "reductions.last(value / count)", "reductions.last(value)", "gradient_trainer"),
+    Fault("a rule transposes the weights that it names", "extras/weights/pairing.py",
+          "            value = value.transpose(self.form.transpose)\n", "            value = value.reshape(self.shape)\n", "rules"),
+    Fault("weights from a file: two values are not for one variable", "extras/weights/pairing.py",
+          "        if other is not taken:\n", "        if False:\n", "rules"),
+    Fault("weights from a file: a rule that matches nothing is an error", "extras/weights/rules.py",
+          "    if idle:\n", "    if False:\n", "rules"),
+    Fault("weights from a file: numbers mean the same on both sides", "extras/weights/taking.py",
+          "if by_number and numbers != there[tensor.layer]:", "if False:", "formats"),
+    Fault("weights from a file: names of layers are not guessed", "extras/weights/taking.py",
+          "        if id(here) in view.vague:\n", "        if False:\n", "formats"),
+    Fault("weights from a file: an index names only files beside it", "extras/weights/safetensors.py",
+          "not folders.is_name(name) or not", "not isinstance(name, str) or not", "hostile_weights"),
+    Fault("weights from a file: no pickled code", "extras/weights/zipped.py",
+          'if re.search(rb\'"class_name"\\s*:\\s*"__lambda__"\', text):', "if False:", "hostile_weights"),
+    Fault("weights from a file: HDF5 leads nowhere else", "extras/weights/hdf5_contents.py",
+          "not isinstance(link := group.get(name, getlink=True), h5py.HardLink)",
+          "isinstance(link := group.get(name, getlink=True), bytes)", "hostile_weights"),
 ]  # fmt: skip
 
 

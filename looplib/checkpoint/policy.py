@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -168,13 +169,11 @@ class Start:
     """Where a run starts: one of its checkpoints, or, if it has none, other weights.
 
     Attributes:
-      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a
-        SavedModel's, from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
-        See `looplib.warm_start`.
+      warm_start: a run directory, a file of weights, or anything else that `looplib.warm_start` takes, from which a run
+        without a checkpoint of its own takes the weights that fit; default "" for none.
       continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
         do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
-        newest. A run without a checkpoint of its own continues with its step, weights and optimizer, and with the data
-        from the start, because such a checkpoint holds no position in the data; default "" for none.
+        newest. A new run continues with all of these, and with the data from the start; default "" for none.
       partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
         default False, which refuses a checkpoint of another model.
       start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
@@ -187,8 +186,8 @@ class Start:
       UsageError: for both `warm_start` and `continue_from`.
     """
 
-    warm_start: str = setting(
-        "", "Run, RUN@best, RUN@STEP, checkpoint or SavedModel with first weights.", flag_default=None, read=_or_none
+    warm_start: str | os.PathLike[str] = setting(
+        "", "First weights: RUN, RUN@best, a file, or a .yaml of rules.", flag_default=None, read=_or_none
     )
     continue_from: str = setting(
         "", "Orbit or Model Garden checkpoint from which a new run continues.", flag_default=None, read=_or_none

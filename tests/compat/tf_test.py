@@ -28,6 +28,14 @@ ELSEWHERE = {
     "extras/diagnosis/traced_ops.py": {"_get_function"},  # which only messages to users need
     "extras/buckets/ranges.py": {"_shutdown"},  # of concurrent.futures; without it, a thread waits longer at the end
     "extras/buckets/stores.py": {"_call_s3"},  # of s3fs, whose public functions read without a condition
+    # The places in files of weights, which follow what tf_keras itself does.
+    "extras/weights/layers.py": {
+        "_functional",
+        "_non_trainable_weights",
+        "_operations",
+        "_trainable_weights",
+        "tf_keras.src",
+    },
     "extras/keras/building.py": {"keras.src"},  # the scope of a metric; without it, the name that a graph gives it
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
     "extras/outputs/predictions.py": {"_lock"},

@@ -102,6 +102,7 @@ def commands() -> str:
         "or was killed. Further packages can [add commands](../extending.md).\n"
     ]
     for name, text in helps():
+        text = re.sub(r"\n  -h, --help .*", "", text).replace("\noptions:\n\n", "\n")  # each command has it
         parts.append(f"## {name}\n\n```text\n{text.rstrip()}\n```\n")
     return "\n".join(parts)
 

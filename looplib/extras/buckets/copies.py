@@ -10,6 +10,7 @@ from looplib.errors import StoreError
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.mirror import StoreMirror
 from looplib.extras.buckets.stores import Store, StoredFile
+from looplib.extras.weights.safetensors import INDEX, shards_of
 from looplib.masks import masked_text
 
 _OF_A_RUN = re.compile(r"(?:(.*)/)?(?:run\.json|metrics\.jsonl|\.lease/\d+)")
@@ -46,6 +47,8 @@ def fetched(url: str, checkpoints: bool = True) -> str:
             Store(place[: -len(name) - 1]).fetch(name, path)
         except FileNotFoundError:
             raise StoreError(f"there is nothing at {masked_text(url)}; check the bucket and the path") from None
+        if name.endswith(INDEX):
+            _fetch_shards(place[: -len(name) - 1], path)
         return path
     for name in there:
         *below, last = name.split("/")
@@ -86,3 +89,16 @@ def fetch_runs(
     with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
         list(pool.map(update, objects))
     return objects
+
+
+def _fetch_shards(folder: str, index: str) -> None:
+    """Fetches the files that an index of safetensors names, beside it."""
+    store = Store(folder)
+    for name in sorted(set(shards_of(index).values())):
+        try:
+            store.fetch(name, folders.inside(os.path.dirname(index), name))
+        except FileNotFoundError:
+            url = masked_text(f"{folder}/{name}")
+            raise StoreError(
+                f"there is nothing at {url}, which the index beside it names; copy all its files"
+            ) from None

@@ -1,5 +1,6 @@
 """Values from checkpoints that are not the run's own: a warm start, another program's, or only a part of one."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -15,66 +16,59 @@ from looplib.checkpoint.restoring import check_contents, describe_differences, o
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
+from looplib.extras.weights.checkpoints import by_unique_name
 from looplib.extras.weights.matching import Match
-from looplib.messages import gist, join_names
+from looplib.extras.weights.opening import open_weights
+from looplib.extras.weights.pairing import pair
+from looplib.extras.weights.rules import WeightRule, apply, given
+from looplib.extras.weights.taking import LoadedValues, take, weights_only
+from looplib.extras.weights.targets import Targets
+from looplib.extras.weights.values import assign
+from looplib.messages import gist
 from looplib.task.record import RunRecord
 from looplib.task.state import variables_of
 
+_IN_SAVED_MODEL = "/variables/variables"
+_Rules = Mapping[str, str | WeightRule | None]
 
-def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> None:
+
+def take_what_fits(objects: Mapping[str, Any], path: str, rules: _Rules | None = None, weights: bool = False) -> None:
     """Restores the values that a checkpoint and some objects have in common, by name and shape; logs the others.
 
     Args:
       objects: dict from attribute name to trackable object, or from "" to a model, for a SavedModel of it.
       path: the checkpoint to take values from.
-      weights_only: whether optimizers, averages and seeds keep their values.
+      rules: see `WarmStart`.
+      weights: whether optimizers, averages and seeds keep their values.
 
     Raises:
       UsageError: if nothing fits, a value fits several variables, or the checkpoint cannot be read.
     """
     try:
-        taken = _assign(objects, path, weights_only)
+        taken = _assign(objects, path, rules or {}, weights)
     except UsageError:
         raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
         kind = WarmStartError if tf.io.gfile.exists(f"{path}.index") else NoCheckpointError
         raise kind(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
+    _report(taken, path)
+
+
+def _report(taken: LoadedValues, path: str) -> None:
+    """Logs what was taken and what was not; raises `WarmStartError` if that is nothing."""
     left_out = describe_differences(taken.others)
     if not taken.count:
         raise WarmStartError(
-            f"nothing in {path} fits ({left_out or 'it has no such names'}); name a checkpoint of the same model, or "
-            "of a part of it under the same attribute names"
+            f"nothing in {path} fits ({left_out or 'it has no such names'}); name a checkpoint or a file of the same "
+            "model, or of a part of it under the same attribute names, or rename by rules (looplib.WarmStart)"
         )
     logging.info("took %d values from %s", taken.count, path)
     if left_out:
         logging.warning("not taken from %s (%s)", path, left_out)
 
 
-@dataclasses.dataclass(frozen=True)
-class _LoadedValues:
-    """What was taken from a checkpoint.
-
-    Attributes:
-      count: how many values.
-      missing: the variables here that got none.
-      reshaped: the names of those that have another shape there.
-      unused: the names of what the checkpoint has besides.
-    """
-
-    count: int
-    missing: list[NamedVariable]
-    reshaped: list[str]
-    unused: list[str]
-
-    @property
-    def others(self) -> dict[str, list[str]]:
-        """What was not taken: dict from a reason to names."""
-        missing = [name for _, name in sorted((leaf.owned, leaf.name) for leaf in self.missing)]  # weights first
-        return {"only here": missing, "only there": self.unused, "of another shape": self.reshaped}
-
-
-def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> _LoadedValues:
-    """Gives objects the values of a checkpoint where names and shapes agree."""
+def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool = False) -> LoadedValues:
+    """Gives objects the values of a checkpoint by rules, and where names and shapes agree; or its weights alone."""
     reader = tf.train.load_checkpoint(path)
     graph = _tf.object_graph(reader)
     if graph is None:
@@ -83,23 +77,26 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
     check_contents(objects, record, path)
     saved = SavedVariables(reader, graph, record.names, objects)
     live = saved.live
-    if weights_only:
-        live.leaves = [leaf for leaf in live.leaves if not (leaf.owned or leaf.name.endswith("seed_generator_state"))]
-    match = Match(saved.leaves.values(), live, record.optimizers)
-    if match.ambiguous:
-        raise WarmStartError(
-            f"values of {path} fit several layers here, whose names Keras has made and numbered: "
-            f"{join_names(sorted({leaf.name for leaf in match.ambiguous}), most=4)}; give the layers that only one of "
-            'the two models has names of their own, such as Dense(8, name="adapter")'
-        )
+    if weights:
+        weights_only(live)
+    everything = list(live.leaves)
+    named = by_unique_name(saved)
+    ruled = apply(rules, named, path)
+    touched = {id(named[name]) for name in ruled}
+
+    def match(rest: list[NamedVariable]) -> Match:
+        return Match([leaf for leaf in saved.leaves.values() if id(leaf) not in touched], live, record.optimizers)
+
+    pairs = pair(named, ruled, Targets(live), match, path)
     found, reshaped = {}, []
-    for there, here in match.pairs:
-        found[id(here)] = there.key
-        if there.shape == here.shape:
-            here.variable.assign(reader.get_tensor(there.key))
+    for taken in pairs:
+        found[id(taken.here)] = taken.there.key
+        if taken.fits:
+            assign(taken.here.variable, taken.formed(reader.get_tensor(taken.there.key)))
         else:
-            reshaped.append(there.name)
-    done, unused = set(found.values()), []
+            reshaped.append(taken.there.name)
+    left_out = {named[name].key for name, form in ruled.items() if form.name is None}
+    done, unused = {*found.values(), *left_out}, []
     states = objects_of(graph, objects.get("") or tf.train.Checkpoint(**objects))
     for number, node in enumerate(graph.nodes):
         for attribute in node.attributes:
@@ -107,43 +104,59 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
                 state.deserialize(reader.get_tensor(attribute.checkpoint_key))
             elif attribute.checkpoint_key not in done and attribute.name != "py_state":
                 there = saved.leaves.get(number)
-                if not weights_only or (there and not there.origin):
+                if not weights or (there and not there.origin):
                     name = there.name if there else attribute.full_name or attribute.checkpoint_key
                     unused.append((bool(there and there.origin), name))
-    missing = [leaf for leaf in live.leaves if id(leaf) not in found]
-    known = {"save_counter", *(there.name for there, _ in match.pairs)}  # a variable may be in two places
+    missing = [leaf for leaf in everything if id(leaf) not in found]
+    known = {"save_counter", *(taken.there.name for taken in pairs)}  # a variable may be in two places
     others = [name for _, name in sorted(unused) if name not in known]
-    return _LoadedValues(len(found) - len(reshaped), missing, reshaped, others)
+    return LoadedValues(len(found) - len(reshaped), missing, reshaped, others)
 
 
-def warm_start(objects: Mapping[str, Any], path: str) -> None:
-    """Takes the weights that fit, by name and shape, from another run's checkpoint or a SavedModel.
+def warm_start(objects: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Takes the weights that fit, by name and shape, from a file of weights, another run's checkpoint or a SavedModel.
 
     Only layers and modules take values, also those in lists and dicts; optimizers, averages and seeds keep their
     initial ones. What does not fit, such as a head for other classes, keeps its values and is named in the log.
 
     Args:
       objects: dict from attribute name to trackable object.
-      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for the checkpoint that the run
-        ended with, or with "@latest", "@best" or "@1000" after it for another one; or the directory of a SavedModel,
-        which is that of the only model here.
+      path: a `.keras`, `.weights.h5` or `.safetensors` file, the `.safetensors.index.json` of several, or a folder that
+        has one; a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for the checkpoint that the
+        run ended with, or with "@latest", "@best" or "@1000" after it for another one; the directory of a SavedModel,
+        which is that of the only model here, as a file of Keras is; a `looplib.WarmStart`, or a `.yaml` file of one.
 
     Raises:
-      UsageError: if it cannot be read or fits nothing.
+      UsageError: if it cannot be read or fits nothing, or if a rule does not fit.
     """
+    start = given(path)
+    objects = {**_untracked(objects), **objects}
     models = {name: value for name, value in objects.items() if _holds_weights(value) or _is_rest_of_one(name, objects)}
-    given, (path, which) = path, choice.divided(files.resolve(path, "warm_start", fetch=True))
-    runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
-    if path != given and not runs:
-        raise NoCheckpointError(f"there is no checkpoint in {path}, although {given} names one; name a run directory")
-    if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
-        path = os.path.join(path, "variables", "variables")
+    place = located(start.path)
+    if source := open_weights(place):
+        with contextlib.closing(source):
+            _report(take(source, models, dataclasses.replace(start, path=place)), place)
+        return
+    if place.endswith(_IN_SAVED_MODEL):
         whole = [value for value in models.values() if _keras.is_layer(value)]
         if len(whole) == 1:
-            models = _as_saved(whole[0], path)
-    elif runs:
-        path = choice.choose(runs[0], which).path
-    take_what_fits(models, path.removesuffix(".index"), weights_only=True)
+            models = _as_saved(whole[0], place)
+    take_what_fits(models, place, start.rules, weights=True)
+
+
+def located(path: str) -> str:
+    """Returns the local path of the checkpoint, or the file of weights, that a path or a URL names.
+
+    Raises:
+      UsageError: if a run has no such checkpoint, or the path cannot be used.
+    """
+    place, which = choice.divided(files.resolve(path, "warm_start", fetch=True))
+    runs = [folder for folder in (os.path.join(place, "checkpoints"), place) if commits.newest(folder)]
+    if which != choice.FINAL and not runs:
+        raise NoCheckpointError(f"there is no checkpoint in {place}, although {path} names one; name a run directory")
+    if tf.io.gfile.exists(os.path.join(place, "saved_model.pb")):
+        return place + _IN_SAVED_MODEL
+    return choice.choose(runs[0], which).path if runs else place.removesuffix(".index")
 
 
 def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: str) -> tuple[str, int]:
@@ -169,7 +182,7 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
     needed = {name: value for name, value in objects.items() if _keras.is_layer(value) or _keras.is_optimizer(value)}
     try:
         global_step.assign(tf.train.load_checkpoint(path).get_tensor(_tf.variable_key("global_step")))
-        taken = _assign({"global_step": global_step, **objects}, path)
+        taken = _assign({"global_step": global_step, **objects}, path, {})
     except UsageError:
         raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
@@ -206,6 +219,12 @@ def _holds_weights(value: Any) -> bool:
         return False
     own = type(value).__module__.startswith("looplib.") and not _keras.is_layer(value)
     return not own and any(_keras.is_layer(part) or isinstance(part, tf.Module) for part in parts[1:])
+
+
+def _untracked(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the layers in lists of models of Keras 3, which TensorFlow does not track, as `state_of` names them."""
+    found = {name: _keras.untracked_variables(value) for name, value in objects.items() if _keras.is_layer(value)}
+    return {f"{name}_untracked": variables for name, variables in found.items() if variables}
 
 
 def _is_rest_of_one(name: str, objects: Mapping[str, Any]) -> bool:
