@@ -59,7 +59,7 @@ def fetched(url: str, checkpoints: bool = True) -> str:
 def _runs_among(names: Mapping[str, StoredFile]) -> set[str]:
     """Returns the folders of names that are run directories; "" for what all of them are in."""
     found = {match[1] or "" for match in map(_OF_A_RUN.fullmatch, names) if match}
-    return {run for run in found if run.count("/") < _DEEPEST}
+    return {run for run in found if run.count("/") < _DEEPEST and "evaluations" not in run.split("/")}
 
 
 def fetch_runs(

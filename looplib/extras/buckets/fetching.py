@@ -77,9 +77,16 @@ class Fetcher:
           steps: of checkpoints that the store has, although its listing may be old.
           checkpoints: whether those are wanted too.
         """
-        for step in steps_of({*listed, *map(marker_of, steps)}) if checkpoints else ():
-            self.fetch_checkpoint(step)
         versions, before = self._copy.note.versions, dict(self._copy.note.versions)
+        there = steps_of({*listed, *map(marker_of, steps)}) if checkpoints else []
+        for step in set(steps_of(self._copy.note.known)) - set(there) if there else ():  # of a run that began anew, say
+            self._forget_checkpoint(step)
+        for step in there:
+            version = listed.get(marker_of(step))
+            if version and versions.get(marker_of(step)) != version:  # saved again since, perhaps by another run
+                self._forget_checkpoint(step)
+            if self.fetch_checkpoint(step) and version:
+                versions[marker_of(step)] = version
         jobs = of_jobs(listed)
         for name in (*_REPORTS, *jobs):
             version = listed.get(name)
@@ -138,6 +145,13 @@ class Fetcher:
             folders.move(incoming, file, to)
             self._copy.remember(f"{CHECKPOINTS}/{file}")
         return True
+
+    def _forget_checkpoint(self, step: int) -> None:
+        """Removes the local files of a checkpoint, its marker first."""
+        of_it = [name for name in self._copy.note.known if name.startswith(f"{CHECKPOINTS}/ckpt-{step}.")]
+        for name in sorted(of_it, key=lambda name: name != marker_of(step)):
+            folders.remove(self._copy.checkpoints, name.removeprefix(f"{CHECKPOINTS}/"))
+            del self._copy.note.known[name]
 
     def fetch(self, name: str, pauses: tuple[float, ...] = ()) -> bool:
         """Fetches a file of the run directory, in place of the one that is here; returns whether there is one."""

@@ -21,7 +21,15 @@ from looplib.report.progress import format_seconds
 
 _MOST_FOLDERS, _MOST_ENTRIES, _MOST_SECONDS, _DEEPEST = 10_000, 100_000, 60.0, 12
 _OF_A_RUN = ("run.json", "metrics.jsonl")
-_INSIDE = ("checkpoints", "train", "eval", "predictions", "export", "plugins")  # of a run, without runs in them
+_INSIDE = (
+    "checkpoints",
+    "train",
+    "eval",
+    "evaluations",
+    "predictions",
+    "export",
+    "plugins",
+)  # of a run, without runs in them
 _LONGEST_NAME, _LONGEST_INTERVAL = 48, 86_400
 _HEADINGS = ("run", "state", "step", "steps/s", "left", "news", "")
 

@@ -66,3 +66,18 @@ def test_the_end_of_an_evaluation_waits_for_a_store_that_is_down(cloud):
     cloud.proxy.start()
     assert life.code() == 0, life.output()
     assert [name for name in cloud.names() if name.startswith("evaluations/")]
+
+
+@pytest.mark.slow
+def test_a_reader_takes_the_weights_of_the_run_that_is_there_now(cloud):
+    """And not those of the one before at that address, which it has looked at."""
+    for seed, steps in ((1, 6), (2, 6), (3, 4)):
+        for name in cloud.names():
+            cloud.delete(name)
+        life = cloud.copied(f"--seed={seed}", f"--steps={steps}", machine=f"trains-{seed}")
+        assert life.code() == 0, life.output()
+        assert (life := cloud.tool("inspect", cloud.url(), machine="reads")).code() == 0, life.output()
+        here, there = cloud.local("reads") / "checkpoints", cloud.download(f"found-{seed}") / "checkpoints"
+        names = [{path.name for path in place.iterdir() if path.is_file()} for place in (here, there)]
+        assert names[0] == names[1] and f"ckpt-{steps}.index" in names[0]
+        assert all((here / name).read_bytes() == (there / name).read_bytes() for name in names[0])
