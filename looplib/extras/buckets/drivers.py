@@ -1,6 +1,7 @@
 """The driver of a store, which fsspec finds for a URL, and what its errors mean."""
 
 import logging as loggers
+import re
 import threading
 import time
 from typing import Any
@@ -44,6 +45,11 @@ class Driver:
     """
 
     def __init__(self, url: str) -> None:
+        scheme, _, place = url.partition("://")
+        if not place.strip("/"):
+            raise StoreError(f"{url} names no bucket; expected a URL such as {scheme}://bucket/run")
+        if re.match(r"[^/]*:[^/]*@", place):  # a driver would show it in its errors
+            raise StoreError(f"{masked_text(url)} has a password; give it where the driver looks for credentials")
         self._url, self._lock, self.answered = url, threading.Lock(), False
         self.files, self.root = _found(url)
         self._made = time.monotonic()

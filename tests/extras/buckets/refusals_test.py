@@ -6,6 +6,9 @@ import pytest
 from clouds import BUCKET, said
 from servers import KEY, SECRET
 
+from looplib.errors import StoreError
+from looplib.extras.buckets.stores import Store
+
 OTHER = "anotherSecretOfTheTests987"
 
 
@@ -23,6 +26,13 @@ def refused(cloud, *arguments, **environment):
 def test_a_bucket_that_does_not_exist_is_named(cloud, monkeypatch):
     monkeypatch.setattr(type(cloud), "url", lambda self, name: f"s3://nowhere/{name}")
     assert "s3://nowhere/run" in refused(cloud)
+
+
+@pytest.mark.parametrize("url", ["s3://", "memory:///", f"s3://{KEY}:{OTHER}@{BUCKET}/run"])
+def test_a_url_without_a_bucket_or_with_a_password_is_refused_without_a_request(url):
+    with pytest.raises(StoreError) as refusal:
+        Store(url)
+    assert OTHER not in str(refusal.value)
 
 
 @pytest.mark.parametrize("secret", ["wrong", "none"])
