@@ -9,6 +9,7 @@ from looplib import folders
 from looplib.errors import StoreError
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.mirror import StoreMirror
+from looplib.extras.buckets.outputs import FOLDER
 from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.extras.weights.safetensors import INDEX, shards_of
 from looplib.masks import masked_text
@@ -59,7 +60,7 @@ def fetched(url: str, checkpoints: bool = True) -> str:
 def _runs_among(names: Mapping[str, StoredFile]) -> set[str]:
     """Returns the folders of names that are run directories; "" for what all of them are in."""
     found = {match[1] or "" for match in map(_OF_A_RUN.fullmatch, names) if match}
-    return {run for run in found if run.count("/") < _DEEPEST and "evaluations" not in run.split("/")}
+    return {run for run in found if run.count("/") < _DEEPEST and FOLDER not in run.split("/")}
 
 
 def fetch_runs(

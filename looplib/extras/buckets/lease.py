@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +20,7 @@ from absl import logging
 
 from looplib import files
 from looplib.checkpoint.lock import LockKind
-from looplib.errors import LockedError
+from looplib.errors import LockedError, StoreError
 from looplib.extras.buckets.stores import PATIENCE, Store
 from looplib.masks import masked_text
 
@@ -107,6 +108,17 @@ class Lease:
         self.write(patience)
         self.check(patience, surely=True)
         self._sure_until = begun + SECONDS / 2
+
+    def keep(self, ending: threading.Event) -> LockedError | None:
+        """Renews the lease until the end, also while a large file is copied; returns the error if it was lost."""
+        while not ending.wait(SECONDS / 3):
+            try:
+                self.renew(SECONDS / 3)
+            except LockedError as error:
+                return error
+            except StoreError:
+                continue
+        return None
 
     def write(self, patience: float) -> None:
         """Writes what the next writer should know, `steps` above all."""

@@ -190,15 +190,8 @@ class StoreMirror(Mirror):
             self._show()
 
     def _renew(self) -> None:
-        """Renews the lease until the end, also while a large file is copied."""
-        while not self._ending.wait(leases.SECONDS / 3):
-            try:
-                self._lease.renew(leases.SECONDS / 3)
-            except LockedError as error:
-                self._lost = error
-                return
-            except StoreError:
-                continue
+        """Renews the lease until the end."""
+        self._lost = self._lease.keep(self._ending) or self._lost
 
     def _work(self) -> None:
         """Copies until the end."""

@@ -17,7 +17,7 @@ from looplib.extras.buckets.stores import Store
 from looplib.report.records import Record, RecordFile, each_record
 
 _RECORDS = ("metrics.jsonl", "media.jsonl")
-_FOLDER = "evaluations"
+FOLDER = "evaluations"
 _OF_THE_TRAINING = (*_RECORDS, "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "config.yaml", "code.diff",
                     "report.html", "train/")  # fmt: skip
 _MOST_JOBS = 10_000
@@ -28,7 +28,7 @@ def of_jobs(names: Iterable[str]) -> list[str]:
     found = []
     for name in names:
         parts = name.split("/")
-        if len(parts) == 3 and parts[0] == _FOLDER and parts[2] in _RECORDS:
+        if len(parts) == 3 and parts[0] == FOLDER and parts[2] in _RECORDS:
             found.append(name)
     return sorted(found)[-_MOST_JOBS:]
 
@@ -107,7 +107,7 @@ class Outputs:
             self._own[file] += new
             self._seen[file].update(map(_text, new))
             text = "".join(f"{_text(record)}\n" for record in self._own[file])
-            files.write_whole(os.path.join(folders.make_folder(self._copy.directory, _FOLDER, self._job), file), text)
+            files.write_whole(os.path.join(folders.make_folder(self._copy.directory, FOLDER, self._job), file), text)
 
 
 def _key(record: Record) -> Hashable:

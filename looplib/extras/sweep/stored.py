@@ -204,14 +204,7 @@ class StoredPlace(Place):
 
     def _renew(self) -> None:
         """Renews the lease until the end."""
-        while not self._ending.wait(leases.SECONDS / 3):
-            try:
-                self._lease.renew(leases.SECONDS / 3)
-            except LockedError as error:
-                self._lost = error
-                return
-            except StoreError:
-                continue
+        self._lost = self._lease.keep(self._ending) or self._lost
 
     def _copy_new(self, everything: bool, patience: float) -> None:
         """Copies what has changed, the database first.
