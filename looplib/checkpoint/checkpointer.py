@@ -245,7 +245,7 @@ class Checkpointer:
         if self:
             self.save(wait=True)
         self._reporter.writers.flush()
-        kept = self.directory.agreed_latest()
+        kept = commits.path_of(self.directory.checkpoints, step) if self else ""
         saved = f"saved in {kept}; run the same command to resume from it" if kept else "without a model_dir to save to"
         raise Preempted(f"ended by {signal} at step {step}, {saved}")
 

@@ -71,6 +71,11 @@ class Commit:
     versions: dict[str, str]
 
     @property
+    def id(self) -> tuple[int, int]:
+        """The step and the time in microseconds, which differ from those of any other checkpoint of the run."""
+        return self.step, int(1e6 * self.time)
+
+    @property
     def bytes(self) -> int:
         """The size of its files in bytes."""
         return sum(file["bytes"] for file in self.files.values())

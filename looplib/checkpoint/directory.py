@@ -62,6 +62,8 @@ def resolve(model_dir: str | os.PathLike[str], local_dir: str | None = None) -> 
         mirror = plugins.load("looplib.parts", "mirror")(model_dir, local_dir)
         _mirrors[mirror.directory] = mirror
         return mirror.directory
+    if local_dir:
+        raise SettingError(f"--local_dir={local_dir} is for a --model_dir that is a URL; leave it out")
     path = files.resolve(model_dir, "model_dir")
     files.refuse_patterns("model_dir", path)
     return path
@@ -332,13 +334,14 @@ class RunDirectory:
         """Returns the `Commit` that the chief has found, or None."""
         if self.workers.count == 1:
             return done
-        step = self.workers.agree(done.step if done else -1)
+        step, made = (self.workers.agree(number) for number in (done.id if done else (-1, 0)))
         if step < 0:
             return None
         if self.workers.is_chief:
             return done
+        self.mirror.wait_for((step, made))
         for done in commits.committed(self.checkpoints):
-            if done.step == step:
+            if done.id == (step, made):
                 return done
         raise WorkerError(
             f"worker {self.workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "

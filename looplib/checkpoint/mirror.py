@@ -21,5 +21,11 @@ class Mirror:
     def take(self, path: str) -> None:
         """Fetches a file that another worker has shared, unless it is here."""
 
+    def wait_for(self, checkpoint: tuple[int, int]) -> None:
+        """Fetches a checkpoint of the chief's, by `Commit.id`, once it is there, unless it is here."""
+
+    def take_folder(self, name: str) -> None:
+        """Fetches the files of a folder of the run directory that this job writes, unless it is here."""
+
     def end(self) -> None:
         """Copies what is missing; called again, what was written since."""

@@ -119,7 +119,7 @@ class PreemptionNotice:
     def deferred(self, busy: Callable[[], bool]) -> Iterator[None]:
         """Inside this `with` block a signal only sets `requested` and `flag`: a save is needed before the run ends.
 
-        While `busy()` is true, as a save is under way, a step that does not end in time does not end the process.
+        While `busy()` is true, as a save is under way, no time is counted: the process does not end for a slow step.
         """
         previous, self._busy = self._busy, busy
         self._deferred += 1
@@ -256,10 +256,10 @@ class PreemptionNotice:
                 left -= running.since_last()
                 for signum in received:
                     self._count(signum)
-                if bool(self.requested) != asked:
-                    asked = not asked
+                if bool(self.requested) != asked or self._busy():  # what follows a save has all of the time again
+                    asked = bool(self.requested)
                     left = max(GRACE_SECONDS, 3 * self.step_seconds) if asked else math.inf
-                if left < 0 and not self._busy():
+                if left < 0:
                     self._end_the_step()
                     left = math.inf
 

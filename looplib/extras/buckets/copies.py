@@ -20,20 +20,22 @@ _TOGETHER = 16  # runs that are asked for at the same time
 _DEEPEST = 3  # folders between a URL and the runs below it
 
 
-def fetched(url: str, checkpoints: bool = True) -> str:
+def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
     """Fetches a run, a folder of runs, a checkpoint of a run, a model or a file; returns the local path.
 
     Args:
       url: such as "s3://bucket/run", "s3://bucket/run@best", "s3://bucket/sweep" or "s3://bucket/weights.h5".
       checkpoints: whether the checkpoints of runs are wanted too.
+      unchecked: whether all files are fetched again, and as they are, also those of damaged checkpoints.
 
     Raises:
       StoreError: if there is nothing, or the store cannot be used.
     """
     place, inside = _INSIDE_A_RUN.fullmatch(url.rstrip("/")).groups()
     store = Store(place)
-    there = store.listed()
-    if "" in (runs := _runs_among(there)):
+    place, there = store.url, store.listed()
+    runs = () if unchecked else _runs_among(there)
+    if "" in runs:
         local = stores.cache("runs", place)
         StoreMirror(store, local).update(there, checkpoints)
         return local + inside
@@ -51,9 +53,14 @@ def fetched(url: str, checkpoints: bool = True) -> str:
         if name.endswith(INDEX):
             _fetch_shards(place[: -len(name) - 1], path)
         return path
+    folders.remove(*os.path.split(local))  # an earlier copy, which may have more
     for name in there:
         *below, last = name.split("/")
-        store.fetch(name, os.path.join(folders.make_folder(local, *below), last))
+        try:
+            store.fetch(name, os.path.join(folders.make_folder(local, *below), last))
+        except FileNotFoundError:  # a run that trains deletes checkpoints
+            if not unchecked:
+                raise StoreError(f"{masked_text(url)}/{name} was deleted just now; run the command again") from None
     return local + inside
 
 

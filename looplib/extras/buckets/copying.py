@@ -50,8 +50,7 @@ class Copier:
 
     def missing(self) -> list[int]:
         """Returns the steps of the checkpoints that the store does not have as they are here, the newest first."""
-        steps = steps_of(f"{CHECKPOINTS}/{name}" for name in self._in_checkpoints())
-        return [step for step in steps if self._copy.has_changed(marker_of(step))]
+        return [step for step in self._copy.steps() if self._copy.has_changed(marker_of(step))]
 
     def _copy_checkpoint(self, step: int, patience: float) -> None:
         marker = marker_of(step)
@@ -120,14 +119,11 @@ class Copier:
 
         That is the newest one there, until the run's newest is there too.
         """
-        here = steps_of(f"{CHECKPOINTS}/{name}" for name in self._in_checkpoints())
+        here = self._copy.steps()
         there = steps_of(self._copy.note.known)
         if not there or (here and here[0] not in self.missing()):
             return ()
         return (f"{CHECKPOINTS}/ckpt-{there[0]}.",)
-
-    def _in_checkpoints(self) -> list[str]:
-        return os.listdir(self._copy.checkpoints) if os.path.isdir(self._copy.checkpoints) else []
 
     def _send(self, name: str, path: str, patience: float) -> None:
         """Copies a file as it is now; one that the run has removed meanwhile is left out."""

@@ -13,7 +13,7 @@ from looplib.masks import masked_text
 from looplib.messages import gist
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, NotImplementedError)
 # Errors that say that the credentials are missing or not accepted any more: the names of the drivers' classes, and the
 # codes that stores answer with. An answer without a text, as to HEAD, has the number in place of the code.
 _KINDS = frozenset((
@@ -84,7 +84,7 @@ def _found(url: str) -> tuple[Any, str]:
             f"{masked_text(url)} needs a driver that is not installed ({gist(error)}): pip install "
             f"'looplib[{_EXTRAS.get(scheme, 's3')}]'"
         ) from error
-    except ValueError as error:
+    except Exception as error:  # each driver has errors of its own
         raise StoreError(f"{masked_text(url)} cannot be used: {masked_text(gist(error))}") from error
 
 

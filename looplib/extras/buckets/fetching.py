@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from looplib.errors import StoreError, UsageError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.outputs import merge, of_jobs
-from looplib.extras.buckets.stores import Store
+from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.masks import masked_text
 
 _REPORTS = ("metrics.jsonl", "media.jsonl", "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
@@ -34,11 +35,28 @@ class Fetcher:
     def __init__(self, store: Store, copy: LocalCopy) -> None:
         self._store, self._copy = store, copy
 
-    def start_over(self, steps: list[int], has_run: bool) -> list[int]:
+    def catch_up(self, steps: list[int], listed: Mapping[str, StoredFile]) -> list[int]:
+        """Fetches what evaluation jobs have reported; has what is not in the store as it should be copied again.
+
+        For a run that this directory has, and nobody has written since. Arguments and result are those of `start_over`.
+        """
+        known = self._copy.note.known
+        for name in [name for name, (size, _) in known.items() if name not in listed or listed[name].bytes != size]:
+            for lost in (name, re.sub(r"(/ckpt-\d+)\..*", rf"\1{MARKER}", name)):  # which asks for all files of it
+                known.pop(lost, None)
+        jobs = of_jobs(listed)
+        for name in jobs:
+            if name not in known:
+                self.fetch(name)
+        merge(self._copy, jobs)
+        return sorted(set(steps) - set(steps_of(known)) - set(self._copy.steps()), reverse=True)
+
+    def start_over(self, steps: list[int], listed: Mapping[str, StoredFile], has_run: bool) -> list[int]:
         """Fetches the newest intact checkpoint and the reports, in place of what an earlier start has left here.
 
         Args:
           steps: of checkpoints that the store has, although its listing may be old.
+          listed: what the store has, by name.
           has_run: whether there may be more than the listing has, for the same reason.
 
         Returns:
@@ -51,7 +69,6 @@ class Fetcher:
         for name in set(os.listdir(self._copy.directory)) - {LOCK}:  # which this process holds
             folders.remove(self._copy.directory, name)
         self._empty()
-        listed = self._store.listed()
         found = steps_of({*listed, *map(marker_of, steps)})
         while found and not self.fetch_checkpoint(found.pop(0), _PAUSES):
             pass

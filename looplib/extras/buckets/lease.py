@@ -135,6 +135,10 @@ class Lease:
                 "continue"
             )
 
+    def withdraw(self, patience: float) -> None:
+        """Leaves the store as it was before, for a start that has written nothing."""
+        self._store.delete([self._name(self._number)], patience)
+
     def release(self, patience: float) -> None:
         """Lets another writer take the run at once."""
         self._store.write(self._name(self._number), self._content(True), patience)

@@ -24,11 +24,13 @@ from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LocalCopy, steps_
 from looplib.extras.buckets.outputs import Outputs
 from looplib.extras.buckets.standing import Standing
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
+from looplib.health.preemption import notice
 from looplib.masks import masked_text
 
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
-_LAST = 600.0  # seconds that the end of a run waits for the store
+_LAST = 600.0  # seconds that the end of a run waits for the store, and a worker for a checkpoint of the chief's
+_AFTER_A_SIGNAL = 60.0  # seconds that the end of a run waits for a store that does not answer
 
 
 class StoreMirror(Mirror):
@@ -73,10 +75,11 @@ class StoreMirror(Mirror):
             return
         self._lease = Lease(self._store)
         try:
-            self._fetch_a_start()
+            with self._copy.alone():
+                self._fetch_a_start()
         except BaseException:
             with contextlib.suppress(StoreError):
-                self._lease.release(0.0)
+                self._lease.withdraw(0.0)
             raise
         self._copier = Copier(self._store, self._copy, self._lease)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._work, self._renew)]
@@ -85,13 +88,17 @@ class StoreMirror(Mirror):
 
     def _fetch_a_start(self) -> None:
         """Has the local directory be what the training continues from."""
-        self._copy.note = self._copy.read_note()  # an earlier controller of this process may have gone on until now
-        token = self._copy.note.token
+        token, before, listed = self._copy.note.token, self._lease.before, self._store.listed()
+        if token and not before and not steps_of(listed) and (here := self._copy.steps()):
+            raise StoreError(
+                f"there is no run in {self.standing.url}, although the copy in {self.directory} has its steps up to "
+                f"{here[0]}; if it is another store, correct the address; if the run was deleted there, remove the copy"
+            )
         # Older checkpoints come while the run trains: what it keeps and which is the best depends on all of them.
-        if token and token == self._lease.before.get("token") and self._copy.is_whole():
-            self._later = sorted(set(self._lease.steps) - set(steps_of(self._copy.note.known)), reverse=True)
+        if token and token == before.get("token") and self._copy.is_whole():
+            self._later = self._fetcher.catch_up(self._lease.steps, listed)
         else:
-            self._later = self._fetcher.start_over(self._lease.steps, bool(self._lease.before))
+            self._later = self._fetcher.start_over(self._lease.steps, listed, bool(before))
         self._copy.note.token = self._lease.token
         self._copy.write_note()
 
@@ -127,11 +134,11 @@ class StoreMirror(Mirror):
         versions = {name: file.version for name, file in listed.items()}
         if not checkpoints and self._fetcher.is_current(versions):
             return
-        holder = lock.holder(self.directory)
         newest = leases.read(self._store, leases.highest_of(listed))
-        if (holder and holder.holds) or (self._copy.note.token and self._copy.note.token == newest.get("token")):
-            return
-        self._fetcher.refresh(versions, newest, leases.steps_of(newest), checkpoints)
+        with self._copy.alone():
+            holder, token = lock.holder(self.directory), self._copy.note.token
+            if not (holder and holder.holds) and not (token and token == newest.get("token")):
+                self._fetcher.refresh(versions, newest, leases.steps_of(newest), checkpoints)
 
     def check(self) -> None:
         """Raises `LockedError` if another process has taken the run."""
@@ -157,12 +164,36 @@ class StoreMirror(Mirror):
                 self._store.fetch(f"{CHECKPOINTS}/{name}", os.path.join(incoming, name))
                 folders.move(incoming, name, self._copy.checkpoints)
 
+    def wait_for(self, checkpoint: tuple[int, int]) -> None:
+        """Fetches a checkpoint of the chief's, which copies it meanwhile, unless it is here; for another worker."""
+        end = time.monotonic() + _LAST
+        while self._copy.id_of(checkpoint[0]) != checkpoint and time.monotonic() < end:
+            with contextlib.suppress(StoreError):
+                self._look()
+            time.sleep(_TICK)
+
+    def take_folder(self, name: str) -> None:
+        """Fetches the files of a folder of the run directory, unless it is or was here; for a job that writes there."""
+        if self._outputs is not None:
+            self._outputs.delete_what_is_gone(PATIENCE)
+            for each in () if os.path.exists(self._copy.path(name)) else self._store.listed(name):
+                self._fetcher.fetch(each)
+            self._copy.write_note()
+
     def end(self) -> None:
         """Copies the rest, and lets others take the run; called again, what was written since.
+
+        A signal does not cut it short, but a store that is down is not waited for as long then.
 
         Raises:
           StoreError: if the store did not take all of it in time; the local directory has it.
         """
+        with notice.deferred(lambda: True):
+            if notice.requested:
+                self._patience = min(self._patience, _AFTER_A_SIGNAL)
+            self._end()
+
+    def _end(self) -> None:
         if self._copier is None or self._lost:
             self._copy_outputs(self._patience)
             return
@@ -226,5 +257,9 @@ def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:
       local_dir: the local directory; default one named after the URL in the cache, see `stores.cache`.
     """
     store = Store(url)
+    if store.url.startswith(("http://", "https://")):
+        raise StoreError(
+            f"a run cannot be at {masked_text(url)}, which is only read; name a bucket, such as s3://bucket/run"
+        )
     local = files.resolve(local_dir, "--local_dir") if local_dir else stores.cache("runs", store.url)
     return StoreMirror(store, local)

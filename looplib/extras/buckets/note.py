@@ -7,12 +7,15 @@ import os
 from collections.abc import Iterable, Iterator
 
 from looplib import files, folders
+from looplib.checkpoint import commits
 from looplib.errors import StoreError
 from looplib.masks import masked_text
 
 CHECKPOINTS, MARKER = "checkpoints", ".commit"
 LOCK = "lock"
+_LOCKS = (LOCK, "_lock")  # of a run, and of its predictions
 INCOMING, OUTGOING = "incoming", "outgoing"
+_BUSY = "busy"  # the file that processes lock
 _NOTE, _MOST_BYTES = "mirror.json", 1 << 28
 
 
@@ -53,16 +56,15 @@ class LocalCopy:
     def __init__(self, url: str, directory: str) -> None:
         self.directory, self._url = directory, masked_text(url)
         self.checkpoints = os.path.join(directory, CHECKPOINTS)
-        self.place = folders.make_folder(f"{directory}.mirror")
+        self.place = f"{directory}.mirror"
         self.note = self.read_note()
-        folders.make_folder(directory)
+        for folder in (self.place, directory):
+            folders.make_folder(folder)
 
     def read_note(self) -> Note:
         """Returns the note as it is on the disk."""
         path = os.path.join(self.place, _NOTE)
-        if not os.path.exists(path) and not (
-            os.path.isdir(self.directory) and set(os.listdir(self.directory)) - {LOCK}
-        ):
+        if not (os.path.isdir(self.directory) and set(os.listdir(self.directory)) - {LOCK}):  # new, or removed
             return Note(self._url)
         with contextlib.suppress(OSError, ValueError):
             note = files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Note)
@@ -82,9 +84,27 @@ class LocalCopy:
         """Returns a folder beside the run directory, `INCOMING` or `OUTGOING`."""
         return folders.make_folder(self.place, name)
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps other processes of this machine from fetching into the directory inside a `with` block."""
+        with files.appending(os.path.join(self.place, _BUSY)):
+            self.note = self.read_note()
+            yield
+
     def has(self, step: int) -> bool:
         """Returns whether the checkpoint of a step is here."""
         return os.path.exists(self.path(marker_of(step)))
+
+    def id_of(self, step: int) -> tuple[int, int] | None:
+        """Returns the `Commit.id` of the checkpoint of a step; None if there is no intact one."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return commits.read_marker(os.path.join(self.checkpoints, f"ckpt-{step}")).id
+        return None
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the checkpoints that are here, the newest first."""
+        names = os.listdir(self.checkpoints) if os.path.isdir(self.checkpoints) else []
+        return steps_of(f"{CHECKPOINTS}/{name}" for name in names)
 
     def is_whole(self) -> bool:
         """Returns whether nobody has removed files of the run since the note was written."""
@@ -113,7 +133,7 @@ class LocalCopy:
             folder = os.path.relpath(place, self.directory)
             for file in names:
                 name = file if folder == "." else f"{folder}/{file}"
-                if name != LOCK and not files.is_new_name(file) and self.has_changed(name):
+                if file not in _LOCKS and not files.is_new_name(file) and self.has_changed(name):
                     yield name
 
 

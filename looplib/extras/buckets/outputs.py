@@ -20,6 +20,7 @@ _RECORDS = ("metrics.jsonl", "media.jsonl")
 FOLDER = "evaluations"
 _OF_THE_TRAINING = (*_RECORDS, "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "config.yaml", "code.diff",
                     "report.html", "train/")  # fmt: skip
+_REPLACED = ("predictions/", "export/")
 _MOST_JOBS = 10_000
 
 
@@ -97,8 +98,17 @@ class Outputs:
                 self._store.put(self._copy.path(name), name, patience)
                 self._copy.remember(name, found)
                 sent = True
-        if sent:
+        if self.delete_what_is_gone(patience) or sent:
             self._copy.write_note()
+
+    def delete_what_is_gone(self, patience: float) -> bool:
+        """Deletes from the store what was here of predictions and exports, and was removed or replaced; whether any."""
+        known = self._copy.note.known
+        gone = [name for name in known if name.startswith(_REPLACED) and not os.path.lexists(self._copy.path(name))]
+        self._store.delete(gone, patience)
+        for name in gone:
+            del known[name]
+        return bool(gone)
 
     def _gather(self, file: str) -> None:
         """Writes the records of this process into a file of its own."""

@@ -54,7 +54,8 @@ class Store:
     """
 
     def __init__(self, url: str, gone: Callable[[], bool] = lambda: False) -> None:
-        self.url, self.requests, self._gone = url.rstrip("/"), 0, gone
+        scheme, separator, place = url.rstrip("/").partition("://")
+        self.url, self.requests, self._gone = scheme.lower() + separator + place, 0, gone
         self._has_written = False
         self._driver = Driver(self.url)
         self._root = self._driver.root
@@ -96,7 +97,7 @@ class Store:
                 raise
             except Exception as error:  # each driver has errors of its own
                 said, refused = masked_text(gist(error)), drivers.refuses_credentials(error)
-                said = f"the credentials have expired, or are not valid ({said})" if refused else said
+                said = f"the credentials are missing, have expired or are not valid ({said})" if refused else said
                 # A run whose credentials expire waits for new ones; a start tells that it has none.
                 final = not self._driver.answered if refused else drivers.is_final(error)
                 if refused and not final:

@@ -65,6 +65,8 @@ def predict(
         )
     found = {}
     for name, task in able.items():
+        if directory is None and run_directory.workers.is_chief:
+            run_directory.mirror.take_folder(f"predictions/{name}")
         folder_of = _opened((*place, name)) if run_directory.workers.is_chief else contextlib.nullcontext()
         with folder_of as folder:
             if not _predict_into(loops, run_directory.workers, reporter, name, task, folder, kind, piece):

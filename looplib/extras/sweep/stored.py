@@ -89,7 +89,7 @@ class StoredPlace(Place):
             self._copy.write_note()
         except BaseException:
             with contextlib.suppress(StoreError):
-                self._lease.release(0.0)
+                self._lease.withdraw(0.0)
             raise
         self._begun = 1
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._work, self._renew)]

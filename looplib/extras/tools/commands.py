@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from looplib import files, plugins
 from looplib.extras.tools.options import arguments, path, place, run
 from looplib.plugins import Command
 
@@ -37,9 +38,9 @@ def status(tools: Any) -> None:
 def inspect(tools: Any) -> None:
     """Adds the parser of `inspect`."""
     parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
-    parser.add_argument("directory", type=run, help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument("directory", type=place, help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("--verify", action="store_true", help="read all files and compare checksums")
-    parser.set_defaults(tool=Command(_inspect, _check_checkpoints))
+    parser.set_defaults(tool=Command(_inspect, _check_inspect))
 
 
 def average(tools: Any) -> None:
@@ -217,6 +218,14 @@ def _check_run(options: argparse.Namespace) -> None:
     from looplib.extras.tools import recorded_run
 
     recorded_run.report_of(os.path.abspath(options.directory))
+
+
+def _check_inspect(options: argparse.Namespace) -> None:
+    from looplib.checkpoint import commits
+
+    if options.verify and files.is_remote(options.directory):  # what is in the store, and not what was intact once
+        options.directory = plugins.load("looplib.parts", "fetched")(options.directory, unchecked=True)
+    options.directory = commits.place_of(options.directory)
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:

@@ -63,6 +63,32 @@ def test_half_of_an_upload_is_never_a_checkpoint(cloud, damage):
     assert cloud.read("checkpoints/ckpt-5.data-00000-of-00001") == copied.content(5, 0, 1000)
 
 
+def test_what_a_store_has_lost_is_copied_again_by_the_next_start(cloud):
+    ready(cloud)
+    there = cloud.names()
+    lost = ["checkpoints/ckpt-4.index", "metrics.jsonl", "checkpoints/ckpt-3.commit"]
+    for name in lost:
+        cloud.delete(name)
+    cloud.write("checkpoints/ckpt-5.data-00000-of-00001", b"half")
+    ready(cloud)
+    assert {name: size for name, size in cloud.names().items() if ".lease" not in name} == {
+        name: size for name, size in there.items() if ".lease" not in name
+    }
+
+
+def test_a_store_that_is_empty_does_not_empty_the_local_directory(cloud):
+    ready(cloud)
+    for name in cloud.names():
+        cloud.delete(name)
+    for _ in range(2):
+        life = cloud.copied("--steps=6")
+        assert life.code() == 1 and said(life)[-1]["error"] == "StoreError", life.output()
+        assert cloud.url() in said(life)[-1]["text"] and str(cloud.local()) in said(life)[-1]["text"]
+        assert not cloud.names()
+    assert (cloud.local() / "checkpoints" / "ckpt-5.commit").exists()
+    assert start_of(cloud, 6) == 0  # without the copy
+
+
 def test_a_start_that_may_not_read_the_newest_checkpoint_ends_and_takes_no_older_one(cloud):
     ready(cloud)
     cloud.lose()

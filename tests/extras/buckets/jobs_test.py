@@ -1,6 +1,7 @@
 """Evaluations, predictions and exports on machines that do not train: what they write reaches the store."""
 
 import json
+import shutil
 
 import pytest
 from clouds import wait_for
@@ -33,6 +34,11 @@ def test_an_evaluation_job_on_another_machine_adds_its_records_and_events_to_the
     life = cloud.run("--mode=train", "--train_steps=30", "--checkpoint_interval=10", *SMALL, machine="one")
     assert life.code() == 0, life.output()
     assert evaluated(cloud.download("again")) == steps
+    job = cloud.run("--mode=eval", *SMALL, machine="two")
+    assert job.code() == 0, job.output()
+    life = cloud.run("--mode=train", "--train_steps=40", "--checkpoint_interval=10", *SMALL, machine="one")
+    assert life.code() == 0, life.output()
+    assert evaluated(cloud.local("one")) == {*steps, 30}  # also on a machine that has the run
     lines = read_jsonl(str(cloud.folder / "again" / "metrics.jsonl"))
     assert len({(line["step"], line["split"]) for line in lines}) == len(lines)
 
@@ -52,6 +58,38 @@ def test_predictions_and_exports_are_copied_to_the_store(cloud):
     }
     assert len(here) > 4
     assert here.items() <= cloud.names().items()
+
+
+@pytest.mark.slow
+def test_predictions_of_two_checkpoints_are_never_in_one_folder(cloud):
+    def ended(mode, machine, steps=4, code=0):
+        life = cloud.run(f"--mode={mode}", f"--train_steps={steps}", *SMALL, machine=machine)
+        assert life.code() == code, life.output()
+        return life.output()
+
+    def predicted():
+        return {name: cloud.read(name) for name in cloud.names() if name.startswith("predictions/")}
+
+    ended("train", "one")
+    ended("predict", "two")
+    first = predicted()
+    assert first and not [name for name in first if name.endswith("lock")]
+    ended("predict", "three")  # finds all of it
+    assert predicted() == first
+    ended("train", "one", steps=8)
+    assert "PredictionError" in ended("predict", "three", code=1) and "PredictionError" in ended(
+        "predict", "four", code=1
+    )
+    assert predicted() == first
+    shutil.rmtree(cloud.local("four") / "predictions")  # as the error says
+    ended("predict", "four")
+    here = cloud.local("four")
+    assert predicted() == {
+        str(path.relative_to(here)): path.read_bytes()
+        for path in here.glob("predictions/**/*")
+        if path.is_file() and not path.name.endswith("lock")
+    }
+    assert predicted().keys() == first.keys() and predicted() != first
 
 
 @pytest.mark.slow

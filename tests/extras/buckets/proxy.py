@@ -47,13 +47,13 @@ class Faults:
     """What goes wrong.
 
     Attributes:
-      delay: seconds before each answer.
+      delay: seconds before each answer to a request that `only` chooses.
       share: of requests that fail with `status`.
       status: of those.
       code: what S3 calls it; "" for the usual one of the status.
       cut: share of requests whose connection is cut: half of them before the server sees them, half after.
       old: how old listings are, in seconds.
-      only: returns for a `Request` whether it may fail.
+      only: returns for a `Request` whether it may be late or fail.
     """
 
     delay: float = 0.0
@@ -158,7 +158,7 @@ class Proxy:
         with self._lock:
             self.requests.append(request)
             fails, is_cut, before = (self._chance.random() for _ in range(3))
-        time.sleep(faults.delay)
+        time.sleep(faults.delay if faults.only(request) else 0.0)
         if faults.only(request):
             if fails < faults.share:
                 request.status = faults.status

@@ -6,7 +6,8 @@ import pytest
 from clouds import BUCKET, said
 from servers import KEY, SECRET
 
-from looplib.errors import StoreError
+from looplib.checkpoint import directory
+from looplib.errors import FileError, SettingError, StoreError
 from looplib.extras.buckets.stores import Store
 
 OTHER = "anotherSecretOfTheTests987"
@@ -33,6 +34,26 @@ def test_a_url_without_a_bucket_or_with_a_password_is_refused_without_a_request(
     with pytest.raises(StoreError) as refusal:
         Store(url)
     assert OTHER not in str(refusal.value)
+
+
+@pytest.mark.parametrize("path", ["s3:/bucket/run", "simplecache::s3://bucket/run", "file:/run"])
+def test_what_is_almost_a_url_is_no_local_directory(path):
+    with pytest.raises(FileError, match="URL"):
+        directory.resolve(path)
+
+
+def test_a_local_directory_beside_a_local_run_is_refused(tmp_path):
+    with pytest.raises(SettingError, match="--local_dir"):
+        directory.resolve(tmp_path / "run", str(tmp_path / "local"))
+
+
+@pytest.mark.parametrize("scheme", ["http", "hdfs"])
+def test_a_store_that_a_run_cannot_be_in_is_refused_soon(cloud, scheme, monkeypatch):
+    url = f"{cloud.proxy.url}/run" if scheme == "http" else "hdfs://host/run"
+    monkeypatch.setattr(type(cloud), "url", lambda self, name: url)
+    life = cloud.copied()
+    assert life.code(15) == 1, life.output()
+    assert said(life)[-1]["error"] in ("StoreError", "PluginError") and url in said(life)[-1]["text"]
 
 
 @pytest.mark.parametrize("secret", ["wrong", "none"])

@@ -17,6 +17,10 @@ STEPS = 40
 COMMON = [f"--train_steps={STEPS}", "--config.slow_step=0.02", "--config.data=pipeline"]
 
 
+def newest(folder):
+    return max((done.step for done in commits.committed(str(folder / "checkpoints"))), default=0)
+
+
 def records(folder):
     return [
         {key: value for key, value in record.items() if key != "steps_per_second"}
@@ -65,6 +69,19 @@ def test_sigterm_uploads_the_final_save_before_the_exit(cloud):
     assert run["status"] == "preempted" and run["step"] == step
     lease = max(name for name in cloud.names() if name.startswith(".lease"))
     assert json.loads(cloud.read(lease))["released"]
+
+
+@pytest.mark.slow
+def test_an_upload_after_a_signal_may_take_longer_than_a_step(cloud):
+    life = cloud.run("--train_steps=100000", "--config.slow_step=0.01", "--checkpoint_interval=100000")
+    wait_for(lambda: "step       5" in life.output(), 60)
+    cloud.proxy.faults.only = lambda request: request.method == "PUT" and "/ckpt-" in request.path
+    cloud.proxy.faults.delay = 9.0  # of three files; a step would have 15 s
+    life.kill(signal.SIGTERM)
+    assert life.code(90) == EXIT_PREEMPTED, life.output()
+    (step,) = cloud.steps()
+    assert f"ended by SIGTERM at step {step}, saved in " in life.output().splitlines()[-1]
+    assert json.loads(cloud.read("run.json"))["status"] == "preempted"
 
 
 @pytest.mark.slow
@@ -118,11 +135,10 @@ def test_two_workers_with_a_cache_each_train_as_on_one_file_system(cloud, nurser
     for life in nursery.workers(2, whole, *arguments):
         assert life.code() == 0, life.output()
 
-    def start(*more):
-        lives = nursery.workers(2, cloud.url(), *arguments, *more, environments=[
+    def start():
+        return nursery.workers(2, cloud.url(), *arguments, environments=[
             cloud.environment(f"machine{index}") for index in range(2)
         ])  # fmt: skip
-        return lives
 
     lives = start()
     wait_for(lambda: max(cloud.steps(), default=0) >= 8, 60)
@@ -131,6 +147,20 @@ def test_two_workers_with_a_cache_each_train_as_on_one_file_system(cloud, nurser
         life.code()
     for index in range(2):
         cloud.lose(f"machine{index}")
+    lives = start()  # by a signal
+    wait_for(lambda: max(cloud.steps(), default=0) >= 16, 60)
+    for life in lives:
+        life.kill(signal.SIGTERM)
+    assert [life.code() for life in lives] == [EXIT_PREEMPTED] * 2, [life.output() for life in lives]
+    lives = start()  # killed with a save that only the chief has
+    wait_for(lambda: max(cloud.steps(), default=0) >= 24, 60)
+    cloud.proxy.stop()
+    saved = max(cloud.steps())
+    wait_for(lambda: newest(cloud.local("machine0")) > saved, 60)
+    for life in lives:
+        life.kill()
+        life.code()
+    cloud.proxy.start()
     for life in start():
         assert life.code() == 0, life.output()
     found = cloud.download("found")

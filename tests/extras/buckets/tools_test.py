@@ -50,6 +50,20 @@ def test_reports_of_a_run_come_without_its_checkpoints(cloud):
     assert [one for one in cloud.proxy.requests[before:] if one.method == "GET" and "/ckpt-3." in one.path]
 
 
+def test_verify_reads_what_is_in_the_store_and_not_the_copy(cloud):
+    life = cloud.copied("--steps=3")
+    assert life.code() == 0, life.output()
+    assert (life := cloud.tool("inspect", "--verify", cloud.url(), machine="two")).code() == 0, life.output()
+    assert life.output().count(" intact") == 3
+    name = "checkpoints/ckpt-2.data-00000-of-00001"
+    content = cloud.read(name)
+    cloud.write(name, bytes([content[0] ^ 1]) + content[1:])
+    for machine in ("m", "two", "three"):
+        life = cloud.tool("inspect", "--verify", cloud.url(), machine=machine)
+        assert life.code() == 1, life.output()
+        assert life.output().count(" intact") == 2 and life.output().count(" damaged: ") == 1
+
+
 @pytest.mark.parametrize("command", ["status", *more(["inspect", "report"])])
 def test_a_url_with_nothing_is_told_in_a_sentence(cloud, command):
     life = cloud.tool(command, cloud.url("nothing"))
