@@ -575,16 +575,13 @@ class Controller:
         A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again
         copies what was reported since then to the store of a `model_dir` that is a URL.
         """
-        if self._directory is not None:
-            self._directory.refuse_while_training("close")
-        if self._loops.closed:
-            if self._directory is not None:
-                self._directory.release()
-            return
-        self._loops.closed = True
         with contextlib.ExitStack() as stack:  # each is done even if another raises; in reverse order
             if self._directory is not None:
+                self._directory.refuse_while_training("close")
                 stack.callback(self._directory.release)
+            if self._loops.closed:
+                return
+            self._loops.closed = True
             if self._reporter is not None:
                 stack.callback(self._reporter.close)
             stack.callback(self._loops.close)

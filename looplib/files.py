@@ -34,7 +34,7 @@ _TICK = 0.1  # seconds between two looks at a lock
 _PATTERN = frozenset("[]\\*?\n")
 _DEEPEST = 100  # levels of JSON
 _REMOTE = re.compile("(?!file:)[A-Za-z][A-Za-z0-9.+-]*://")
-_ALMOST_REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]+:/|[A-Za-z0-9.+-]+::")  # as "s3:/bucket" and "simplecache::s3://"
+_LIKE_REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]*:[:/]")  # also "s3:/bucket" and "simplecache::s3://bucket"
 LONGEST_NAME = 255  # bytes, of most file systems
 _LONGEST_PATH = 3500  # bytes; Linux allows 4,095, and the names in a run directory need some of them
 # The errors that prove a damaged file; any other error may be temporary.
@@ -83,12 +83,8 @@ def _resolved(path: str) -> str:
     except UnicodeEncodeError:  # TensorFlow writes no other names
         raise ValueError("it is not UTF-8, or the locale is not; use another name, or set PYTHONUTF8=1") from None
     path = path.removeprefix("file://") if path.startswith("file:///") else path
-    if path.startswith("file://"):
-        raise ValueError("it names a machine; a local path begins with file:/// or /")
-    if is_remote(path):
-        raise ValueError("it is a URL, and this takes a local path")
-    if _ALMOST_REMOTE.match(path):
-        raise ValueError("it looks like a URL, which is scheme://bucket/name; put ./ before a local path like this")
+    if _LIKE_REMOTE.match(path):
+        raise ValueError("it looks like a URL; write a local path with ./ or file:/// before it, and a URL with ://")
     if path.startswith("~"):
         path = os.path.expanduser(path) if os.environ.get("HOME") != "" else path
     if path.startswith("~"):

@@ -311,24 +311,14 @@ class RunDirectory:
                         damaged = done
                 except files.CannotReadError as error:  # it may be readable at the next attempt
                     logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
-            waited = time.monotonic() - started
-            if timeout is not None and waited >= timeout:
+            if timeout is not None and time.monotonic() - started >= timeout:
                 return None
-            self._note_wait(than, timeout, waited)
+            if time.monotonic() - self._wait_noted > _WAIT_NOTES:
+                self._wait_noted = time.monotonic()
+                newer = f" newer than {os.path.basename(than)}" if than else ""
+                limit = "as long as it takes" if timeout is None else f"for up to {timeout:g} s"
+                logging.info("waiting for a checkpoint%s in %s, %s", newer, self.checkpoints, limit)
             time.sleep(min(1.0, timeout if timeout else 1.0))
-
-    def _note_wait(self, than: str | None, timeout: float | None, waited: float) -> None:
-        now = time.monotonic()
-        if now - self._wait_noted < _WAIT_NOTES:
-            return
-        self._wait_noted = now
-        logging.info(
-            "waiting for a checkpoint%s in %s, %s%s",
-            f" newer than {os.path.basename(than)}" if than else "",
-            self.checkpoints,
-            "as long as it takes" if timeout is None else f"for up to {timeout:g} s",
-            f" ({waited:.0f} s so far)" if waited >= 1 else "",
-        )
 
     def _agreed(self, done: Commit | None) -> Commit | None:
         """Returns the `Commit` that the chief has found, or None."""

@@ -73,7 +73,7 @@ def tool(python, *arguments, **options):
         ("~/run", {"HOME": ""}, "no such home directory; set HOME"),
         ("~/run", {"HOME": None}, "no such home directory; set HOME"),
         ("~nobody_of_that_name/run", {}, "no such home directory"),
-        ("file://run", {}, "it names a machine; a local path begins with file:/// or /"),
+        ("file://run", {}, "it looks like a URL"),
         ("a" * 256, {}, "a name in it more than 255"),
         ("a/" * 2000, {}, "it has more than 3,500 bytes"),
         ("file/run", {}, "Not a directory"),

@@ -206,6 +206,7 @@ class StoreMirror(Mirror):
             self._copier.copy(everything=True, patience=self._patience)
             self._lease.release(self._patience)
             self.standing.error, self.standing.complete = "", time.time()
+            logging.info("all of the run is in %s", self.standing.url)
         except LockedError as error:
             self._lost = error
             raise
