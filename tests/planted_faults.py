@@ -114,7 +114,7 @@ FAULTS = [
     Fault("an export computes in inference mode", "task/exported.py", "model(inputs, training=False)",
           "model(inputs, training=True)", "exports"),
     Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "faults/environment"),
-    Fault("a page runs no foreign script", "extras/page/html.py", 'return text.replace("<", "\\u003c")', "return text",
+    Fault("a page runs no foreign script", "extras/page/html.py", r'return text.replace("<", "\\u003c")', "return text",
           "report_page"),
     Fault("seeds of augmentation differ from example to example", "data/order.py",
           "words = mix(tf.bitcast(tf.reshape(positions, [-1]), tf.uint64) + key)",
