@@ -18,8 +18,9 @@ class Mirror:
     def share(self, path: str) -> None:
         """Copies a file of a checkpoint that a worker other than the chief has written."""
 
-    def take(self, path: str) -> None:
-        """Fetches a file that another worker has shared, unless it is here."""
+    def take(self, path: str) -> bool:
+        """Fetches a file that another worker has shared, unless it is here; returns whether that was possible."""
+        return True
 
     def wait_for(self, checkpoint: tuple[int, int]) -> None:
         """Fetches a checkpoint of the chief's, by `Commit.id`, once it is there, unless it is here."""

@@ -293,8 +293,7 @@ def write_position(path: str, position: bytes, workers: Workers, mirror: Mirror)
             )
     digests = [row.tobytes() for row in workers.gather(np.frombuffer(digest, np.uint8))]
     written = [item for item in zip(paths, sizes, digests) if item[2] != _ABSENT]
-    for path, _, _ in written if workers.is_chief else ():
-        mirror.take(path)
+    written = [item for item in written if not workers.is_chief or mirror.take(item[0])]
     return {os.path.basename(path): {"bytes": int(size), "sha256": digest.hex()} for path, size, digest in written}
 
 

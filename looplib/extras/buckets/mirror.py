@@ -30,6 +30,7 @@ from looplib.masks import masked_text
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
 _LAST = 600.0  # seconds that the end of a run waits for the store, and a worker for a checkpoint of the chief's
+_SHARE = 3.0  # seconds that a save waits for a store that does not answer, for the positions of other workers
 _AFTER_A_SIGNAL = 60.0  # seconds that the end of a run waits for a store that does not answer
 
 
@@ -61,7 +62,7 @@ class StoreMirror(Mirror):
         self._later: list[int] = []  # steps of checkpoints that are to be fetched
         self._lost: LockedError | None = None
         self._refreshed = float("-inf")
-        self._patience = _LAST  # of the end
+        self._patience, self._share_patience = _LAST, _SHARE  # of the end, and of `share`
 
     def begin(self, trains: bool) -> None:
         """Fetches what a start needs; for a training, takes the run, and begins to copy.
@@ -152,17 +153,23 @@ class StoreMirror(Mirror):
           OSError: if the store does not take it.
         """
         try:
-            self._store.put(path, f"{CHECKPOINTS}/{os.path.basename(path)}")
+            self._store.put(path, f"{CHECKPOINTS}/{os.path.basename(path)}", self._share_patience)
+            self._share_patience = _SHARE
         except StoreError as error:
+            self._share_patience = 0.0  # training waits here, and the store may be down for long
             raise OSError(str(error)) from error
 
-    def take(self, path: str) -> None:
+    def take(self, path: str) -> bool:
         """Fetches a file that another worker has shared, unless it is here, as on one machine."""
         if not os.path.exists(path):
             incoming, name = self._copy.folder(INCOMING), os.path.basename(path)
-            with contextlib.suppress(StoreError, OSError):  # the chief then says that it does not see it
-                self._store.fetch(f"{CHECKPOINTS}/{name}", os.path.join(incoming, name))
+            try:
+                self._store.fetch(f"{CHECKPOINTS}/{name}", os.path.join(incoming, name), _SHARE)
                 folders.move(incoming, name, self._copy.checkpoints)
+            except (StoreError, OSError) as error:
+                logging.warning("%s is left out of its checkpoint: %s", name, error)
+                return False
+        return True
 
     def wait_for(self, checkpoint: tuple[int, int]) -> None:
         """Fetches a checkpoint of the chief's, which copies it meanwhile, unless it is here; for another worker."""

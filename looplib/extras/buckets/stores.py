@@ -201,9 +201,9 @@ class Store:
             raise FileNotFoundError(f"{path} was replaced by a shorter one")
         raise OSError(f"{len(found)} bytes came in place of {stop - start}")
 
-    def fetch(self, name: str, path: str) -> None:
+    def fetch(self, name: str, path: str, patience: float = PATIENCE) -> None:
         """Copies an object into a local file."""
-        self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}")
+        self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}", patience)
 
     def write(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
         """Writes a small object, in place of one of that name."""

@@ -135,28 +135,30 @@ def test_two_workers_with_a_cache_each_train_as_on_one_file_system(cloud, nurser
     for life in nursery.workers(2, whole, *arguments):
         assert life.code() == 0, life.output()
 
-    def start():
-        return nursery.workers(2, cloud.url(), *arguments, environments=[
+    def start(*more):
+        return nursery.workers(2, cloud.url(), *arguments, *more, environments=[
             cloud.environment(f"machine{index}") for index in range(2)
         ])  # fmt: skip
 
-    lives = start()
-    wait_for(lambda: max(cloud.steps(), default=0) >= 8, 60)
+    def started():
+        saved, lives = max(cloud.steps(), default=0), start("--config.slow_step=0.2")
+        wait_for(lambda: max(cloud.steps(), default=0) > saved, 60)
+        return lives
+
+    lives = started()
     for life in lives:
         life.kill()
         life.code()
     for index in range(2):
         cloud.lose(f"machine{index}")
-    lives = start()  # by a signal
-    wait_for(lambda: max(cloud.steps(), default=0) >= 16, 60)
+    lives = started()
     for life in lives:
         life.kill(signal.SIGTERM)
     assert [life.code() for life in lives] == [EXIT_PREEMPTED] * 2, [life.output() for life in lives]
-    lives = start()  # killed with a save that only the chief has
-    wait_for(lambda: max(cloud.steps(), default=0) >= 24, 60)
+    lives = started()
     cloud.proxy.stop()
     saved = max(cloud.steps())
-    wait_for(lambda: newest(cloud.local("machine0")) > saved, 60)
+    wait_for(lambda: newest(cloud.local("machine0")) > saved, 60)  # which the other worker does not have
     for life in lives:
         life.kill()
         life.code()
