@@ -26,6 +26,7 @@ from looplib.extras.buckets.standing import Standing
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.health.preemption import notice
 from looplib.masks import masked_text
+from looplib.messages import gist
 
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
@@ -109,8 +110,8 @@ class StoreMirror(Mirror):
             try:
                 self._copy_outputs(PATIENCE)
                 self._look()
-            except StoreError as error:  # it may be there at the next attempt
-                logging.warning("%s", error)
+            except StoreError as error:
+                logging.warning("%s is looked at again later: %s", self.standing.url, _reason(error))
             self._refreshed = time.monotonic()
 
     def _look(self) -> None:
@@ -246,7 +247,7 @@ class StoreMirror(Mirror):
             except LockedError as error:
                 self._lost = error
             except (StoreError, OSError) as error:
-                self.standing.error, tick = str(error), min(max(_TICK, 2 * tick), _LONGEST_TICK)
+                self.standing.error, tick = _reason(error), min(max(_TICK, 2 * tick), _LONGEST_TICK)
             self._show()
 
     def _show(self) -> None:
@@ -255,6 +256,11 @@ class StoreMirror(Mirror):
         self.standing.step = max(steps_of(self._copy.note.known), default=-1)
         self.standing.requests = self._store.requests
         self.standing.write(self._copy.place)
+
+
+def _reason(error: Exception) -> str:
+    """Returns why the store did not answer, without the advice for a run that has ended."""
+    return masked_text(gist(error.__cause__ or error))
 
 
 def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:
