@@ -39,7 +39,7 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
         local = stores.cache("runs", place)
         StoreMirror(store, local).update(there, checkpoints)
         return local + inside
-    local = stores.cache("copies", place)
+    local = stores.cache("unchecked" if unchecked else "copies", place)
     if runs:
         fetch_runs(store, there, local, checkpoints)
         return local
@@ -53,7 +53,8 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
         if name.endswith(INDEX):
             _fetch_shards(place[: -len(name) - 1], path)
         return path
-    folders.remove(*os.path.split(local))  # an earlier copy, which may have more
+    if unchecked:
+        folders.remove(*os.path.split(local))  # an earlier copy, which may have more
     for name in there:
         *below, last = name.split("/")
         try:

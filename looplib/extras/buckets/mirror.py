@@ -176,6 +176,8 @@ class StoreMirror(Mirror):
         """Fetches a checkpoint of the chief's, which copies it meanwhile, unless it is here; for another worker."""
         end = time.monotonic() + _LAST
         while self._copy.id_of(checkpoint[0]) != checkpoint and time.monotonic() < end:
+            url = self.standing.url
+            logging.log_first_n(logging.INFO, "waiting until %s has the checkpoint of step %d", 1, url, checkpoint[0])
             with contextlib.suppress(StoreError):
                 self._look()
             time.sleep(_TICK)
