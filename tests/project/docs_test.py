@@ -203,11 +203,11 @@ def test_the_tpu_guides_programs_run_without_a_tpu(results):
 
 
 @pytest.mark.slow
-def test_the_tpu_guides_program_with_its_own_network_is_as_accurate_as_the_page_says(python, tmp_path):
-    """Takes five minutes on two cores."""
+def test_the_tpu_guides_program_with_a_larger_network_is_accurate(python, tmp_path):
+    """The network of the guide has four times as many filters, and takes five minutes on two cores."""
     program, small = whole("tpu_guide_loops"), "filters, epochs, batch_size = 8, 2, 120"
     assert small in program
-    result = run(python, program.replace(small, "filters, epochs, batch_size = 256, 3, 120"), tmp_path, timeout=3600)
+    result = run(python, program.replace(small, "filters, epochs, batch_size = 64, 3, 120"), tmp_path, timeout=600)
     check_the_guides_loops(printed(result), least=0.9)
 
 

@@ -68,7 +68,7 @@ CASES = [dict(patience=1), dict(patience=3, mode="max"), dict(patience=2, min_ch
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_early_stopping_stops_where_that_of_keras_does(case):
     stopped = set()
-    for values in sequences(repetitions(2, 12)):
+    for values in sequences(repetitions(2, 5)):
         mode = case.get("mode", "min")
         theirs = keras3.callbacks.EarlyStopping("loss", case.get("min_change", 0), case["patience"], mode=mode)
         theirs.set_model(keras3.Sequential([keras3.Input((1,)), keras3.layers.Dense(1)]))
@@ -89,7 +89,7 @@ def test_early_stopping_stops_where_that_of_keras_does(case):
 @pytest.mark.parametrize("case", [*CASES, dict(patience=1, cooldown=2), dict(patience=2, min_rate=0.002)], ids=str)
 def test_the_rate_on_a_plateau_is_that_of_keras(case):
     lowest = set()
-    for values in sequences(repetitions(1, 8)):
+    for values in sequences(repetitions(1, 4)):
         mode = case.get("mode", "min")
         cooldown = case.get("cooldown", -1) + 1  # Keras counts a report more than it leaves out
         theirs = keras3.callbacks.ReduceLROnPlateau(
