@@ -26,7 +26,6 @@ from looplib.extras.buckets.standing import Standing
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.health.preemption import notice
 from looplib.masks import masked_text
-from looplib.messages import gist
 
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
@@ -262,7 +261,7 @@ class StoreMirror(Mirror):
 
 def _reason(error: Exception) -> str:
     """Returns why the store did not answer, without the advice for a run that has ended."""
-    return masked_text(gist(error.__cause__ or error))
+    return str(error).removesuffix(stores.ADVICE)
 
 
 def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:

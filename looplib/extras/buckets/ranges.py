@@ -33,7 +33,7 @@ _THREADS = 32  # that wait for a store
 _LEAST, _MOST = 1 << 17, 1 << 23  # bytes of a request: fewer cost as much, and more are divided
 _AHEAD = 1 << 24  # bytes that are read after a range that follows another
 _RUN = 2  # ranges that follow one another until more is read ahead
-_WINDOW = 1 << 20  # bytes of a request that reads ahead, or whose bytes are all used in time, at least
+_WINDOW = 1 << 20  # bytes of a request that reads ahead, at least
 _IN_MEMORY = 1 << 28  # bytes of blocks that are not in the cache, at most
 _PAGE = 1 << 16  # bytes that have a checksum
 _DEFAULT_GB = 8.0
@@ -230,9 +230,8 @@ class Ranges:
             block, low, high = one.around(at)
             if block is None:
                 begin, end = at, min(stop, high)
-                least = _WINDOW if self._fits else _LEAST  # what is beside it is used too, if all stays in the cache
-                if end - begin < least and self._cache is not None:
-                    begin, end = max(low, begin // least * least), min(high, -(-end // least) * least)
+                if end - begin < _LEAST and self._cache is not None:
+                    begin, end = max(low, begin // _LEAST * _LEAST), min(high, -(-end // _LEAST) * _LEAST)
                 block = _Block(begin, min(end, begin + _MOST))
                 block.future = self._pool.submit(self._fetch, index, block, self._fits or one.run < _RUN)
                 one.add(block)

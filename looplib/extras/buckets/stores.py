@@ -22,6 +22,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
 _PAUSES = (0.3, 0.7, 1.5)  # seconds before it is believed that there is no bucket
 _MOST_OBJECTS = 500_000  # of a listing
 _MOST_BYTES = 1 << 20  # of a small object
+ADVICE = "; check the address, the credentials and the network, and run the same command again"
 PATIENCE = 120.0  # seconds that a start waits for a store that is down
 _Result = TypeVar("_Result")
 
@@ -105,10 +106,7 @@ class Store:
                 if final and self._driver.answered:
                     self._tell(said, refused)  # a run tries again what raises this
                 if final or self._gone() or time.monotonic() + pause > end:
-                    raise StoreError(
-                        f"{masked_text(self.url)} cannot be reached to {doing}: {said}; check the address, the "
-                        "credentials and the network, and run the same command again"
-                    ) from error
+                    raise StoreError(f"{masked_text(self.url)} cannot be reached to {doing}: {said}{ADVICE}") from error
                 self._tell(said, refused)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

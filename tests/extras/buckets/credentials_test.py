@@ -60,7 +60,7 @@ def test_a_token_that_expires_stops_no_step_and_the_copy_catches_up_once_the_fil
     wait_for(lambda: cloud.steps())
     expire(cloud.proxy, code)
     begun = time.monotonic()
-    wait_for(lambda: "the credentials have expired" in life.output())
+    wait_for(lambda: "have expired or are not valid" in life.output())
     time.sleep(repetitions(0.5, 5.0))
     kept, renewed = cloud.steps()[-1], time.monotonic()
     credentials.write(NEW)
@@ -82,7 +82,7 @@ def test_a_start_whose_token_has_expired_ends_soon_with_a_sentence(cloud, creden
     assert life.code() == EXIT_FAILED, life.output()
     assert time.monotonic() - begun < 15.0
     (error,) = said(life)
-    assert error["error"] == "StoreError" and "the credentials have expired" in error["text"]
+    assert error["error"] == "StoreError" and "have expired or are not valid" in error["text"]
     assert cloud.url() in error["text"] and "Traceback" not in life.output()
 
 
@@ -106,7 +106,7 @@ def test_a_key_that_was_replaced_is_read_anew_as_the_server_checks_it(cloud, s3,
     wait_for(lambda: cloud.steps())
     s3.check_credentials(0)
     try:
-        wait_for(lambda: "the credentials have expired" in life.output())
+        wait_for(lambda: "have expired or are not valid" in life.output())
         credentials.write(key, secret, more="")
         wait_for(lambda: any(request.key == key and request.status == 200 for request in cloud.proxy.requests))
         assert life.code(60) == 0, life.output()
@@ -126,7 +126,7 @@ def test_a_token_of_google_that_expires_stops_no_step(cloud, nursery, tmp_path):
         wait_for(lambda: len(said(life)) > 20)
         proxy.faults.share, proxy.faults.status = 1.0, 401
         begun = time.monotonic()
-        wait_for(lambda: "the credentials have expired" in life.output())
+        wait_for(lambda: "have expired or are not valid" in life.output())
         time.sleep(2.0)
         proxy.clear()
         ended = time.monotonic()

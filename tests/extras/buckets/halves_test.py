@@ -158,7 +158,7 @@ def test_a_start_in_the_cache_of_the_same_machine_downloads_nothing(cloud):
     ready(cloud, 4)
     before = len(cloud.proxy.requests)
     assert said(ready(cloud, 6))[0]["start"] == 4
-    read = [request for request in cloud.proxy.requests[before:] if request.method == "GET"]
+    read = [request for request in cloud.proxy.requests[before:] if request.kind == "get"]
     assert not [request for request in read if ".lease" not in request.path]
 
 
