@@ -339,12 +339,13 @@ class DeviceLoop(InnerLoop):
         vector = self._programs.call(iterator, numbers, one_round)
         outcome, totals = LoopOutputs(*vector[: len(LoopOutputs._fields)].tolist()), vector[len(LoopOutputs._fields) :]
         done, self._taken = int(outcome.done), totals if outcome.taken else None
+        passed = time.perf_counter() - started
         if done:
             # What decides when workers ask each other has to be the same on all of them.
-            seconds = time.perf_counter() - started if one_worker else outcome.seconds or math.inf
-            self._seconds_per_step = seconds / done
+            self._seconds_per_step = (passed if one_worker else outcome.seconds or math.inf) / done
         stopped = bool(notice.requested if one_worker else outcome.stopped)
-        return LoopResult(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
+        waited = min(max(0.0, outcome.waited), passed)  # TensorFlow's clock is one that is set
+        return LoopResult(done, bool(outcome.finite), stopped, waited=waited, counted=int(outcome.counted))
 
     def read(self) -> Metrics:
         """See `InnerLoop`."""
