@@ -110,9 +110,9 @@ class Checkpoints:
         return path
 
     def _save(self, path: str, step: int, position: bytes) -> None:
+        folders.make_folder(*os.path.split(self.directory))  # of each worker's machine
         if self._workers.is_chief:
             self._check()
-            folders.make_folder(*os.path.split(self.directory))
             self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
             commits.make_way(self.directory, step)
             if self._workers.count > 1:

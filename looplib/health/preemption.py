@@ -127,7 +127,7 @@ class PreemptionNotice:
             yield
         finally:
             self._deferred -= 1
-            self._busy = previous
+            self._busy = previous if not self.requested else lambda: True  # the step has ended; the process closes
 
     @contextlib.contextmanager
     def limited(self, seconds: float | None, limit: str) -> Iterator[None]:
@@ -158,7 +158,7 @@ class PreemptionNotice:
         self.flag.assign(True)
 
     def _start(self, owns_the_process: bool) -> None:
-        self.requested = ""
+        self.requested, self._busy = "", lambda: False
         block = self._block = _Listening(owns_the_process)
         if self._flag is not None:
             self._flag.assign(False)

@@ -1,8 +1,10 @@
 """Local copies of what is at a URL, for tools and for weights from elsewhere."""
 
+import atexit
 import concurrent.futures
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 
 from looplib import folders
@@ -39,7 +41,10 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
         local = stores.cache("runs", place)
         StoreMirror(store, local).update(there, checkpoints)
         return local + inside
-    local = stores.cache("unchecked" if unchecked else "copies", place)
+    local = stores.cache("copies", place)
+    if unchecked:
+        local = tempfile.mkdtemp(prefix="unchecked-", dir=folders.make_folder(stores.cache_directory()))
+        atexit.register(folders.remove, *os.path.split(local))
     if runs:
         fetch_runs(store, there, local, checkpoints)
         return local
@@ -53,8 +58,6 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
         if name.endswith(INDEX):
             _fetch_shards(place[: -len(name) - 1], path)
         return path
-    if unchecked:
-        folders.remove(*os.path.split(local))  # an earlier copy, which may have more
     for name in there:
         *below, last = name.split("/")
         try:

@@ -103,7 +103,9 @@ class Copier:
     def _delete_what_is_gone(self, patience: float) -> None:
         known = self._copy.note.known
         kept = self._last_resort()
-        gone = [name for name in known if not os.path.lexists(self._copy.path(name)) and not name.startswith(kept)]
+        gone = [
+            name for name in list(known) if not os.path.lexists(self._copy.path(name)) and not name.startswith(kept)
+        ]
         if not gone:
             return
         self._lease.check(patience, surely=True)

@@ -34,6 +34,7 @@ class Driver:
 
     Args:
       url: such as "s3://bucket/run".
+      seconds: that an answer may take, which includes the time to send a file; of S3.
 
     Attributes:
       root: the path of the URL, as the driver has it.
@@ -44,14 +45,14 @@ class Driver:
       StoreError: if the URL cannot be used.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, seconds: int) -> None:
         scheme, _, place = url.partition("://")
         if not place.strip("/"):
             raise StoreError(f"{url} names no bucket; expected a URL such as {scheme}://bucket/run")
         if re.match(r"[^/]*:[^/]*@", place):  # a driver would show it in its errors
             raise StoreError(f"{masked_text(url)} has a password; give it where the driver looks for credentials")
-        self._url, self._lock, self.answered = url, threading.Lock(), False
-        self.files, self.root = _found(url)
+        self._url, self._seconds, self._lock, self.answered = url, seconds, threading.Lock(), False
+        self.files, self.root = _found(url, seconds)
         self._made = time.monotonic()
 
     def renew(self) -> None:
@@ -61,13 +62,13 @@ class Driver:
                 return
             self._made = time.monotonic()
             try:
-                self.files, _ = _found(self._url)
+                self.files, _ = _found(self._url, self._seconds)
             except Exception as error:  # such as of a file that is being written; the next attempt reads it again
                 line = "%s: the credentials cannot be read: %s"
                 logging.log_every_n_seconds(logging.WARNING, line, 60, masked_text(self._url), masked_text(gist(error)))
 
 
-def _found(url: str) -> tuple[Any, str]:
+def _found(url: str, seconds: int) -> tuple[Any, str]:
     scheme = url.partition("://")[0]
     try:
         import fsspec
@@ -77,7 +78,8 @@ def _found(url: str) -> tuple[Any, str]:
             gcsfs.setLevel(loggers.CRITICAL)
         # Listings are asked for each time: others write there too. Of two layers that retry, s3fs and botocore, one
         # stays on, so that a call ends within seconds.
-        options = {"config_kwargs": {"retries": {"total_max_attempts": 1}}} if scheme in ("s3", "s3a") else {}
+        config = {"retries": {"total_max_attempts": 1}, "read_timeout": seconds}
+        options = {"config_kwargs": config} if scheme in ("s3", "s3a") else {}
         return fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
     except ImportError as error:
         raise PluginError(

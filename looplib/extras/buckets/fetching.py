@@ -14,8 +14,9 @@ from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.errors import StoreError, UsageError
 from looplib.extras.buckets import lease as leases
-from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
-from looplib.extras.buckets.outputs import merge, of_jobs
+from looplib.extras.buckets.lease import Lease
+from looplib.extras.buckets.note import CHECKPOINTS, EARLIER, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
+from looplib.extras.buckets.outputs import merge, newest, of_jobs
 from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.masks import masked_text
 
@@ -35,27 +36,35 @@ class Fetcher:
     def __init__(self, store: Store, copy: LocalCopy) -> None:
         self._store, self._copy = store, copy
 
-    def catch_up(self, steps: list[int], listed: Mapping[str, StoredFile]) -> list[int]:
+    def catch_up(self, lease: Lease, listed: Mapping[str, StoredFile]) -> list[int]:
         """Fetches what evaluation jobs have reported; has what is not in the store as it should be copied again.
 
         For a run that this directory has, and nobody has written since. Arguments and result are those of `start_over`.
         """
         known = self._copy.note.known
+        # What is not here would be deleted there, as by the run.
+        for name in [name for name in known if not os.path.exists(self._copy.path(name))]:
+            del known[name]
+            if not name.startswith(f"{CHECKPOINTS}/"):
+                self.fetch(name)
         for name in [name for name, (size, _) in known.items() if name not in listed or listed[name].bytes != size]:
             for lost in (name, re.sub(r"(/ckpt-\d+)\..*", rf"\1{MARKER}", name)):  # which asks for all files of it
                 known.pop(lost, None)
-        jobs = of_jobs(listed)
-        for name in jobs:
-            if name not in known:
-                self.fetch(name)
-        merge(self._copy, jobs)
-        return sorted(set(steps) - set(steps_of(known)) - set(self._copy.steps()), reverse=True)
+        self._merge(lease, [name for name in of_jobs(listed) if name not in known])
+        return sorted(set(lease.steps) - set(steps_of(known)) - set(self._copy.steps()), reverse=True)
 
-    def start_over(self, steps: list[int], listed: Mapping[str, StoredFile], has_run: bool) -> list[int]:
+    def _merge(self, lease: Lease, jobs: list[str]) -> None:
+        """Fetches the records of evaluation jobs, and adds them to those of the run."""
+        for name in jobs:
+            self.fetch(name, _PAUSES)
+        merge(self._copy, jobs, lease.since, lease.jobs)
+        lease.jobs = max(lease.jobs, newest(jobs))
+
+    def start_over(self, lease: Lease, listed: Mapping[str, StoredFile], has_run: bool) -> list[int]:
         """Fetches the newest intact checkpoint and the reports, in place of what an earlier start has left here.
 
         Args:
-          steps: of checkpoints that the store has, although its listing may be old.
+          lease: of this start. It knows of checkpoints that the store has although its listing may be old.
           listed: what the store has, by name.
           has_run: whether there may be more than the listing has, for the same reason.
 
@@ -66,16 +75,27 @@ class Fetcher:
         self._copy.note.known.clear()
         self._copy.note.versions.clear()
         self._copy.write_note()
-        for name in set(os.listdir(self._copy.directory)) - {LOCK}:  # which this process holds
-            folders.remove(self._copy.directory, name)
+        had, earlier = self._copy.steps(), self._copy.folder(EARLIER)
+        _move_all(self._copy.directory, earlier)
         self._empty()
-        found = steps_of({*listed, *map(marker_of, steps)})
+        found = steps_of({*listed, *map(marker_of, lease.steps)})
+        lacks_all = bool(found)
         while found and not self.fetch_checkpoint(found.pop(0), _PAUSES):
             pass
-        jobs = of_jobs(listed)
-        for name in (*(name for name in _REPORTS if has_run or name in listed), *jobs):
+        if had and lacks_all and not self._copy.steps():
+            _move_all(earlier, self._copy.directory)
+            raise StoreError(
+                f"no checkpoint in {masked_text(self._store.url)} is intact; {self._copy.directory} has step {had[0]} "
+                "of an earlier start: copy its checkpoints there, or remove this directory"
+            )
+        for name in os.listdir(earlier):
+            folders.remove(earlier, name)
+        for name in (name for name in _REPORTS if has_run or name in listed):
             self.fetch(name, _PAUSES if name in listed else ())
-        merge(self._copy, jobs)
+        jobs = of_jobs(listed)
+        if not self._copy.steps():  # the run begins, so that they are of an earlier one
+            lease.since = max(lease.since, newest(jobs))
+        self._merge(lease, jobs)
         return found
 
     def is_current(self, listed: Mapping[str, str]) -> bool:
@@ -85,17 +105,16 @@ class Fetcher:
         wanted += of_jobs(listed)
         return not self._copy.note.token and all(listed[name] and known.get(name) == listed[name] for name in wanted)
 
-    def refresh(self, listed: Mapping[str, str], newest: dict[str, Any], steps: list[int], checkpoints: bool) -> None:
+    def refresh(self, listed: Mapping[str, str], writer: dict[str, Any], checkpoints: bool) -> None:
         """Fetches what is new in the store.
 
         Args:
           listed: dict from the names in the store to their versions.
-          newest: what the newest lease says.
-          steps: of checkpoints that the store has, although its listing may be old.
+          writer: what the newest lease says, as of checkpoints that an old listing does not have.
           checkpoints: whether those are wanted too.
         """
         versions, before = self._copy.note.versions, dict(self._copy.note.versions)
-        there = steps_of({*listed, *map(marker_of, steps)}) if checkpoints else []
+        there = steps_of({*listed, *map(marker_of, leases.steps_of(writer))}) if checkpoints else []
         for step in set(steps_of(self._copy.note.known)) - set(there) if there else ():  # of a run that began anew, say
             self._forget_checkpoint(step)
         for step in there:
@@ -110,16 +129,16 @@ class Fetcher:
             if version is not None and not (version and versions.get(name) == version):
                 self.fetch(name)
                 versions[name] = version
-        for name in merge(self._copy, jobs):
+        for name in merge(self._copy, jobs, leases.text_of(writer, "since"), leases.text_of(writer, "jobs")):
             self._copy.remember(name)
-        self._note_writer(newest)
+        self._note_writer(writer)
         versions.update({name: version for name, version in listed.items() if name.startswith(f"{leases.FOLDER}/")})
         if versions != before or not self._copy.note.token:
             self._copy.write_note()
 
-    def _note_writer(self, newest: dict[str, Any]) -> None:
+    def _note_writer(self, writer: dict[str, Any]) -> None:
         """Notes who writes in the store, and since when there is no news, where a reader of this copy looks for it."""
-        host, pid, renewed = newest.get("host"), newest.get("pid"), newest.get("renewed")
+        host, pid, renewed = writer.get("host"), writer.get("pid"), writer.get("renewed")
         if not isinstance(host, str) or type(pid) is not int or not isinstance(renewed, float):
             return
         files.write_whole(self._copy.path(LOCK), json.dumps({"pid": pid, "host": f"{host}, in the store"}))
@@ -195,3 +214,10 @@ class Fetcher:
         incoming = self._copy.folder(INCOMING)
         for name in os.listdir(incoming):
             folders.remove(incoming, name)
+
+
+def _move_all(folder: str, to: str) -> None:
+    """Moves what is in a folder into another one, except the lock of this process."""
+    for name in set(os.listdir(folder)) - {LOCK}:
+        folders.remove(to, name)
+        folders.move(folder, name, to)

@@ -41,6 +41,8 @@ class Lease:
       token: what tells this writer from any other.
       before: what the lease of the writer before said; empty for none.
       steps: the steps of the checkpoints in the store, which the next writer finds here if its listing is old.
+      jobs: the newest evaluation job whose records the run has.
+      since: the newest evaluation job of an earlier run at this place.
 
     Raises:
       LockedError: if another writer has it.
@@ -56,6 +58,7 @@ class Lease:
             if number:
                 self.before = self._wait_for_end_of(number)
             self.steps = steps_of(self.before)
+            self.jobs, self.since = text_of(self.before, "jobs"), text_of(self.before, "since")
             try:
                 store.create(self._name(number + 1), self._content(False))
             except FileExistsError:
@@ -93,6 +96,8 @@ class Lease:
         note = {
             "token": self.token,
             "steps": self.steps,
+            "jobs": self.jobs,
+            "since": self.since,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "released": released,
@@ -171,6 +176,12 @@ def steps_of(holder: dict[str, Any]) -> list[int]:
     """Returns the steps of the checkpoints that a writer has uploaded."""
     steps = holder.get("steps")
     return [step for step in steps if type(step) is int and step >= 0] if isinstance(steps, list) else []
+
+
+def text_of(holder: dict[str, Any], key: str) -> str:
+    """Returns a text of what a writer has noted; "" for none."""
+    text = holder.get(key)
+    return text if isinstance(text, str) else ""
 
 
 def _boot() -> str:

@@ -30,6 +30,7 @@ from looplib.masks import masked_text
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
 _LAST = 600.0  # seconds that the end of a run waits for the store, and a worker for a checkpoint of the chief's
+_SLOWEST = 300  # seconds that a file may take
 _SHARE = 3.0  # seconds that a save waits for a store that does not answer, for the positions of other workers
 _AFTER_A_SIGNAL = 60.0  # seconds that the end of a run waits for a store that does not answer
 
@@ -57,8 +58,8 @@ class StoreMirror(Mirror):
         self._copier: Copier | None = None
         self._lease: Lease | None = None
         self._outputs: Outputs | None = None
-        self._ending = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._ending, self._released = threading.Event(), threading.Event()
+        self._worker = self._renewer = threading.Thread()
         self._later: list[int] = []  # steps of checkpoints that are to be fetched
         self._lost: LockedError | None = None
         self._refreshed = float("-inf")
@@ -74,7 +75,7 @@ class StoreMirror(Mirror):
             self._look()
             self._outputs = Outputs(self._store, self._copy)
             return
-        self._lease = Lease(self._store)
+        self._lease = Lease(Store(self._store.url))
         try:
             with self._copy.alone():
                 self._fetch_a_start()
@@ -83,23 +84,28 @@ class StoreMirror(Mirror):
                 self._lease.withdraw(0.0)
             raise
         self._copier = Copier(self._store, self._copy, self._lease)
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._work, self._renew)]
-        for thread in self._threads:
+        self._worker = threading.Thread(target=self._work, daemon=True)
+        self._renewer = threading.Thread(target=self._renew, daemon=True)
+        for thread in (self._worker, self._renewer):
             thread.start()
 
     def _fetch_a_start(self) -> None:
         """Has the local directory be what the training continues from."""
         token, before, listed = self._copy.note.token, self._lease.before, self._store.listed()
-        if token and not before and not steps_of(listed) and (here := self._copy.steps()):
+        here, there = self._copy.steps(), steps_of(listed)
+        if token and not before and here and not there:
             raise StoreError(
                 f"there is no run in {self.standing.url}, although the copy in {self.directory} has its steps up to "
                 f"{here[0]}; if it is another store, correct the address; if the run was deleted there, remove the copy"
             )
+        is_ours = token == before.get("token") or (
+            not before.get("token") and here[:1] >= there[:1]
+        )  # the lease is lost
         # Older checkpoints come while the run trains: what it keeps and which is the best depends on all of them.
-        if token and token == before.get("token") and self._copy.is_whole():
-            self._later = self._fetcher.catch_up(self._lease.steps, listed)
+        if token and is_ours and self._copy.is_whole():
+            self._later = self._fetcher.catch_up(self._lease, listed)
         else:
-            self._later = self._fetcher.start_over(self._lease.steps, listed, bool(before))
+            self._later = self._fetcher.start_over(self._lease, listed, bool(before))
         self._copy.note.token = self._lease.token
         self._copy.write_note()
 
@@ -139,7 +145,7 @@ class StoreMirror(Mirror):
         with self._copy.alone():
             holder, token = lock.holder(self.directory), self._copy.note.token
             if not (holder and holder.holds) and not (token and token == newest.get("token")):
-                self._fetcher.refresh(versions, newest, leases.steps_of(newest), checkpoints)
+                self._fetcher.refresh(versions, newest, checkpoints)
 
     def check(self) -> None:
         """Raises `LockedError` if another process has taken the run."""
@@ -166,6 +172,7 @@ class StoreMirror(Mirror):
             try:
                 self._store.fetch(f"{CHECKPOINTS}/{name}", os.path.join(incoming, name), _SHARE)
                 folders.move(incoming, name, self._copy.checkpoints)
+                self._copy.remember(f"{CHECKPOINTS}/{name}")
             except (StoreError, OSError) as error:
                 logging.warning("%s is left out of its checkpoint: %s", name, error)
                 return False
@@ -182,12 +189,9 @@ class StoreMirror(Mirror):
             time.sleep(_TICK)
 
     def take_folder(self, name: str) -> None:
-        """Fetches the files of a folder of the run directory, unless it is or was here; for a job that writes there."""
+        """See `Outputs.take_folder`."""
         if self._outputs is not None:
-            self._outputs.delete_what_is_gone(PATIENCE)
-            for each in () if os.path.exists(self._copy.path(name)) else self._store.listed(name):
-                self._fetcher.fetch(each)
-            self._copy.write_note()
+            self._outputs.take_folder(name, self._fetcher.fetch)
 
     def end(self) -> None:
         """Copies the rest, and lets others take the run; called again, what was written since.
@@ -198,29 +202,34 @@ class StoreMirror(Mirror):
           StoreError: if the store did not take all of it in time; the local directory has it.
         """
         with notice.deferred(lambda: True):
-            if notice.requested:
-                self._patience = min(self._patience, _AFTER_A_SIGNAL)
-            self._end()
+            end = time.monotonic() + self._patience
+            while True:
+                try:
+                    return self._end(min(self._patience, _AFTER_A_SIGNAL))
+                except StoreError:
+                    if notice.requested or time.monotonic() > end:
+                        self._patience = 0.0  # that was long enough
+                        raise
 
-    def _end(self) -> None:
+    def _end(self, patience: float) -> None:
         if self._copier is None or self._lost:
-            self._copy_outputs(self._patience)
+            self._copy_outputs(patience)
             return
         self._ending.set()
-        for thread in self._threads:
-            thread.join()
+        self._worker.join()
         self.check()
         try:
-            self._lease.check(self._patience, surely=True)
-            self._copier.copy(everything=True, patience=self._patience)
-            self._lease.release(self._patience)
+            self._lease.check(patience, surely=True)
+            self._copier.copy(everything=True, patience=patience)
+            self._released.set()
+            self._renewer.join()
+            self._lease.release(patience)
+            logging.log_first_n(logging.INFO, "all of the run is in %s", 1, self.standing.url)
             self.standing.error, self.standing.complete = "", time.time()
-            logging.info("all of the run is in %s", self.standing.url)
         except LockedError as error:
             self._lost = error
             raise
         except (StoreError, OSError) as error:
-            self._patience = 0.0  # that was long enough
             self.standing.error = str(error)
             raise StoreError(
                 f"{error}; what is missing in {self.standing.url} is in {self.directory}, and the same command "
@@ -232,7 +241,7 @@ class StoreMirror(Mirror):
 
     def _renew(self) -> None:
         """Renews the lease until the end."""
-        self._lost = self._lease.keep(self._ending) or self._lost
+        self._lost = self._lease.keep(self._released) or self._lost
 
     def _work(self) -> None:
         """Copies until the end."""
@@ -271,7 +280,7 @@ def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:
       url: the run directory in the store.
       local_dir: the local directory; default one named after the URL in the cache, see `stores.cache`.
     """
-    store = Store(url)
+    store = Store(url, seconds=_SLOWEST)
     if store.url.startswith(("http://", "https://")):
         raise StoreError(
             f"a run cannot be at {masked_text(url)}, which is only read; name a bucket, such as s3://bucket/run"

@@ -14,7 +14,7 @@ from looplib.masks import masked_text
 CHECKPOINTS, MARKER = "checkpoints", ".commit"
 LOCK = "lock"
 _LOCKS = (LOCK, "_lock")  # of a run, and of its predictions
-INCOMING, OUTGOING = "incoming", "outgoing"
+INCOMING, OUTGOING, EARLIER = "incoming", "outgoing", "earlier"  # folders beside the run directory
 _BUSY = "busy"  # the file that processes lock
 _NOTE, _MOST_BYTES = "mirror.json", 1 << 28
 
@@ -60,6 +60,8 @@ class LocalCopy:
         self.note = self.read_note()
         for folder in (self.place, directory):
             folders.make_folder(folder)
+        if not os.path.exists(os.path.join(self.place, _NOTE)):  # before anything else is there
+            self.write_note()
 
     def read_note(self) -> Note:
         """Returns the note as it is on the disk."""
@@ -70,7 +72,10 @@ class LocalCopy:
             note = files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Note)
             if note.url == self._url:
                 return note
-        raise StoreError(f"{self.directory} holds something else than a copy of {self._url}; give another --local_dir")
+        raise StoreError(
+            f"{self.directory} holds something else than a copy of {self._url}, or lacks what "
+            f"is noted in {self.place}; give another --local_dir, or remove the directory if the store has all of it"
+        )
 
     def write_note(self) -> None:
         """Writes the note."""
@@ -81,7 +86,7 @@ class LocalCopy:
         return os.path.join(self.directory, name)
 
     def folder(self, name: str) -> str:
-        """Returns a folder beside the run directory, `INCOMING` or `OUTGOING`."""
+        """Returns a folder beside the run directory, such as `INCOMING`."""
         return folders.make_folder(self.place, name)
 
     @contextlib.contextmanager

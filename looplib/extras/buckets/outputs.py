@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from looplib import files, folders
 from looplib.checkpoint import lock
@@ -20,7 +20,7 @@ _RECORDS = ("metrics.jsonl", "media.jsonl")
 FOLDER = "evaluations"
 _OF_THE_TRAINING = (*_RECORDS, "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "config.yaml", "code.diff",
                     "report.html", "train/")  # fmt: skip
-_REPLACED = ("predictions/", "export/")
+_INDEX = "/_index.json"  # of a folder of predictions
 _MOST_JOBS = 10_000
 
 
@@ -34,12 +34,21 @@ def of_jobs(names: Iterable[str]) -> list[str]:
     return sorted(found)[-_MOST_JOBS:]
 
 
-def merge(copy: LocalCopy, names: Iterable[str]) -> list[str]:
-    """Adds the records of evaluation jobs to those that are in the run directory, where their keys are free.
+def newest(names: Iterable[str]) -> str:
+    """Returns the newest job among the names of files, which are those that `of_jobs` returns; "" for none."""
+    return max((name.split("/")[1] for name in names), default="")
+
+
+def merge(copy: LocalCopy, names: Iterable[str], since: str, known_jobs: str) -> list[str]:
+    """Adds the records of evaluation jobs to those that are in the run directory.
+
+    Those of jobs that began after the records there were written replace records of their keys; others fill gaps.
 
     Args:
       copy: the local run directory.
       names: what `of_jobs` has found there.
+      since: the newest job of an earlier run at this place, whose records are not of this run; "" for none.
+      known_jobs: the newest job whose records a training has had.
 
     Returns:
       The names of the files that have more records now.
@@ -47,14 +56,15 @@ def merge(copy: LocalCopy, names: Iterable[str]) -> list[str]:
     changed = []
     for file in _RECORDS:
         path = copy.path(file)
-        known = {_key(record) for record in each_record(path)}
+        known = {_key(record): record for record in each_record(path)}
         more: dict[Hashable, Record] = {}
-        for name in (name for name in names if name.endswith(f"/{file}")):
-            more.update({_key(record): record for record in each_record(copy.path(name))})
-        missing = [record for key, record in more.items() if key not in known]
-        if missing:
+        for name in (name for name in names if name.endswith(f"/{file}") and newest([name]) > since):
+            found = {_key(record): record for record in each_record(copy.path(name))}
+            replaces = newest([name]) > known_jobs
+            more.update({key: record for key, record in found.items() if replaces or key not in known})
+        if new := [record for key, record in more.items() if known.get(key) != record]:
             to = RecordFile(path, _key)
-            for record in missing:
+            for record in new:
                 to.write(record)
             changed.append(file)
     return changed
@@ -92,23 +102,39 @@ class Outputs:
         for file in _RECORDS:
             self._gather(file)
         sent = False
-        for name in list(self._copy.changed()):
+        for name in sorted(self._copy.changed(), key=lambda name: name.endswith(_INDEX)):  # the index after the pieces
             if not name.startswith(_OF_THE_TRAINING):
                 found = os.stat(self._copy.path(name))
                 self._store.put(self._copy.path(name), name, patience)
                 self._copy.remember(name, found)
+                if name.endswith(_INDEX):
+                    self._copy.note.versions[name] = self._store.look_up(name, patience).version
                 sent = True
-        if self.delete_what_is_gone(patience) or sent:
+        if sent:
             self._copy.write_note()
 
-    def delete_what_is_gone(self, patience: float) -> bool:
-        """Deletes from the store what was here of predictions and exports, and was removed or replaced; whether any."""
-        known = self._copy.note.known
-        gone = [name for name in known if name.startswith(_REPLACED) and not os.path.lexists(self._copy.path(name))]
-        self._store.delete(gone, patience)
-        for name in gone:
-            del known[name]
-        return bool(gone)
+    def take_folder(self, name: str, fetch: Callable[[str], object]) -> None:
+        """Has a folder of predictions here be that of the store, if another machine was the last to write it.
+
+        One that was removed here since is removed there too, as is one without an index, of a job that was killed.
+
+        Args:
+          name: of the folder.
+          fetch: copies a file of a name from the store.
+        """
+        there, note = self._store.listed(name), self._copy.note
+        index = f"{name}{_INDEX}"
+        version = there[index].version if index in there else ""
+        if version and note.versions.get(index) != version:
+            folders.remove(*os.path.split(self._copy.path(name)))
+            for each in there:
+                fetch(each)
+        elif not os.path.exists(self._copy.path(name)):
+            self._store.delete(there)
+            for each in there:
+                note.known.pop(each, None)
+        note.versions[index] = version
+        self._copy.write_note()
 
     def _gather(self, file: str) -> None:
         """Writes the records of this process into a file of its own."""

@@ -48,17 +48,18 @@ class Store:
     Args:
       url: such as "s3://bucket/run".
       gone: returns whether to give up early, as at the end of the process.
+      seconds: that an answer may take, see `Driver`.
 
     Raises:
       PluginError: if the driver is not installed.
       StoreError: if the URL cannot be used.
     """
 
-    def __init__(self, url: str, gone: Callable[[], bool] = lambda: False) -> None:
-        scheme, separator, place = url.rstrip("/").partition("://")
-        self.url, self.requests, self._gone = scheme.lower() + separator + place, 0, gone
+    def __init__(self, url: str, gone: Callable[[], bool] = lambda: False, seconds: int = 15) -> None:
+        scheme, separator, place = url.partition("://")
+        self.url, self.requests, self._gone = scheme.lower() + separator + place.rstrip("/"), 0, gone
         self._has_written = False
-        self._driver = Driver(self.url)
+        self._driver = Driver(self.url, seconds)
         self._root = self._driver.root
 
     @property

@@ -89,6 +89,22 @@ def test_a_store_that_is_empty_does_not_empty_the_local_directory(cloud):
     assert start_of(cloud, 6) == 0  # without the copy
 
 
+def test_a_store_that_has_lost_its_lease_or_all_that_is_intact_does_not_empty_the_local_directory(cloud):
+    ready(cloud)
+    for name in cloud.names():
+        if name.startswith((".lease/", "checkpoints/ckpt-4.", "checkpoints/ckpt-5.")):
+            cloud.delete(name)
+    assert said(ready(cloud, 6))[0]["start"] == 5
+    assert cloud.steps() == [4, 5, 6]
+    ready(cloud, 7, machine="two")
+    for name in cloud.names():
+        if name.endswith(".index"):
+            cloud.write(name, b"damaged")
+    life = cloud.copied("--steps=8")
+    assert life.code() == 1 and said(life)[-1]["error"] == "StoreError", life.output()
+    assert (cloud.local() / "checkpoints" / "ckpt-6.commit").exists()
+
+
 def test_a_start_that_may_not_read_the_newest_checkpoint_ends_and_takes_no_older_one(cloud):
     ready(cloud)
     cloud.lose()

@@ -1,11 +1,15 @@
 """Evaluations, predictions and exports on machines that do not train: what they write reaches the store."""
 
 import json
+import os
 import shutil
 
 import pytest
 from clouds import wait_for
 
+from looplib import folders
+from looplib.extras.buckets.note import LocalCopy
+from looplib.extras.buckets.outputs import merge, of_jobs
 from looplib.report.records import read_jsonl
 
 SMALL = ("--config.data=pipeline", "--eval_interval=10")
@@ -13,6 +17,31 @@ SMALL = ("--config.data=pipeline", "--eval_interval=10")
 
 def evaluated(folder):
     return {record["step"] for record in read_jsonl(str(folder / "metrics.jsonl")) if record["split"] == "eval"}
+
+
+def at_step_30(folder):
+    records = read_jsonl(str(folder / "metrics.jsonl"))
+    (found,) = (record for record in records if (record["split"], record["step"]) == ("eval", 30))
+    return found
+
+
+def test_records_of_evaluations_before_a_run_began_are_not_its_own(tmp_path):
+    copy = LocalCopy("s3://bucket/run", str(tmp_path / "run"))
+    for job, score in (("00000000001-a", 0.1), ("00000000002-b", 0.2), ("00000000003-c", 0.3)):
+        folder = folders.make_folder(copy.directory, "evaluations", job)
+        for step in (5, int(job[10])):
+            record = {"step": step, "split": "eval", "score": score}
+            with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
+                file.write(json.dumps(record) + "\n")
+    with open(copy.path("metrics.jsonl"), "w") as file:
+        file.write(json.dumps({"step": 5, "split": "eval", "score": 0.5}) + "\n")
+    names = of_jobs(f"evaluations/{job}/metrics.jsonl" for job in os.listdir(copy.path("evaluations")))
+    assert merge(copy, names, "00000000001-a", "00000000003-c") == ["metrics.jsonl"]
+    found = {record["step"]: record["score"] for record in read_jsonl(copy.path("metrics.jsonl"))}
+    assert found == {5: 0.5, 2: 0.2, 3: 0.3}
+    assert merge(copy, names, "00000000001-a", "00000000002-b") == ["metrics.jsonl"]  # the last is news
+    found = {record["step"]: record["score"] for record in read_jsonl(copy.path("metrics.jsonl"))}
+    assert found == {5: 0.3, 2: 0.2, 3: 0.3}
 
 
 def test_an_evaluation_job_on_another_machine_adds_its_records_and_events_to_the_run(cloud):
@@ -34,11 +63,17 @@ def test_an_evaluation_job_on_another_machine_adds_its_records_and_events_to_the
     life = cloud.run("--mode=train", "--train_steps=30", "--checkpoint_interval=10", *SMALL, machine="one")
     assert life.code() == 0, life.output()
     assert evaluated(cloud.download("again")) == steps
-    job = cloud.run("--mode=eval", *SMALL, machine="two")
+    job = cloud.run("--mode=eval", "--eval_steps=1", *SMALL, machine="two")
+    assert job.code() == 0, job.output()
+    life = cloud.run("--mode=train", "--train_steps=30", *SMALL, machine="one")
+    assert life.code() == 0 and at_step_30(cloud.local("one"))["examples"] < 96, life.output()
+    job = cloud.run("--mode=eval", *SMALL, machine="two")  # again, of all examples
     assert job.code() == 0, job.output()
     life = cloud.run("--mode=train", "--train_steps=40", "--checkpoint_interval=10", *SMALL, machine="one")
     assert life.code() == 0, life.output()
     assert evaluated(cloud.local("one")) == {*steps, 30}  # also on a machine that has the run
+    assert at_step_30(cloud.local("one")) == at_step_30(cloud.local("two"))
+    assert at_step_30(cloud.local("one"))["examples"] == 96
     lines = read_jsonl(str(cloud.folder / "again" / "metrics.jsonl"))
     assert len({(line["step"], line["split"]) for line in lines}) == len(lines)
 
@@ -90,6 +125,17 @@ def test_predictions_of_two_checkpoints_are_never_in_one_folder(cloud):
         if path.is_file() and not path.name.endswith("lock")
     }
     assert predicted().keys() == first.keys() and predicted() != first
+    last = predicted()
+    ended("predict", "three")  # which had those of before
+    assert predicted() == last
+    shutil.rmtree(cloud.local("two") / "predictions")
+    ended("eval", "two")
+    assert predicted() == last
+    for name in last:  # of a job that was killed
+        if name.endswith("_index.json"):
+            cloud.delete(name)
+    ended("predict", "five")
+    assert predicted().keys() == last.keys()
 
 
 @pytest.mark.slow

@@ -149,6 +149,7 @@ def test_two_workers_with_a_cache_each_train_as_on_one_file_system(cloud, nurser
     for life in lives:
         life.kill()
         life.code()
+        assert "cannot write its position" not in life.output()
     for index in range(2):
         cloud.lose(f"machine{index}")
     lives = started()

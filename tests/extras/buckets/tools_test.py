@@ -50,6 +50,14 @@ def test_reports_of_a_run_come_without_its_checkpoints(cloud):
     assert [one for one in cloud.proxy.requests[before:] if one.method == "GET" and "/ckpt-3." in one.path]
 
 
+def test_tools_that_look_at_a_run_for_the_first_time_at_once_all_see_it(cloud):
+    life = cloud.copied("--steps=3", machine="other")
+    assert life.code() == 0, life.output()
+    for life in [cloud.tool("inspect", *flags, cloud.url()) for flags in ([], ["--verify"]) * 3]:
+        assert life.code() == 0, life.output()
+    assert not list((cloud.folder / "m").glob("unchecked-*"))
+
+
 def test_verify_reads_what_is_in_the_store_and_not_the_copy(cloud):
     life = cloud.copied("--steps=3")
     assert life.code() == 0, life.output()
