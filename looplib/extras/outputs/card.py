@@ -16,6 +16,7 @@ from looplib.extras.outputs.formats import FORMATS, KERAS, SAVED_MODEL
 from looplib.extras.outputs.int8 import Int8Cost
 from looplib.report.writers import Setting
 
+_OF_THE_CLOCK = ("steps_per_second", "epoch")  # metrics of a training that say nothing of its model
 _LONGEST = 200  # characters of a setting
 _LIBRARIES = {"keras": "keras", "tf_keras": "tf-keras", None: "tensorflow"}
 _TAGS = {"safetensors": "safetensors", "onnx": "onnx", "tflite": "tflite", "int8": "tflite"}
@@ -135,7 +136,7 @@ class Card:
             (_cell(one.split), f"{one.step:,}", _cell(name), f"{value:.6g}")
             for one in self.evaluated
             for name, value in one.metrics.items()
-            if np.isscalar(value)
+            if np.isscalar(value) and name not in _OF_THE_CLOCK
         ]
         return ["## Metrics\n", _table(("evaluation", "step", "metric", "value"), rows)] if rows else []
 

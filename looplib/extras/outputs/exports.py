@@ -20,6 +20,7 @@ from looplib.extras.outputs.int8 import Int8Cost
 from looplib.extras.outputs.new_folder import alone, new_folder
 from looplib.extras.outputs.parts import Parts, WhatIsExported
 from looplib.extras.outputs.samples import Samples, take_samples
+from looplib.extras.writers.mlflow_models import register
 from looplib.loop.loops import Loops
 from looplib.messages import with_cure
 from looplib.report.reporter import Reporter
@@ -120,6 +121,8 @@ def export(
                 files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
                 _appear(place, directory, named)
                 reporter.say(_sentence(record, directory))
+                if checkpointer.directory.model_dir:
+                    register(checkpointer.directory.model_dir, directory, step)
     except (OSError, tf.errors.OpError) as error:
         raise ExportError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
     return directory

@@ -16,6 +16,7 @@ from looplib.report.reporter import Reporter
 from looplib.report.writers import Setting
 
 _PLACES = frozenset({"model_dir", "local_dir", "export", "predictions", "config_file", "tpu"})  # of one machine
+_ALWAYS = frozenset({"global_batch_size", "train_steps", "seed"})  # also those that are defaults
 _OF_THE_JOB = frozenset({"mode", "export_averages", "export_formats", "export_license", "checkpoint"})
 
 
@@ -49,11 +50,14 @@ def training_data(loops: Loops, checkpointer: Checkpointer) -> TrainingData:
 
 
 def settings(checkpointer: Checkpointer, reporter: Reporter) -> dict[str, Setting]:
-    """Returns the settings of the training, of `run.json` if there is one; without paths and secrets."""
+    """Returns the settings of the training, of `run.json` if there is one; without defaults, paths and secrets."""
     own = reporter.report.settings
     directory = checkpointer.directory.model_dir
     report = run_json.read_report(run_json.path_of(directory, trains=True)) if directory else {}
     flags: Mapping[str, object] = report.get("flags") or own.flags
+    changed = report.get("not_default")
+    if isinstance(changed, dict):
+        flags = {name: value for name, value in flags.items() if name in changed or name in _ALWAYS}
     found = run_json.settings_of(flags, report.get("config") or own.config)
     return {
         name: value

@@ -1,7 +1,9 @@
 """Exports in int8: the converter's own quantisation, and what it costs on data of the run."""
 
+import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -65,6 +67,14 @@ class Int8Cost:
         return f"{how}; on {self.examples:,} examples of {self.split}, {'; '.join(costs)}"
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Returns a context manager without TensorFlow's advice to use another package for its interpreter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*Warning: tf.lite.Interpreter is deprecated", UserWarning)
+        yield
+
+
 def quantize(saved_model: str, samples: Samples | None) -> tuple[bytes, str, str]:
     """Converts a SavedModel to int8.
 
@@ -85,7 +95,8 @@ def quantize(saved_model: str, samples: Samples | None) -> tuple[bytes, str, str
     batches = samples.first(MOST_CALIBRATION).batches
     converter.representative_dataset = lambda: iter(batches)
     try:
-        return converter.convert(), "integer", ""
+        with quiet():
+            return converter.convert(), "integer", ""
     except Exception as error:  # of many types; it may take the weights alone
         return (*quantize(saved_model, None)[:2], f"the converter does not take the whole model ({gist(error)})")
 

@@ -247,8 +247,7 @@ def _convert(exported: Exported, path: str) -> None:
 
 def _runner(content: bytes) -> Any:
     """Returns a function of named inputs, which TFLite's interpreter computes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"\s*Warning: tf.lite.Interpreter is deprecated", UserWarning)
+    with int8.quiet():
         return tf.lite.Interpreter(model_content=content).get_signature_runner(_SIGNATURE)
 
 

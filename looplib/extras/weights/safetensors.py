@@ -12,6 +12,7 @@ from looplib import files, folders
 from looplib.extras.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
 
 INDEX = ".safetensors.index.json"
+METADATA = {"format": "tf", "names": "looplib"}  # of a file that looplib writes
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
@@ -28,6 +29,7 @@ class SafetensorsFile:
 
     Attributes:
       tensors: its tensors by key, which are their names.
+      counted: whether looplib has written it, and counts the layers that Keras has named from 0 on.
 
     Raises:
       WarmStartError: if it is damaged, or something else.
@@ -60,7 +62,7 @@ class SafetensorsFile:
             raise refusal(self._path, "it does not begin with the header of safetensors") from error
         if not isinstance(header, dict) or len(header) > MOST_TENSORS:
             raise refusal(self._path, f"its header is no list of at most {MOST_TENSORS:,} tensors")
-        header.pop("__metadata__", None)
+        self.counted = header.pop("__metadata__", None) == METADATA
         return 8 + length, header
 
     def _checked(self, header: dict[str, Any]) -> tuple[dict[str, StoredTensor], dict[str, int]]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.checkpoint.names import LiveVariables
+from looplib.compat import keras as _keras
 from looplib.errors import ExportError
-from looplib.extras.weights.safetensors import DTYPES
-from looplib.extras.weights.taking import weights_only
+from looplib.extras.weights.safetensors import DTYPES, METADATA
 from looplib.extras.weights.targets import Targets
 from looplib.messages import join_names
+from looplib.task.state import state_of
 
 _ALIGNED = 8  # bytes
 
@@ -23,18 +25,21 @@ def named_weights(model: Any) -> dict[str, tf.Variable]:
 
     Layers that Keras has named and numbered are counted from 0 on, as `python -m looplib weights` shows them.
 
+    Args:
+      model: a Keras model or `tf.Module`.
+
     Raises:
       ExportError: if several weights have one name.
     """
-    live = LiveVariables({"model": model})
-    weights_only(live)
+    live = LiveVariables(state_of(types.SimpleNamespace(model=model)))
     targets = Targets(live)
+    weights = _keras.without_vocabularies(model.weights if _keras.is_model(model) else model.variables)
     named: dict[str, tf.Variable] = {}
     twice = []
-    for leaf in live.leaves:
-        name = targets.shown(leaf)
+    for variable in map(_keras.tf_variable, weights):
+        name = targets.counted(live.leaf_of(variable))
         twice += [name] * (name in named)
-        named[name] = leaf.variable
+        named[name] = variable
     if twice:
         raise ExportError(
             f"several weights have the name {join_names(sorted(set(twice)))}; give the layers or variables that hold "
@@ -55,7 +60,7 @@ def write_safetensors(path: str, tensors: Mapping[str, tf.Variable]) -> None:
       OSError: if it cannot be written.
     """
     types = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "tf"}}
+    header: dict[str, Any] = {"__metadata__": METADATA}
     at = 0
     for name, variable in tensors.items():
         dtype, shape = np.dtype(variable.dtype.as_numpy_dtype), variable.shape.as_list()
