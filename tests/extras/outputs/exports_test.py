@@ -459,7 +459,7 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
         (toy.RegressionEvaluator(Subclassed()), tmp_path / "x", "a model without Input layers"),
         (toy.RegressionEvaluator(model), tmp_path / "mine", "holds something else than an export"),
         (toy.RegressionEvaluator(model), tmp_path / "c", "c holds something else than an export"),
-        (toy.RegressionEvaluator(model), "gs://bucket/x", "gs://bucket/x.* is a URL"),
+        (toy.RegressionEvaluator(model), "gs://bucket/x", "gs://bucket/x.* like a URL"),
         (toy.RegressionEvaluator(model), "/proc/x/y", "/proc/x/y cannot be written"),
         (toy.RegressionEvaluator(model), None, "export without a directory needs a model_dir"),
     ]:
