@@ -19,7 +19,7 @@ from looplib.extras.outputs.formats import CARD, FORMATS, KERAS, SAVED_MODEL, ch
 from looplib.extras.outputs.int8 import Int8Cost
 from looplib.extras.outputs.new_folder import alone, new_folder
 from looplib.extras.outputs.parts import Parts, WhatIsExported
-from looplib.extras.outputs.samples import Samples, take_samples
+from looplib.extras.outputs.samples import ModelInputs, take_samples
 from looplib.extras.writers.mlflow_models import register
 from looplib.loop.loops import Loops
 from looplib.messages import with_cure
@@ -128,7 +128,7 @@ def export(
     return directory
 
 
-def _samples(loops: Loops, split: str, task: Trainer | Evaluator, exported: Exported) -> Samples | str:
+def _samples(loops: Loops, split: str, task: Trainer | Evaluator, exported: Exported) -> ModelInputs | str:
     """Returns examples of the data of a task, or why there are none."""
     try:
         found = take_samples(loops, split, task, exported.signature)

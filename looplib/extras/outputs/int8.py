@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.extras.outputs.samples import Inputs, Samples
+from looplib.extras.outputs.samples import Inputs, ModelInputs
 from looplib.messages import gist
 
 Runner = Callable[..., Mapping[str, Any]]  # computes outputs by name, for inputs by name
@@ -75,7 +75,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def quantize(saved_model: str, samples: Samples | None) -> tuple[bytes, str, str]:
+def quantize(saved_model: str, samples: ModelInputs | None) -> tuple[bytes, str, str]:
     """Converts a SavedModel to int8.
 
     Args:

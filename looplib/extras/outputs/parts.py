@@ -21,7 +21,7 @@ from looplib.errors import ExportError
 from looplib.extras.outputs import int8
 from looplib.extras.outputs.formats import FORMATS, KERAS, SAVED_MODEL
 from looplib.extras.outputs.int8 import Int8Cost
-from looplib.extras.outputs.samples import Samples
+from looplib.extras.outputs.samples import ModelInputs
 from looplib.extras.weights.layers import LayerWalk
 from looplib.extras.weights.safetensors import SafetensorsFile
 from looplib.extras.weights.writing import named_weights, write_safetensors
@@ -44,7 +44,7 @@ class WhatIsExported:
 
     exported: Exported
     own_export: bool
-    samples: Callable[[], Samples | str]
+    samples: Callable[[], ModelInputs | str]
 
 
 class Parts:
@@ -191,7 +191,7 @@ class Parts:
         expected = self._serve(**self._inputs)
         self._keep(name, [found[key] for key in expected], expected.values(), "its interpreter computes")
 
-    def _write_int8(self, samples: Samples | str | None, name: str) -> None:
+    def _write_int8(self, samples: ModelInputs | str | None, name: str) -> None:
         found, reason = (None, samples) if isinstance(samples, str) else (samples, "")
         try:
             content, kind, refused = int8.quantize(os.path.join(self._folder, SAVED_MODEL), found)

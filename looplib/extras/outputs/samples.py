@@ -22,7 +22,7 @@ Inputs = dict[str, np.ndarray]  # one batch, by the names in the signature
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
+class ModelInputs:
     """Examples.
 
     Attributes:
@@ -38,9 +38,9 @@ class Samples:
         """How many they are."""
         return sum(_rows(batch) for batch in self.batches)
 
-    def first(self, most: int) -> "Samples":
+    def first(self, most: int) -> "ModelInputs":
         """Returns the first of them, at most so many."""
-        return Samples(self.split, list(_cut(self.batches, most)))
+        return ModelInputs(self.split, list(_cut(self.batches, most)))
 
 
 def _rows(batch: Inputs) -> int:
@@ -54,7 +54,7 @@ def _cut(batches: list[Inputs], most: int) -> Iterator[Inputs]:
         most -= _rows(batch)
 
 
-def take_samples(loops: Loops, split: str, task: Trainer | Evaluator, signature: Any) -> Samples:
+def take_samples(loops: Loops, split: str, task: Trainer | Evaluator, signature: Any) -> ModelInputs:
     """Returns the first examples of the data of a task; all workers call it.
 
     Args:
@@ -77,7 +77,7 @@ def take_samples(loops: Loops, split: str, task: Trainer | Evaluator, signature:
                 break
     finally:
         loop.close()
-    return Samples(split, list(_cut(sampling.taken, MOST_EXAMPLES)))
+    return ModelInputs(split, list(_cut(sampling.taken, MOST_EXAMPLES)))
 
 
 class _Sampling(Evaluator):
