@@ -295,6 +295,7 @@ def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
             controller.train_and_evaluate(steps, 2)
             if steps == 12:
                 assert made[-1] == (12, ["step-12", "step-8"])
+                assert "| eval | 12 | accuracy | 0.7 |" in (tmp_path / "best" / "step-12" / "README.md").read_text()
                 np.testing.assert_array_equal(
                     keras3.models.load_model(tmp_path / "best" / "step-12" / "model.keras").get_weights()[0],
                     trainer.weights()[0],
