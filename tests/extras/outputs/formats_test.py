@@ -269,6 +269,8 @@ def test_an_export_is_registered_in_mlflow_if_that_is_asked_for(monkeypatch, tmp
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_REGISTERED_MODEL", "toy")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     trainer, evaluator = toy.build(tf.distribute.get_strategy())
     with toy.controller(
         None, trainer, evaluator, model_dir=tmp_path / "run", writers=["mlflow"],
@@ -276,6 +278,7 @@ def test_an_export_is_registered_in_mlflow_if_that_is_asked_for(monkeypatch, tmp
     ) as controller:  # fmt: skip
         controller.train_and_evaluate(2, 2)
         path = controller.export(tmp_path / "again")
+    assert list((tmp_path / "here").iterdir()) == []
     client = mlflow.MlflowClient(f"file://{tmp_path}/mlruns")
     versions = client.search_model_versions("name = 'toy'")
     assert sorted(version.tags["step"] for version in versions) == ["2", "2"] and len(versions) == 2
