@@ -25,18 +25,14 @@ _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.L
 
 FETCHED = ("warm_start", "continue_from")  # flags that may be URLs, besides --model_dir
 PATHS = ("predictions", "export", *FETCHED)
-
-# The flags that `runtime.setup` takes.
-OF_THE_MACHINE = (
+OF_THE_MACHINE = (  # the flags that `runtime.setup` takes
     "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",
-    "tpu_replicas", "tpu_spmd", "join_limit",
-)  # fmt: skip
+    "tpu_replicas", "tpu_spmd", "join_limit")  # fmt: skip
 
 CONFIG_FILE = "config.yaml"  # in the run directory
 PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 
-# The flags of every binary; docs/reference/flags.md is made of them.
-FLAGS = (
+FLAGS = (  # of every binary; docs/reference/flags.md is made of them
     Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, events; or its URL."),
     Flag("local_dir", str, None, "Local directory of a run whose model_dir is a URL; none: one in the cache."),
     Flag("mode", str, "train_and_eval", "Job to run; without an evaluator, train.", MODES),
@@ -60,7 +56,8 @@ FLAGS = (
     Flag("predictions_piece", int, 10_000, "Records of a file of predictions.", least=1),
     Flag("export", str, None, "Directory for --mode=export; none: export/step-<step> in model_dir."),
     Flag("export_averages", bool, True, "Exports averaged weights if the evaluator or trainer has any."),
-    Flag("export_tflite", bool, False, "Exports a TFLite file too, if the converter takes the model."),
+    Flag("export_formats", list, None, "Exports these too: safetensors, weights.h5, onnx, tflite, int8."),
+    Flag("export_license", str, "unknown", "The license of the model, for its card, such as apache-2.0."),
     *flags_of(CheckpointPolicy),
     Flag("keep_last", int, 5, "Number of newest checkpoints to keep."),
     Flag("keep_best", str, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
@@ -135,6 +132,8 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
             f"--checkpoint={values['checkpoint']} is for jobs that evaluate, predict or export a checkpoint, and "
             f"--mode={values['mode']} {takes}; leave it out"
         )
+    if values["mode"] == "export":
+        plugins.load("looplib.parts", "check_export")(values["export_formats"], values["export_license"])
     profiles: list[Any] = actions(values)
     if profiles and values["mode"] not in TRAINING_MODES:
         raise FlagError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")

@@ -412,6 +412,7 @@ class Controller:
         self._checkpointer.need_state()
         with contextlib.nullcontext() if loops.training else self.report.of_a_start(self.restored_from):
             results, step = {}, self.global_step
+            reporter.last_evaluation = results  # now, for an action that exports
             with console.guarded(), notice.listening(), self._watchdog.watching():
                 for name in loops.evaluations:
                     metrics = loops.evaluate(name, steps)
@@ -424,7 +425,6 @@ class Controller:
             if not loops.closed:
                 with self.clock.phase("save"):
                     self._checkpointer.add_scores(step, results)
-            reporter.last_evaluation = results
             return results
 
     def evaluate_continuously(
@@ -514,18 +514,20 @@ class Controller:
         self._stopped = True
 
     def export(
-        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
-    ) -> str:
+        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, formats: Sequence[str] = (),
+        license: str = "unknown",
+    ) -> str:  # fmt: skip
         """Writes the model at the current step for programs without looplib, into a directory that appears whole.
 
-        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, and
-        `export.json`. What is exported is the `export` of the first evaluator, or else of the trainer. An action may
-        call it.
+        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, the model
+        card `README.md`, and `export.json`. What is exported is the `export` of the first evaluator, or else of the
+        trainer. An action may call it.
 
         Args:
           directory: default `export/step-<step>` in `model_dir`; an earlier export there is replaced.
           averages: whether averaged weights are exported, if there are any.
-          tflite: whether to write `model.tflite` too, if TensorFlow's converter takes the model.
+          formats: what to write too: "safetensors", "weights.h5", "onnx", "tflite", "int8".
+          license: of the model, for its card, such as "apache-2.0".
 
         Returns:
           The directory.
@@ -533,7 +535,7 @@ class Controller:
         export = plugins.load("looplib.parts", "export")
         self._loops.refuse_if_unfit("export", self.latest_checkpoint)
         self._checkpointer.need_state()
-        return export(self._loops, self._checkpointer, self._reporter, directory, averages, tflite)
+        return export(self._loops, self._checkpointer, self._reporter, directory, averages, formats, license)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.

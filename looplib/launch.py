@@ -261,7 +261,8 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
         )
     elif mode == "export":
         _refuse_untrained(controller)
-        controller.export(values["export"], averages=values["export_averages"], tflite=values["export_tflite"])
+        settings = {name: values[f"export_{name}"] for name in ("averages", "formats", "license")}
+        controller.export(values["export"], **settings)
     if mode in ("train", "train_and_post_eval"):
         controller.train(train_steps)
     if mode in ("eval", "train_and_post_eval"):

@@ -8,7 +8,7 @@ Names that other rooms may use, by file:
     records: cut_short, each_record, JsonlWriter, key, parse_line, read_jsonl, Record, RecordFile
     reporter: Metrics, Reporter
     run_json: as_dict, changed_settings, Computation, path_of, read_report, Report, RunReport, saved_step,
-      RunProgress, RunSettings, StartRecord
+      RunProgress, RunSettings, settings_of, StartRecord
     shown: Histogram, Images, Shown, Texts
     writers: DEFAULT_WRITERS, named_writers, Setting, Writer
 """

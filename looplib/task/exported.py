@@ -37,9 +37,7 @@ def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Ex
     """Returns what the Keras model of a task of a class exports: its outputs in inference for batches of inputs."""
     signature = _keras.input_specs(model) if _keras.is_model(model) else None
     if signature is None:
-        found = (
-            "no Keras model as its attribute model" if not _keras.is_model(model) else "a model without Input layers"
-        )
+        found = "a model without Input layers" if _keras.is_model(model) else "no Keras model as its attribute model"
         raise ExportError(
             f"{who} has {found}, so it is not known what to export; define {who}.export, which returns "
             "looplib.Exported(function, signature, model)"

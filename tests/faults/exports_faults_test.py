@@ -19,7 +19,7 @@ from looplib.extras.tools import dry_run
 
 __all__ = ["disk"]
 SMALL = ("--config.state_mb=0.01", "--loop=eager")
-PARTS = ["export.json", "model.keras", "saved_model"]
+PARTS = ["README.md", "export.json", "model.keras", "saved_model"]
 
 
 @pytest.fixture(scope="module")

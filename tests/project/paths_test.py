@@ -35,6 +35,7 @@ ALLOWED = {
     ("looplib/extras/tools/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
     ("looplib/extras/records/files.py", "open, to read"): "the user's data",
     ("looplib/extras/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
+    ("looplib/extras/weights/writing.py", "open, to write"): "a name in the new folder of an export",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
     ("looplib/report/program.py", "open, to read"): "/proc/PID/stat",
     ("looplib/report/run_json.py", "open, to read"): "/proc/self/statm",

@@ -5,11 +5,12 @@ import math
 import numbers
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from absl import logging
 
-from looplib import files, folders
+from looplib import files, folders, plugins
 from looplib.compat import keras as _keras
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
 from looplib.messages import whole_number
@@ -178,7 +179,8 @@ class ExportBest(_MetricWatcher):
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
       mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       averages: whether averaged weights are exported, if there are any.
-      tflite: whether to write a TFLite file too.
+      formats: what to write too, see `Controller.export`.
+      license: of the model, for its card.
       name: distinguishes it from another one of this class for this metric and mode; default "".
 
     Raises:
@@ -193,13 +195,15 @@ class ExportBest(_MetricWatcher):
         min_change: float = 0.0,
         mode: str | None = None,
         averages: bool = True,
-        tflite: bool = False,
+        formats: Sequence[str] = (),
+        license: str = "unknown",
         name: str = "",
     ) -> None:
         super().__init__(metric, 1, min_change, mode, name)
         self.directory = files.resolve(directory, "ExportBest.directory") if directory is not None else None
         self._number = whole_number("ExportBest.number", number)
-        self._averages, self._tflite = averages, tflite
+        plugins.load("looplib.parts", "check_export")(formats, license)
+        self._averages, self._formats, self._license = averages, tuple(formats), license
         self._kept: list[str] = []  # names in the directory
 
     def on_start(self, controller: Any) -> None:
@@ -238,7 +242,9 @@ class ExportBest(_MetricWatcher):
             return  # a job that only evaluates has no memory of what was better
         folder = self.directory or os.path.join(event.controller.model_dir, "export")
         name = f"step-{event.step}"
-        event.controller.export(os.path.join(folder, name), averages=self._averages, tflite=self._tflite)
+        event.controller.export(
+            os.path.join(folder, name), averages=self._averages, formats=self._formats, license=self._license
+        )
         self._kept = [*(kept for kept in self._kept if kept != name), name]
         *old, self._kept = *self._kept[: -self._number], self._kept[-self._number :]
         if event.controller.is_chief:

@@ -6,6 +6,7 @@ scripts in `assets/` draw with uPlot.
 Names that other rooms may use, by file:
     command: add
     curves: none
+    exports: none
     fields: none
     html: none
     marks: none

@@ -11,6 +11,7 @@ from looplib import files
 from looplib.checkpoint import commits
 from looplib.errors import UsageError
 from looplib.extras.page import curves, marks, phases, values
+from looplib.extras.page.exports import read_int8
 from looplib.extras.page.run import Change, Mark, Op, Run, SavedCheckpoint, ShownStart, Variable
 from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
@@ -92,6 +93,7 @@ def read_run(directory: str, name: str) -> Run:
         ops=[_op(one) for one in values.items(profile.get("ops"))[:_MOST_OPS] if isinstance(one, dict)],
         profiled=_profiled(profile),
         samples=read_samples(directory, _records(directory, FILE, notes)),
+        int8=read_int8(directory),
         copy=seen.copy,
         notes=notes,
     )

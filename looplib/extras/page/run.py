@@ -4,6 +4,7 @@ import dataclasses
 
 from looplib.extras.buckets.standing import Standing
 from looplib.extras.page.curves import Curve
+from looplib.extras.page.exports import ShownInt8
 from looplib.extras.page.phases import TimeSpan
 from looplib.extras.page.samples import Samples
 
@@ -96,6 +97,7 @@ class Run:
       speed: the numbers of a `Speed`, and `dtype` its type.
       traceback: where the error of a failed run was raised.
       spans: where the time went, step by step.
+      int8: its int8 exports.
       copy: how far the copy in an object store is; None without one.
       notes: what could not be read, in sentences.
     """
@@ -132,6 +134,7 @@ class Run:
     ops: list[Op]
     profiled: str
     samples: Samples
+    int8: list[ShownInt8]
     copy: Standing | None
     notes: list[str]
 

@@ -64,7 +64,9 @@ def export(tools: Any) -> None:
     parser.add_argument(
         "output", nargs="?", type=path, help="the new directory (default: export/step-<step> in the run directory)"
     )
-    parser.add_argument("--tflite", action="store_true", help="write a TFLite file too")
+    text = "what to write too, with commas between: safetensors, weights.h5, onnx, tflite, int8"
+    parser.add_argument("--formats", default="", help=text)
+    parser.add_argument("--license", default="unknown", help="of the model, for its card (default %(default)s)")
     text = "export the last weights, not averages of them"
     parser.add_argument("--last_weights", dest="averages", action="store_false", help=text)
     _add_checkpoint(parser, "the one to export", "final")

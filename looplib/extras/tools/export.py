@@ -5,19 +5,27 @@ import subprocess
 
 from looplib.checkpoint import choice
 from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, ExportError
+from looplib.extras.outputs.formats import check_export
 from looplib.extras.tools import recorded_run
 from looplib.messages import gist
 
 
 def export(
-    directory: str, output: str | None, *, tflite: bool = False, averages: bool = True, checkpoint: str = choice.FINAL
+    directory: str,
+    output: str | None,
+    *,
+    formats: str = "",
+    license: str = "unknown",
+    averages: bool = True,
+    checkpoint: str = choice.FINAL,
 ) -> int:
     """Runs the command of a run's first start once more, in one process, with --mode=export.
 
     Args:
       directory: the run directory.
       output: the new directory; None for `export/step-<step>` in the run directory.
-      tflite: whether to write a TFLite file too.
+      formats: what to write too, with commas between.
+      license: of the model, for its card.
       averages: whether averaged weights are exported, if there are any.
       checkpoint: "final", "latest", "best" or a step, see `choice.choose`.
 
@@ -25,12 +33,14 @@ def export(
       The exit code.
 
     Raises:
-      UsageError: if `run.json` does not say how the run was started.
+      UsageError: if `run.json` does not say how the run was started, or a format or its package is not known.
     """
     directory = os.path.abspath(directory)
     command, folder = recorded_run.command_of(recorded_run.report_of(directory), directory)
     flags = [f"--model_dir={directory}", "--mode=export", "--strategy=auto", "--nodry_run", "--max_time="]
-    flags += [f"--checkpoint={checkpoint}", f"--export_tflite={tflite}", f"--export_averages={averages}"]
+    check_export(formats.split(",") if formats else (), license)  # now, and not after the start of the program
+    flags += [f"--checkpoint={checkpoint}", f"--export_formats={formats}", f"--export_averages={averages}"]
+    flags += [f"--export_license={license}"]
     flags += [f"--export={os.path.abspath(output)}"] if output else []
     try:
         done = subprocess.run([*command, *flags], cwd=folder, check=False)

@@ -17,5 +17,6 @@ Names that other rooms may use, by file:
     taking: none
     targets: none
     values: none
+    writing: none
     zipped: none
 """

@@ -12,7 +12,8 @@ from looplib import files, folders
 from looplib.extras.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
 
 INDEX = ".safetensors.index.json"
-_DTYPES = {
+METADATA = {"format": "tf", "names": "looplib"}  # of a file that looplib writes
+DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
@@ -28,6 +29,7 @@ class SafetensorsFile:
 
     Attributes:
       tensors: its tensors by key, which are their names.
+      counted: whether looplib has written it, and counts the layers that Keras has named from 0 on.
 
     Raises:
       WarmStartError: if it is damaged, or something else.
@@ -60,7 +62,7 @@ class SafetensorsFile:
             raise refusal(self._path, "it does not begin with the header of safetensors") from error
         if not isinstance(header, dict) or len(header) > MOST_TENSORS:
             raise refusal(self._path, f"its header is no list of at most {MOST_TENSORS:,} tensors")
-        header.pop("__metadata__", None)
+        self.counted = header.pop("__metadata__", None) == METADATA
         return 8 + length, header
 
     def _checked(self, header: dict[str, Any]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
@@ -89,10 +91,10 @@ class SafetensorsFile:
     def _fields(self, name: str, told: Any) -> tuple[tuple[int, ...], Any, int, int]:
         if isinstance(told, dict):
             shape, dtype, offsets = told.get("shape"), told.get("dtype"), told.get("data_offsets")
-            if isinstance(dtype, str) and dtype not in _DTYPES:
-                raise refusal(self._path, f"{name!r:.100} has the type {dtype!r:.30}", f"expected {', '.join(_DTYPES)}")
+            if isinstance(dtype, str) and dtype not in DTYPES:
+                raise refusal(self._path, f"{name!r:.100} has the type {dtype!r:.30}", f"expected {', '.join(DTYPES)}")
             if isinstance(dtype, str) and are_sizes(shape) and are_sizes(offsets) and len(offsets) == 2:
-                return tuple(shape), _DTYPES[dtype], *offsets
+                return tuple(shape), DTYPES[dtype], *offsets
         raise refusal(self._path, f"the header's {name!r:.100} has no type, shape and place")
 
     def read(self, key: str) -> np.ndarray:

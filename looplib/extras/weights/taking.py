@@ -15,6 +15,7 @@ from looplib.extras.weights.hdf5 import Hdf5Weights
 from looplib.extras.weights.layers import NumberedVariables, ordered
 from looplib.extras.weights.matching import Match
 from looplib.extras.weights.pairing import Matched, Taken, pair
+from looplib.extras.weights.safetensors import SafetensorsFile
 from looplib.extras.weights.sources import StoredTensor, WeightsSource
 from looplib.extras.weights.targets import EqualNames, Targets
 
@@ -77,7 +78,7 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
 
     def match(rest: list[NamedVariable]) -> Matched:
         if not _is_numbered(source):
-            return EqualNames(rest, live, targets)
+            return EqualNames(rest, live, targets, isinstance(source, SafetensorsFile) and source.counted)
         return _match_numbered(rest, live, views, path)
 
     pairs = pair(saved, ruled, targets, match, path)

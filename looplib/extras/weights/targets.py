@@ -1,12 +1,15 @@
 """The names by which rules, and files of names alone, mean the variables here."""
 
+import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalizer, groups
 from looplib.compat import keras as _keras
 from looplib.extras.weights.layers import NumberedVariables
 
 _Shapes = frozenset[tuple[str, tuple[int | None, ...]]]
+_Layers = dict[str, dict[str, list[NamedVariable]]]  # by name, each by the name of a variable in it
 
 
 class Targets:
@@ -25,7 +28,9 @@ class Targets:
         self.leaves = live.leaves
         self._by_name: dict[str, dict[int, NamedVariable]] = {}
         self._names: dict[int, list[str]] = {}
-        self._models = {value.name for value in live.objects.values() if _keras.is_model(value)}
+        self._models: set[str] = set()
+        for value in filter(_keras.is_model, live.objects.values()):
+            self._models |= {value.name, _counted_from_zero(value)}
         counted = live.record().own
         for leaf in live.leaves:
             own = [counted.get(leaf.path, leaf.name), leaf.name]
@@ -51,6 +56,10 @@ class Targets:
         names = self._names[id(leaf)]
         return min((name for name in names if len(self._by_name[name]) == 1), key=len, default=names[0])
 
+    def counted(self, leaf: NamedVariable) -> str:
+        """Returns the name of a variable whose layers that Keras has named are counted from 0 on, without the model."""
+        return self._names[id(leaf)][0]
+
     def without_model(self, name: str) -> str:
         """Returns a name without that of the model that holds the layer."""
         first, _, rest = name.partition("/")
@@ -67,13 +76,16 @@ class EqualNames:
       saved: the variables of the file.
       live: those here, of which only those in `leaves` count.
       targets: the names of these.
+      counted: whether the file counts the layers that Keras has named from 0 on, as looplib writes it.
 
     Attributes:
       pairs: list of (saved, here).
       ambiguous: the saved variables that could belong to several here.
     """
 
-    def __init__(self, saved: Iterable[NamedVariable], live: LiveVariables, targets: Targets) -> None:
+    def __init__(
+        self, saved: Iterable[NamedVariable], live: LiveVariables, targets: Targets, counted: bool = False
+    ) -> None:
         self.pairs: list[tuple[NamedVariable, NamedVariable]] = []
         self.ambiguous: list[NamedVariable] = []
         normal = NameNormalizer(live)
@@ -89,22 +101,15 @@ class EqualNames:
             found = [leaf for leaf in targets.find(names[0]) or targets.find(names[1]) if id(leaf) in left]
             self.pairs += [(one, leaf) for leaf in found if len(found) == 1]
             self.ambiguous += [one] * (len(found) > 1)
+
+        def plain(leaf: NamedVariable) -> str:
+            return targets.without_model(leaf.name)
+
         for name in there.keys() & here.keys():
-            self._of_kind(*(self._layers(side[name], targets.without_model) for side in (there, here)))
+            known = _layers(here[name], targets.counted if counted else plain)
+            self._of_kind(_layers(there[name], plain), known)
 
-    def _layers(
-        self, leaves: list[NamedVariable], plain: Callable[[str], str]
-    ) -> dict[str, dict[str, list[NamedVariable]]]:
-        """Returns the layers by name, each a dict from the name of a variable in it."""
-        layers: dict[str, dict[str, list[NamedVariable]]] = {}
-        for leaf in leaves:
-            layer, _, own = plain(leaf.name).rpartition("/")
-            layers.setdefault(layer, {}).setdefault(own, []).append(leaf)
-        return layers
-
-    def _of_kind(
-        self, there: dict[str, dict[str, list[NamedVariable]]], here: dict[str, dict[str, list[NamedVariable]]]
-    ) -> None:
+    def _of_kind(self, there: _Layers, here: _Layers) -> None:
         if there.keys() == here.keys():
             for name in there:
                 self._pair(there[name], here[name])
@@ -123,6 +128,21 @@ class EqualNames:
                 self.pairs.append((there[own][0], here[own][0]))
             else:
                 self.ambiguous += there[own]
+
+
+def _layers(leaves: list[NamedVariable], name_of: Callable[[NamedVariable], str]) -> _Layers:
+    found: _Layers = {}
+    for leaf in leaves:
+        layer, _, own = name_of(leaf).rpartition("/")
+        found.setdefault(layer, {}).setdefault(own, []).append(leaf)
+    return found
+
+
+def _counted_from_zero(model: Any) -> str:
+    """Returns the name of a model without the number that Keras has put behind it, if Keras has named it."""
+    base = re.sub(r"_\d+$", "", model.name)
+    kinds = {type(model).__name__.lower(), "functional", "model"}
+    return base if base.replace("_", "").lower() in kinds else model.name
 
 
 def _shapes(layer: dict[str, list[NamedVariable]]) -> _Shapes:

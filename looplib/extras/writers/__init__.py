@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     csv_writer: CsvWriter
     media: histogram, image, text
     media_writer: none
+    mlflow_models: none
     mlflow_writer: MlflowWriter
     newest: none
     numbers: none

@@ -17,7 +17,7 @@ from looplib.report.writers import Setting, Writer
 if TYPE_CHECKING:
     import mlflow
 
-_TRACKER = "mlflow"
+TRACKER = "mlflow"
 _ENDS = {"failed": "FAILED", "preempted": "KILLED"}
 
 
@@ -84,19 +84,13 @@ class MlflowWriter(Writer):
         """Starts or continues the run, at the first call."""
         if self._client is not None:
             return self._client
-        if not self._uri:
-            # Files, which MLflow wants to be asked for: a run needs no database, and many may write at a time.
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-            self._uri = pathlib.Path(self._directory).absolute().with_name("mlruns").as_uri()
-        import mlflow
-
-        client = mlflow.MlflowClient(_without_password(self._uri))
-        run = tracked.read_id(self._directory, _TRACKER)
+        client = open_client(self._directory, self._uri)
+        run = tracked.read_id(self._directory, TRACKER)
         if run is None or not self._continue(client, run):
             found = client.get_experiment_by_name(self._experiment)
             experiment = found.experiment_id if found else client.create_experiment(self._experiment)
             run = client.create_run(experiment, run_name=tracked.name_of(self._directory)).info.run_id
-            tracked.keep_id(self._directory, _TRACKER, run)
+            tracked.keep_id(self._directory, TRACKER, run)
         self._client, self._run = client, run
         return client
 
@@ -111,6 +105,22 @@ class MlflowWriter(Writer):
             return False
         self._logged = {(n, m.step, m.value) for n in names for m in client.get_metric_history(run, n)}
         return True
+
+
+def open_client(directory: str, uri: str | None) -> "mlflow.MlflowClient":
+    """Returns a client of MLflow.
+
+    Args:
+      directory: the run directory.
+      uri: where MLflow keeps its runs; default files beside the run directory.
+    """
+    if not uri:
+        # Files, which MLflow wants to be asked for: a run needs no database, and many may write at a time.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        uri = pathlib.Path(directory).absolute().with_name("mlruns").as_uri()
+    import mlflow
+
+    return mlflow.MlflowClient(_without_password(uri))
 
 
 def _log_bytes(client: "mlflow.MlflowClient", run: str, content: bytes, folder: str, name: str) -> None:

@@ -269,31 +269,6 @@ def test_averages_are_exported_unless_the_last_weights_are_asked_for(evaluates, 
     np.testing.assert_array_equal(trainer.model.layers[-1].kernel, last)
 
 
-@pytest.mark.slow
-def test_a_tflite_file_is_written_where_the_converter_takes_the_model(tmp_path):
-    class Decomposed(toy.RegressionEvaluator):
-        def export(self):
-            whole = super().export()
-            return looplib.Exported(lambda x: tf.linalg.svd(whole.function(x))[0], whole.signature, whole.model)
-
-    for kind, taken in ((toy.RegressionEvaluator, True), (Decomposed, False)):
-        controller = looplib.Controller(
-            looplib.RunConfig(global_batch_size=8), evaluator=kind(toy.Regression().model), writers=[]
-        )
-        path = pathlib.Path(controller.export(tmp_path / kind.__name__, tflite=True))
-        record = json.loads((path / "export.json").read_text())
-        assert (path / "model.tflite").exists() == taken
-        if taken:
-            assert record["differences"]["model.tflite"] < 1e-5
-            assert record["files"]["model.tflite"] == (path / "model.tflite").stat().st_size
-            interpreter = tf.lite.Interpreter(str(path / "model.tflite"))
-            runner = interpreter.get_signature_runner("serving_default")
-            (found,) = runner(inputs=toy.X[:4]).values()
-            np.testing.assert_allclose(found, toy.X[:4] @ toy.KERNEL, rtol=1e-5, atol=1e-5)
-        else:
-            assert "TensorFlow's converter does not take it" in record["left_out"]["model.tflite"]
-
-
 class Scripted(toy.RegressionEvaluator):
     """Reports a given accuracy at each step."""
 
@@ -320,6 +295,7 @@ def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
             controller.train_and_evaluate(steps, 2)
             if steps == 12:
                 assert made[-1] == (12, ["step-12", "step-8"])
+                assert "| eval | 12 | accuracy | 0.7 |" in (tmp_path / "best" / "step-12" / "README.md").read_text()
                 np.testing.assert_array_equal(
                     keras3.models.load_model(tmp_path / "best" / "step-12" / "model.keras").get_weights()[0],
                     trainer.weights()[0],
@@ -484,7 +460,7 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
         (toy.RegressionEvaluator(Subclassed()), tmp_path / "x", "a model without Input layers"),
         (toy.RegressionEvaluator(model), tmp_path / "mine", "holds something else than an export"),
         (toy.RegressionEvaluator(model), tmp_path / "c", "c holds something else than an export"),
-        (toy.RegressionEvaluator(model), "gs://bucket/x", "gs://bucket/x.* is a URL"),
+        (toy.RegressionEvaluator(model), "gs://bucket/x", "gs://bucket/x.* like a URL"),
         (toy.RegressionEvaluator(model), "/proc/x/y", "/proc/x/y cannot be written"),
         (toy.RegressionEvaluator(model), None, "export without a directory needs a model_dir"),
     ]:
@@ -519,7 +495,7 @@ def test_an_export_that_is_killed_leaves_nothing_in_its_place(nursery, tmp_path)
         life = nursery.life(run, small, "--mode=export", f"--export={out}")
         assert life.code() == 0, life.output()
         assert "exported the weights of step 4" in life.output()
-        assert names(out) == ["export.json", "model.keras", "saved_model"]
+        assert names(out) == ["README.md", "export.json", "model.keras", "saved_model"]
     assert names(tmp_path) == ["out", "run"]
 
 
@@ -529,7 +505,8 @@ def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path, capsys
         life = nursery.life_of("trainers.image_classification", *binary, *arguments)
         assert life.code() == 0, life.output()
     done = subprocess.run(
-        [nursery.python, "-m", "looplib", "export", tmp_path / "run", tmp_path / "out"],
+        [nursery.python, "-m", "looplib", "export", tmp_path / "run", tmp_path / "out", "--formats=safetensors,int8",
+         "--license=mit"],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -541,5 +518,16 @@ def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path, capsys
     softmax = np.exp(found - found.max(1, keepdims=True))
     softmax /= softmax.sum(1, keepdims=True)
     np.testing.assert_allclose([record["probabilities"] for record in records], softmax, rtol=0, atol=1e-6)
+    assert names(tmp_path / "out") == [
+        "README.md", "export.json", "model.int8.tflite", "model.keras", "model.safetensors", "saved_model"
+    ]  # fmt: skip
+    card, cost = (
+        (tmp_path / "out" / "README.md").read_text(),
+        json.loads((tmp_path / "out" / "export.json").read_text()),
+    )
+    assert "license: mit" in card and "| `config.model` | mlp |" in card and str(tmp_path) not in card
+    assert cost["int8"]["examples"] == len(labels)
+    assert cli(["export", str(tmp_path / "run"), str(tmp_path / "other"), "--formats=gguf"]) == 2
+    assert "gguf" in capsys.readouterr().err
     assert cli(["export", str(tmp_path)]) == 2
     assert "run.json cannot be read; name the run directory of a training" in capsys.readouterr().err
