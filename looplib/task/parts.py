@@ -1,7 +1,7 @@
 """What a `GradientTrainer` is given: its model and optimizers, and parts of a model, chosen by regular expressions."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -87,11 +87,15 @@ def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
     trained = [variable for variable in variables if id(variable) not in frozen]
     if not trained:
         raise ModelError(f"freeze={patterns!r} matches all variables of the model; leave out a part that is trained")
-    for layer in _layers(model) if frozen else ():
-        own = layer.trainable_variables
-        if own and all(id(variable) in frozen for variable in own):
-            layer.trainable = False
+    for layer in layers_of(model, frozen):
+        layer.trainable = False
     return trained
+
+
+def layers_of(model: Any, variables: Collection[int]) -> list[Any]:
+    """Returns the layers whose trainable variables, of which they have some, are all among these, given by id."""
+    own = [(layer, layer.trainable_variables) for layer in (_layers(model) if variables else ())]
+    return [layer for layer, held in own if held and all(id(variable) in variables for variable in held)]
 
 
 def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tuple[str, Any, list[Any]]]:
