@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.errors import OptimizerError, SettingError
 from looplib.extras.phases.phase import Phase
-from looplib.task import gradients, parts, reductions
+from looplib.task import parts, reductions
 from looplib.task.gradient_trainer import GradientTrainer, UpdatePlan
 from looplib.task.learning_rates import constant_rate
 
@@ -101,7 +102,7 @@ class Phases:
         for number in range(self.number_at(step - 1) + 1 if step else 0):
             trains = any(each is optimizer and own for _, each, own in self._plans[number].parts)
             if trains and self._phases[number].learning_rate is not None:
-                rate = float(self._phases[number].learning_rate)
+                rate = float(np.float32(self._phases[number].learning_rate))  # as the optimizer keeps it
         return rate
 
     def as_flags(self) -> dict[str, list[dict[str, Any]]]:
@@ -143,9 +144,7 @@ class Phases:
         """Returns the metrics with the gradient norm 0 of what is not trained: a run has the same in all phases."""
         if any(name.startswith(_LAYER_NORM) for name in metrics):
             for variable in self.trained:
-                metrics.setdefault(
-                    f"{_LAYER_NORM}{_keras.variable_path(variable)}", reductions.last(gradients.global_norm([]))
-                )
+                metrics.setdefault(f"{_LAYER_NORM}{_keras.variable_path(variable)}", reductions.last(tf.zeros([])))
         return metrics
 
 

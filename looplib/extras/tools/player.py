@@ -13,6 +13,7 @@ import tensorflow as tf
 from looplib import files
 from looplib.errors import Preempted, ReplayError
 from looplib.extras.diagnosis import model_table
+from looplib.extras.phases.phased_loop import PhasedLoop
 from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
@@ -173,6 +174,8 @@ class Player:
             if boundary.report:
                 self.reported[boundary.step] = self.loop.read_metrics()
                 self._metrics_since = boundary.step
+        if isinstance(self.loop, PhasedLoop):
+            self.loop.enter(end)
 
     def play_one(self) -> dict[str, int | float]:
         """Does the next step; returns the metrics since the last report."""
