@@ -325,9 +325,7 @@ class Reducer(Accumulator):
     @property
     def steps(self) -> int:
         """The finite steps that a guarded reducer has added up, for `first_bad`; 0 for any other."""
-        if not self.created:
-            return self._pending[1] if self._pending else 0
-        return int(self._totals_by_replica()[0, self.packer.size]) if self._guarded else 0
+        return int(self._totals_by_replica()[0, self.packer.size]) if self._guarded and self.created else 0
 
     def load(self, state: State, steps: int = 0) -> None:
         """Continues from a `state()` of some `steps`; from zero if that has metrics which are not here.

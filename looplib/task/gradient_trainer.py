@@ -69,8 +69,8 @@ class GradientTrainer(Trainer):
       freeze: regular expressions; variables whose names match are not trained. See `parts.freeze`.
       phases: list of `looplib.Phase`, parts of the training that train other variables, or at another rate. What no
         phase trains is frozen.
-      rematerialize: regular expressions; layers whose names match compute their activations twice, in less memory. See
-        `parts.rematerialize`.
+      rematerialize: regular expressions; layers whose names match compute their activations twice, in less memory. They
+        may have no dropout, batch normalization or other state. A block of a deep model is a good choice.
       no_decay: regular expressions; the optimizer's weight decay leaves out variables whose names match, such as
         ("bias", "gamma", "beta").
       jit_compile: bool, whether XLA compiles the loss and its gradients, a micro-batch at a time. The sum over replicas
@@ -128,8 +128,7 @@ class GradientTrainer(Trainer):
         report: Sequence[str] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        auto = micro_batches == "auto"
-        self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
+        self.micro_batches = None if micro_batches == "auto" else whole_number("micro_batches", micro_batches)
         self._gradient_clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         if not isinstance(jit_compile, bool):
             raise SettingError(f"jit_compile is {jit_compile!r}; expected True or False")
@@ -140,13 +139,12 @@ class GradientTrainer(Trainer):
         if phases is not None:
             self.training_phases = plugins.load("looplib.parts", "phases")(phases, model, trained)
             trained = self.training_phases.trained
-        parts.rematerialize(model, rematerialize)
+        if rematerialize:
+            plugins.load("looplib.parts", "rematerialize")(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
         self.update_plan = UpdatePlan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
         parts.leave_out_of_decay(self.update_plan.parts, no_decay)
-        _keras.check_one_family(
-            {"model": model, **{f"optimizer {p!r}": each for p, each, _ in self.update_plan.parts}}
-        )
+        _keras.check_one_family({"model": model, **{f"optimizer {p!r}": each for p, each, _ in self.update_plan.parts}})
         for _, each, variables in self.update_plan.parts:
             parts.check_optimizer(each)
             each.build(variables)
@@ -187,8 +185,7 @@ class GradientTrainer(Trainer):
     def frozen_variables(self) -> list[Any]:
         """The variables of the model that are not trained, because `freeze` or their layers say so."""
         trained = {id(variable) for variable in self.update_plan.trained}
-        variables = _keras.without_vocabularies(self.model.variables)
-        return [variable for variable in variables if id(variable) not in trained]
+        return [one for one in _keras.without_vocabularies(self.model.variables) if id(one) not in trained]
 
     def export(self) -> Exported:
         """See `Trainer.export`; with the averages."""

@@ -34,8 +34,7 @@ class LearningRates:
 
     def at(self, step: int) -> dict[str, float]:
         """Returns the learning rates that this program has set by the end of a step: `built`, or those of phases."""
-        phases, optimizers = self._phases, self._optimizers
-        return {path: phases.rate_of(optimizers[path], step, rate) if phases else rate for path, rate in self.built.items()}
+        return self._phases.rates(step, self.built, self._optimizers) if self._phases else self.built
 
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
         """Sets the learning rates that this start was built with where they are new, and logs the result.

@@ -75,7 +75,8 @@ def of_phases(phases: Any) -> Iterator[Mark]:
     for number, (before, now) in enumerate(zip(found, found[1:]), 2):
         if (step := values.whole(before.get("until"))) is None:
             continue
-        patterns = [values.text(one, 100) for one in ([now["train"]] if isinstance(now.get("train"), str) else values.items(now.get("train")))]
+        train = now.get("train")
+        patterns = [values.text(one, 100) for one in ([train] if isinstance(train, str) else values.items(train))]
         rate = values.numbers(now).get("learning_rate")
         text = f"phase {number}: trains {', '.join(filter(None, patterns)) or 'all'}"
         yield Mark("phase", step, text + (f" at the rate {rate:g}" if rate is not None else ""))

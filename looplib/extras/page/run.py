@@ -37,7 +37,7 @@ class ShownStart:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: a "restart", a "rollback", a "phase", "skipped" steps, or the "best" checkpoint."""
+    """Something that happened at a step: a "restart", "rollback" or "phase", "skipped" steps, or the "best" checkpoint."""
 
     kind: str
     step: int

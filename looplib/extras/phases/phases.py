@@ -4,7 +4,7 @@ import bisect
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,14 +96,22 @@ class Phases:
                 if variables:
                     optimizer.learning_rate = rate
 
-    def rate_of(self, optimizer: Any, step: int, built: float) -> float:
-        """Returns the rate that the phases have set for an optimizer by the end of a step, or else `built`."""
-        rate = built
+    def rates(self, step: int, built: Mapping[str, float], optimizers: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the learning rates that the phases have set by the end of a step, or else the ones of `built`.
+
+        Args:
+          step: the global step.
+          built: the rate that an optimizer was built with, by name.
+          optimizers: the optimizers, by name.
+        """
+        found = dict(built)
         for number in range(self.number_at(step - 1) + 1 if step else 0):
-            trains = any(each is optimizer and own for _, each, own in self._plans[number].parts)
-            if trains and self._phases[number].learning_rate is not None:
-                rate = float(np.float32(self._phases[number].learning_rate))  # as the optimizer keeps it
-        return rate
+            rate = self._phases[number].learning_rate
+            trained = {id(optimizer) for _, optimizer, own in self._plans[number].parts if own}
+            names = [name for name in found if id(optimizers[name]) in trained]
+            if rate is not None:
+                found.update(dict.fromkeys(names, float(np.float32(rate))))  # as the optimizers keep it
+        return found
 
     def as_flags(self) -> dict[str, list[dict[str, Any]]]:
         """Returns the phases as a setting of the run, for `run.json`."""

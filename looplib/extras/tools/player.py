@@ -42,6 +42,8 @@ class Order:
       save: the file for the batch, `.npz`; "" for none.
       exact: whether the run had the engine of the replay, so that all bits have to be those that it reported.
       batch_size: the run's global batch size in these steps; None if it is not known.
+      weights: a checkpoint for whose weights to compute the statistics of batch normalization, as an `.npz` file, in
+        place of a look at a step; "" for none.
     """
 
     directory: str
@@ -53,6 +55,7 @@ class Order:
     save: str = ""
     exact: bool = True
     batch_size: int | None = None
+    weights: str = ""
 
     @property
     def news(self) -> str:

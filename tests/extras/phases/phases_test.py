@@ -175,7 +175,10 @@ def test_a_run_that_stops_in_each_phase_and_at_the_boundary_resumes_bit_by_bit(n
     assert report["flags"]["phases"] == [
         {"until": 5, "train": "head", "learning_rate": None}, {"until": None, "train": "", "learning_rate": 0.01},
     ]  # fmt: skip
-    assert [(mark.kind, mark.step) for mark in read.read_run(str(tmp_path / "whole"), "whole").marks][0] == ("phase", FIRST)
+    assert [(mark.kind, mark.step) for mark in read.read_run(str(tmp_path / "whole"), "whole").marks][0] == (
+        "phase",
+        FIRST,
+    )
 
 
 @pytest.mark.slow(keep=1)
@@ -337,8 +340,6 @@ class Ema(Net):
         (SettingError, lambda: train(Net(phases=[looplib.Phase(10)]), -1), "never ends|last phase ends at step 10"),
     ],
 )
-def test_phases_that_cannot_be_trained_are_refused_when_the_trainer_is_built_or_the_training_starts(
-    error, make, match
-):
+def test_phases_that_cannot_be_trained_are_refused_when_the_trainer_is_built_or_the_training_starts(error, make, match):
     with pytest.raises((error, EndlessDataError), match=match):
         make()

@@ -1,6 +1,6 @@
 """A program that tunes an image model or a small transformer in two phases, and kills itself at some steps.
 
-    python tuned.py image|transformer DIR PRETRAINED STEPS [step to be killed at]
+python tuned.py image|transformer DIR PRETRAINED STEPS [step to be killed at]
 """
 
 import os
