@@ -1,4 +1,4 @@
-"""A binary whose checkpoints are averaged: a small network with batch normalization."""
+"""A binary whose checkpoints are averaged: a small network with batch normalization, in two phases."""
 
 import dataclasses
 
@@ -28,7 +28,8 @@ class Net(looplib.GradientTrainer):
         parts = [layers.InputLayer((5,)), layers.Dense(4, name="first"), norm(name="norm_1"), layers.Activation("relu")]
         parts += [layers.Dense(3, name="second"), norm(name="norm_2"), layers.Dense(1, name="last")]
         family = keras if config.family == "keras" else tf_keras
-        super().__init__(family.Sequential(parts), family.optimizers.Adam(0.05))
+        phases = [looplib.Phase(until=7, train="last"), looplib.Phase(learning_rate=0.04)]
+        super().__init__(family.Sequential(parts), family.optimizers.Adam(0.05), phases=phases)
 
     def dataset(self, context):
         return context.indices(EXAMPLES, shuffle=False).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))

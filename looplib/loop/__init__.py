@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     auto: none
-    backend: Backend, Decorator
+    backend: Backend, backend_of, Decorator
     base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     device_loop: none
     host_loop: as_shown

@@ -326,8 +326,7 @@ class GradientTrainer(Trainer):
     def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None])
-        plan = self.update_plan
-        held = [*plan.trained, *(variable for _, each, _ in plan.parts for variable in each.variables)]
+        held = [*self.update_plan.trained, *(one for _, each, _ in self.update_plan.parts for one in each.variables)]
         state = [*map(_keras.tf_variable, held), *(self.averages.values if self.averages else ())]
         before = [variable.read_value() for variable in state]
         self._apply([None if g is None else tf.where(finite, g, tf.zeros_like(g)) for g in gradients])

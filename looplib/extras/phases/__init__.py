@@ -3,5 +3,5 @@
 Names that other rooms may use, by file:
     phase: Phase
     phased_loop: PhasedLoop
-    phases: Phases
+    phases: PhasedTraining
 """

@@ -4,7 +4,7 @@ import dataclasses
 
 from looplib.cluster import remote
 from looplib.errors import MetricError, ParameterServerError, SettingError
-from looplib.extras.phases.phases import Phases
+from looplib.extras.phases.phases import PhasedTraining
 from looplib.loop.backend import backend_of
 from looplib.loop.base import InnerLoop, LoopResult, Request, Specification
 from looplib.loop.reducer import Reducer
@@ -41,7 +41,7 @@ class PhasedLoop(TaskLoop):
                 "the trainer has phases, and the steps of parameter servers follow no common count; train each phase "
                 "as a run of its own (--warm_start), or use another strategy"
             )
-        self._phases: Phases = spec.task.training_phases
+        self._phases: PhasedTraining = spec.task.training_phases
         self._measures = spec.task.micro_batches is None
         self._number = self._phases.number_at(spec.start_step)
         continues = spec.start_step > 0 and self._number == self._phases.number_at(spec.start_step - 1)

@@ -20,7 +20,7 @@ from looplib.task.learning_rates import constant_rate
 _LAYER_NORM = "gradient_norm/"
 
 
-class Phases:
+class PhasedTraining:
     """The phases of a trainer. The global step alone decides which of them a step belongs to.
 
     Args:

@@ -1,5 +1,7 @@
 """The mean of checkpoints with statistics of batch normalization from data."""
 
+import json
+
 import averaged
 import numpy as np
 import pytest
@@ -48,6 +50,16 @@ def test_statistics_of_averaged_weights_are_those_of_the_batches_in_numpy(family
         assert np.array_equal(averages[:2], statistics[:2])
     for name in ("first", "second", "last"):
         assert all(map(np.array_equal, of(models[0], name), of(models[1], name)))
+
+
+@pytest.mark.slow
+def test_steps_around_the_end_of_a_phase_are_replayed(nursery, tmp_path, capfd):
+    run = tmp_path / "run"
+    assert nursery.life_of("averaged", f"--model_dir={run}").code() == 0
+    assert json.loads((run / "run.json").read_text())["flags"]["phases"][0]["until"] == 7
+    for step in (7, 8, 12):
+        assert main(["replay", str(run), f"--step={step}"]) == EXIT_DONE, capfd.readouterr()
+    assert "norm_1/gamma" in capfd.readouterr().out
 
 
 @pytest.mark.slow
