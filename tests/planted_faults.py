@@ -108,8 +108,6 @@ FAULTS = [
           "tf.cast(self._decay, value.dtype)", "derived gradient_trainer evaluator"),
     Fault("a phase moves only the averages of what it trains", "task/gradient_trainer.py",
           "self.averages.update(self.update_plan.trained)", "self.averages.update()", "phases"),
-    Fault("an optimizer counts only updates in which it trains", "task/gradient_trainer.py",
-          "in (part for part in self.update_plan.parts if part[2]):", "in self.update_plan.parts:", "phases"),
     Fault("a phase sets its rate where it begins", "extras/phases/phases.py", "        if begins and rate is not None:\n",
           "        if step == 0 and rate is not None:\n", "phases"),
     Fault("no call of an inner loop crosses the end of a phase", "extras/phases/phased_loop.py",

@@ -314,7 +314,7 @@ class GradientTrainer(Trainer):
 
     def _apply(self, gradients: Sequence[Any]) -> None:
         number_of = {id(variable): number for number, variable in enumerate(self.update_plan.trained)}
-        for _, optimizer, variables in (part for part in self.update_plan.parts if part[2]):
+        for _, optimizer, variables in self.update_plan.parts:
             own = [gradients[number_of[id(variable)]] for variable in variables]
             if _keras.family(optimizer) == "keras":
                 # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
