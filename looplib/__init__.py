@@ -61,6 +61,7 @@ _PARTS = (  # of plug-ins
     "OrbitTrainer",
     "Packed",
     "PackedRows",
+    "Phase",
     "Profile",
     "ReduceOnPlateau",
     "TensorBoardWriter",

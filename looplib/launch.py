@@ -234,7 +234,8 @@ def _make_controller(
         writers=[*DEFAULT_WRITERS, *trackers],
         config=config,
     )
-    controller.report.settings.flags = values
+    phases = {name: value for name, value in controller.report.settings.flags.items() if name == "phases"}
+    controller.report.settings.flags = values | phases
     if controller.report.path:  # a controller with a trainer may only export
         controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed

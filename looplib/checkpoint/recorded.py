@@ -52,7 +52,7 @@ class RecordedParts:
         config, training = self.loops.config, self.loops.training
         record.running = training.reducer.state()
         record.optimizers = self.optimizers
-        record.learning_rates = self._learning_rates.built
+        record.learning_rates = self._learning_rates.at(int(self.loops.global_step))
         record.actions = self._actions.save()
         record.engines = self.loops.engines
         record.seed, record.global_batch_size, record.loop = config.seed, config.global_batch_size, config.loop

@@ -319,20 +319,6 @@ def untracked_variables(value: Any) -> list[Any]:
     return [*found, *loose]
 
 
-def recompute(layer: Any) -> None:
-    """Lets a layer compute its activations again in the backward pass, by `tf.recompute_grad`.
-
-    A layer that is built has no public way to compute otherwise than its class does, but to set its `call`.
-    """
-    call = layer.call
-
-    @functools.wraps(call)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
-
-    layer.call = recomputed
-
-
 def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
     """Calls a function of a Keras family's module now, or right after it is imported: a program may do so late.
 

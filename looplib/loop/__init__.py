@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     auto: none
-    backend: Backend, Decorator
+    backend: Backend, backend_of, Decorator
     base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     device_loop: none
     host_loop: as_shown
@@ -12,7 +12,7 @@ Names that other rooms may use, by file:
     schedule: Schedule
     step: raise_refusal, Step, StepFn, timed
     step_additions: none
-    step_checks: none
+    step_checks: TracedValues
     task_loop: as_numbers, check_evaluation, TaskLoop
     trial: none
     window: Window

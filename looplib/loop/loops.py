@@ -265,7 +265,7 @@ class Loops:
         """Returns a context manager for an evaluation or a prediction, see `LentState`."""
         if self.training is None:
             return contextlib.nullcontext()
-        if loop not in self._lendings:
+        if loop not in self._lendings or self._lendings[loop].step is not self.training.traced:
             self._lendings[loop] = LentState(self.strategy, self.training, loop)
         return self._lendings[loop].lent()
 
@@ -295,7 +295,7 @@ class LentState:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, training: Loop, evaluation: Loop) -> None:
-        self._workers = Workers(strategy)
+        self._workers, self.step = Workers(strategy), training.traced
         state = [
             (variable, strategy.experimental_local_results(variable))
             for variable in no_weights(training.task, state_of(training.task))

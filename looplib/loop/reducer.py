@@ -81,7 +81,7 @@ class Reducer(Accumulator):
         self._strategy, self._who, self._guarded = strategy, who, guarded
         self.packer = Packer(who, count_examples, skips)
         self._watched: list[str] = []  # names of the watched values
-        self._totals = self._pending = None
+        self._totals = self._pending = None  # the second is what `load` was given too early
         self.collects: dict[str, Any] = {}
 
     def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
@@ -171,7 +171,7 @@ class Reducer(Accumulator):
         replaced = self.packer.replaced()
         self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
         if self._pending is not None:
-            self.load(self._pending)
+            self.load(*self._pending)
 
     def _make_totals(self, size: int) -> tf.Variable:
         """Makes a variable with a copy per replica; a subclass may keep the totals elsewhere."""
@@ -318,18 +318,23 @@ class Reducer(Accumulator):
     def state(self) -> State:
         """See `Accumulator`; before the first step, the argument of `load`."""
         if not self.created:
-            return self._pending or RunningTotals([], [])
+            return self._pending[0] if self._pending else RunningTotals([], [])
         totals = [totals[: self.packer.size].tolist() for totals in self._totals_by_replica()]
         return RunningTotals(self.packer.names, totals)
 
-    def load(self, state: State) -> None:
-        """Continues from a `state()`; from zero if that has metrics which are not here, of an earlier program.
+    @property
+    def steps(self) -> int:
+        """The finite steps that a guarded reducer has added up, for `first_bad`; 0 for any other."""
+        return int(self._totals_by_replica()[0, self.packer.size]) if self._guarded and self.created else 0
+
+    def load(self, state: State, steps: int = 0) -> None:
+        """Continues from a `state()` of some `steps`; from zero if that has metrics which are not here.
 
         Only `skipped_steps` may be missing here: it is a metric with `non_finite="skip"`, which may change. A metric
         that is new begins with zero.
         """
         if not self.created:
-            self._pending = state
+            self._pending = state, steps
             return
         local, workers = self._strategy.experimental_local_results(self._totals), Workers(self._strategy)
         replicas = len(local) * workers.count
@@ -337,7 +342,7 @@ class Reducer(Accumulator):
         if len(totals) != replicas:
             totals = np.stack([totals.sum(axis=0)] + [np.zeros_like(totals[0])] * (replicas - 1))
         for part, values in zip(local, totals[workers.index * len(local) :]):
-            part.assign(np.pad(values, [0, int(part.shape[0]) - self.packer.size]))
+            part.assign(np.concatenate([values, [steps, *[0] * len(self._watched)]])[: part.shape[0]])
 
     def _loaded(self, state: State) -> np.ndarray:
         """Returns the totals of a `state()` in this order of metrics, float64 `[replicas, n]`; zeros if they differ."""

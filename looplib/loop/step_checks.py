@@ -47,8 +47,8 @@ class TracedValues:
             if plain and repr(now) == then:
                 continue
             cure = (
-                "start the run again with it and with --partial_restore (Start(partial=True)), which keeps "
-                "what still fits: docs/phases.md shows how"
+                "give GradientTrainer(phases=[...]), or start the run again with it and with --partial_restore "
+                "(Start(partial=True)), which keeps what still fits: docs/phases.md shows how"
                 if name == "trainable"
                 else "keep a value that changes in a tf.Variable, and assign to that"
             )

@@ -134,12 +134,17 @@ class TaskLoop(TrainingLoop):
         replicas = spec.strategy.num_replicas_in_sync
         self._sizes = None if properties.sized else BatchSizes(self.who, properties.batch_size, replicas)
         self._tables = None if stream.arrays is None else backend.tables(stream.arrays)
-        step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
         if spec.training:
             spec.clock.of_input = self._slowest_stage
+        self._trace(backend, spec.task.step_fn)
+
+    def _trace(self, backend: Backend, step_fn: StepFn) -> None:
+        """Traces a step of the task, and makes the inner loop that runs it."""
+        spec = self._spec
+        step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), step_fn)
         with spec.clock.phase("compile"):
-            self._inner = backend.inner_loop(step_fn, self.reducer, stream)
-        if self._inner.step is not None and replicas > 1:
+            self._inner = backend.inner_loop(step_fn, self.reducer, self.data.stream)
+        if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
             check_share(spec.task, self._inner.step)
             check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None
@@ -464,6 +469,8 @@ def make_loop(spec: Specification) -> Loop:
             f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a trainer "
             "with data of looplib's, and no parameter servers; leave out --overfit_batch"
         )
+    if spec.training and spec.task.training_phases is not None:
+        return plugins.load("looplib.parts", "phased_loop")(spec)
     return spec.task.make_loop(spec) if isinstance(spec.task, OwnLoop) else TaskLoop(spec)
 
 

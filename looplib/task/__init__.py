@@ -8,13 +8,13 @@ Names that other rooms may use, by file:
     derived: Constants, starting
     evaluator: Evaluator
     exported: Exported
-    gradient_trainer: GradientTrainer
+    gradient_trainer: GradientTrainer, UpdatePlan
     gradients: none
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     media: Media
     metric_names: BATCH_SIZES, check, check_finished, CHECKSUM, mode_of, refuse_in
     micro_batches: none
-    parts: none
+    parts: layers_of, matching, nested_layers
     plain: as_array, as_bytes, as_json, as_number, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum

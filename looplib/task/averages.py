@@ -72,9 +72,10 @@ class WeightAverages(tf.Module):
         return list(zip(self._averaged.variables, self.values))
 
     @tf.autograph.experimental.do_not_convert
-    def update(self) -> None:
-        """Moves the averages towards the variables; in replica context."""
-        for variable, average in self.pairs:
+    def update(self, variables: Sequence[Any] | None = None) -> None:
+        """Moves the averages towards all variables, or some of them; in replica context."""
+        some = None if variables is None else {id(_keras.tf_variable(variable)) for variable in variables}
+        for variable, average in (pair for pair in self.pairs if some is None or id(pair[0]) in some):
             value = variable.read_value()
             average.assign(average + tf.cast(1 - self._decay, value.dtype) * (value - average))
 

@@ -33,7 +33,7 @@ class _Backward:
 
 
 @dataclasses.dataclass(frozen=True)
-class _UpdatePlan:
+class UpdatePlan:
     """The variables that each optimizer trains. It has no state, and TensorFlow does not track it."""
 
     trained: list[Any]
@@ -67,8 +67,10 @@ class GradientTrainer(Trainer):
       loss_scale: "auto" scales the loss dynamically if the model computes in float16; "dynamic" always; None never. A
         step with an overflow updates nothing, on any replica, and counts as a step; the total `overflows` reports it.
       freeze: regular expressions; variables whose names match are not trained. See `parts.freeze`.
-      rematerialize: regular expressions; layers whose names match compute their activations twice, in less memory. See
-        `parts.rematerialize`.
+      phases: list of `looplib.Phase`, parts of the training that train other variables, or at another rate. What no
+        phase trains is frozen.
+      rematerialize: regular expressions; layers whose names match compute their activations twice, in less memory. They
+        may have no dropout, batch normalization or other state. A block of a deep model is a good choice.
       no_decay: regular expressions; the optimizer's weight decay leaves out variables whose names match, such as
         ("bias", "gamma", "beta").
       jit_compile: bool, whether XLA compiles the loss and its gradients, a micro-batch at a time. The sum over replicas
@@ -82,6 +84,7 @@ class GradientTrainer(Trainer):
       micro_batches: the number of parts; None until "auto" is decided, when the step is traced.
       averages: `WeightAverages`, or None.
       loss_scale: `DynamicLossScale`, or None.
+      update_plan: `UpdatePlan`; within a step, that of its phase.
 
     Raises:
       UsageError: for bad input, as a sentence.
@@ -118,14 +121,14 @@ class GradientTrainer(Trainer):
         average_decay: float | None = None,
         loss_scale: str | None = "auto",
         freeze: Sequence[str] | str | None = None,
+        phases: Sequence[Any] | None = None,
         rematerialize: Sequence[str] | str | None = None,
         no_decay: Sequence[str] | str | None = None,
         jit_compile: bool = False,
         report: Sequence[str] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        auto = micro_batches == "auto"
-        self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
+        self.micro_batches = None if micro_batches == "auto" else whole_number("micro_batches", micro_batches)
         self._gradient_clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         if not isinstance(jit_compile, bool):
             raise SettingError(f"jit_compile is {jit_compile!r}; expected True or False")
@@ -133,16 +136,20 @@ class GradientTrainer(Trainer):
         self._gradient_report = parts.checked_reports(report or ())
         parts.check_model(model)
         trained = parts.freeze(model, freeze)
-        parts.rematerialize(model, rematerialize)
+        if phases is not None:
+            self.training_phases = plugins.load("looplib.parts", "phases")(phases, model, trained)
+            trained = self.training_phases.trained
+        if rematerialize:
+            plugins.load("looplib.parts", "rematerialize")(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-        self._gradient_plan = _UpdatePlan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
-        parts.leave_out_of_decay(self._gradient_plan.parts, no_decay)
-        _keras.check_one_family(
-            {"model": model, **{f"optimizer {p!r}": each for p, each, _ in self._gradient_plan.parts}}
-        )
-        for _, each, variables in self._gradient_plan.parts:
+        self.update_plan = UpdatePlan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
+        parts.leave_out_of_decay(self.update_plan.parts, no_decay)
+        _keras.check_one_family({"model": model, **{f"optimizer {p!r}": each for p, each, _ in self.update_plan.parts}})
+        for _, each, variables in self.update_plan.parts:
             parts.check_optimizer(each)
             each.build(variables)
+        if phases is not None:
+            self.training_phases.divide(self.update_plan)
         self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
         self.loss_scale = _make_loss_scale(model, loss_scale)
 
@@ -162,7 +169,7 @@ class GradientTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
-        _check_trainable(type(self).__name__, self.model, self._gradient_plan.trainable)
+        _check_trainable(type(self).__name__, self.model, self.update_plan.trainable)
         if self.micro_batches is None:
             self.micro_batches = plugins.load("looplib.parts", "fitting")(self._probe, inputs)
         backward = self._computed(inputs)
@@ -177,9 +184,8 @@ class GradientTrainer(Trainer):
     @property
     def frozen_variables(self) -> list[Any]:
         """The variables of the model that are not trained, because `freeze` or their layers say so."""
-        trained = {id(variable) for variable in self._gradient_plan.trained}
-        variables = _keras.without_vocabularies(self.model.variables)
-        return [variable for variable in variables if id(variable) not in trained]
+        trained = {id(variable) for variable in self.update_plan.trained}
+        return [one for one in _keras.without_vocabularies(self.model.variables) if id(one) not in trained]
 
     def export(self) -> Exported:
         """See `Trainer.export`; with the averages."""
@@ -195,7 +201,7 @@ class GradientTrainer(Trainer):
         with tf.GradientTape(persistent=True) as tape:
             losses, metrics = _losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
             target, weight, auxiliary, own_metrics = self._targets(losses)
-        variables = [_keras.tf_variable(variable) for variable in self._gradient_plan.trained]
+        variables = [_keras.tf_variable(variable) for variable in self.update_plan.trained]
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
         if all(gradient is None for gradient in (*data, *own)):
@@ -240,7 +246,7 @@ class GradientTrainer(Trainer):
             backward = self._computed(inputs)
         finally:
             self.micro_batches = None
-        return _flattened(backward, self._gradient_plan.trained)
+        return _flattened(backward, self.update_plan.trained)
 
     def _accumulated(self, inputs: Any) -> _Backward:
         """Computes micro-batch after micro-batch, compiled or not; its gradients are dense."""
@@ -252,10 +258,10 @@ class GradientTrainer(Trainer):
                 auxiliary=len(backward.auxiliary), weighted=backward.weight is not None,
                 missing=[gradient is None for gradient in backward.data],
             )  # fmt: skip
-            return _flattened(backward, self._gradient_plan.trained) + metric_sums.pack(backward.metrics, part)
+            return _flattened(backward, self.update_plan.trained) + metric_sums.pack(backward.metrics, part)
 
         sums = splitting.summed(compute, inputs, self.micro_batches, self._gradients_compiled)
-        count = len(self._gradient_plan.trained)
+        count = len(self.update_plan.trained)
         data = [None if no else gradient for no, gradient in zip(structure["missing"], sums)]
         sums = sums[count:]
         auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
@@ -269,7 +275,7 @@ class GradientTrainer(Trainer):
         """Updates the weights with the gradients of all replicas; returns the metrics of `report`."""
         gradients = self._global_gradients(backward)
         used = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        weights = [_keras.tf_variable(self._gradient_plan.trained[number]) for number in used]
+        weights = [_keras.tf_variable(self.update_plan.trained[number]) for number in used]
         metrics = self._learning_rates()  # before the update, which counts on
         reports_norms = {"gradient_norm", "layer_norms"} & set(self._gradient_report)
         if self._gradient_clipping.any or self.loss_scale is not None or reports_norms:
@@ -307,21 +313,20 @@ class GradientTrainer(Trainer):
         return data
 
     def _apply(self, gradients: Sequence[Any]) -> None:
-        number_of = {id(variable): number for number, variable in enumerate(self._gradient_plan.trained)}
-        for _, optimizer, variables in self._gradient_plan.parts:
+        number_of = {id(variable): number for number, variable in enumerate(self.update_plan.trained)}
+        for _, optimizer, variables in self.update_plan.parts:
             own = [gradients[number_of[id(variable)]] for variable in variables]
             if _keras.family(optimizer) == "keras":
                 # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
                 own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
             self.apply_gradients(optimizer, zip(own, variables), summed=True)
         if self.averages is not None:
-            self.averages.update()
+            self.averages.update(self.update_plan.trained)
 
     def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None])
-        plan = self._gradient_plan
-        held = [*plan.trained, *(variable for _, each, _ in plan.parts for variable in each.variables)]
+        held = [*self.update_plan.trained, *(one for _, each, _ in self.update_plan.parts for one in each.variables)]
         state = [*map(_keras.tf_variable, held), *(self.averages.values if self.averages else ())]
         before = [variable.read_value() for variable in state]
         self._apply([None if g is None else tf.where(finite, g, tf.zeros_like(g)) for g in gradients])
@@ -340,8 +345,8 @@ class GradientTrainer(Trainer):
     def _learning_rates(self) -> dict[str, Any]:
         metrics = {}
         if "learning_rate" in self._gradient_report:
-            for pattern, optimizer, _ in self._gradient_plan.parts:
-                name = f"learning_rate/{pattern or 'rest'}" if len(self._gradient_plan.parts) > 1 else "learning_rate"
+            for pattern, optimizer, _ in self.update_plan.parts:
+                name = f"learning_rate/{pattern or 'rest'}" if len(self.update_plan.parts) > 1 else "learning_rate"
                 metrics[name] = reductions.last(learning_rate(optimizer))
         return metrics
 
@@ -351,7 +356,7 @@ class GradientTrainer(Trainer):
             metrics["gradient_norm"] = reductions.last(gradient_math.global_norm(dense))
         if "layer_norms" in self._gradient_report:
             for gradient, number in zip(dense, used):
-                name = f"gradient_norm/{_keras.variable_path(self._gradient_plan.trained[number])}"
+                name = f"gradient_norm/{_keras.variable_path(self.update_plan.trained[number])}"
                 metrics[name] = reductions.last(gradient_math.global_norm([gradient]))
         return metrics
 

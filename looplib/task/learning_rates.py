@@ -27,16 +27,21 @@ class LearningRates:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        self._phases = trainer.training_phases
         self._optimizers = {path: updating(one) for path, one in _keras.optimizers(trainer).items()}
         rates = {path: constant_rate(optimizer) for path, optimizer in self._optimizers.items()}
         self.built = {path: rate for path, rate in rates.items() if rate is not None}
 
+    def at(self, step: int) -> dict[str, float]:
+        """Returns the learning rates that this program has set by the end of a step: `built`, or those of phases."""
+        return self._phases.rates(step, self.built, self._optimizers) if self._phases else self.built
+
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
         """Sets the learning rates that this start was built with where they are new, and logs the result.
 
-        `recorded` is the `built` of the start that saved the checkpoint of this step.
+        `recorded` are the rates `at` this step of the start that saved its checkpoint.
         """
-        for path, rate in self.built.items():
+        for path, rate in self.at(step).items():
             optimizer = self._optimizers[path]
             restored = constant_rate(optimizer)
             name = type(optimizer).__name__

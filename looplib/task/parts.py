@@ -1,7 +1,7 @@
 """What a `GradientTrainer` is given: its model and optimizers, and parts of a model, chosen by regular expressions."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -87,11 +87,15 @@ def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
     trained = [variable for variable in variables if id(variable) not in frozen]
     if not trained:
         raise ModelError(f"freeze={patterns!r} matches all variables of the model; leave out a part that is trained")
-    for layer in _layers(model) if frozen else ():
-        own = layer.trainable_variables
-        if own and all(id(variable) in frozen for variable in own):
-            layer.trainable = False
+    for layer in layers_of(model, frozen):
+        layer.trainable = False
     return trained
+
+
+def layers_of(model: Any, variables: Collection[int]) -> list[Any]:
+    """Returns the layers whose trainable variables, of which they have some, are all among these, given by id."""
+    own = [(layer, layer.trainable_variables) for layer in (nested_layers(model) if variables else ())]
+    return [layer for layer, held in own if held and all(id(variable) in variables for variable in held)]
 
 
 def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tuple[str, Any, list[Any]]]:
@@ -125,33 +129,16 @@ def leave_out_of_decay(
         return
     everything = [variable for _, _, variables in optimizer_parts for variable in variables]
     left_out = {id(variable) for variable in matching(everything, patterns, "no_decay")}
-    decaying = [each for _, each, _ in optimizer_parts if getattr(each, "weight_decay", None)]
+    decaying = [(each, variables) for _, each, variables in optimizer_parts if getattr(each, "weight_decay", None)]
     if not decaying:
         raise OptimizerError("no_decay is given, and no optimizer has a weight_decay; use AdamW(weight_decay=...), say")
-    for _, optimizer, variables in optimizer_parts:
-        own = [variable for variable in variables if id(variable) in left_out]
-        if own and any(optimizer is each for each in decaying):
+    for optimizer, variables in decaying:
+        if own := [variable for variable in variables if id(variable) in left_out]:
             optimizer.exclude_from_weight_decay(var_list=own)
 
 
-def rematerialize(model: Any, patterns: Sequence[str] | str | None) -> None:
-    """Lets the matching layers compute their activations again in the backward pass, by `tf.recompute_grad`.
-
-    Only what goes into such a layer is kept for the gradient, so that a block of a deep model is a good choice. The
-    patterns are for names of layers, also those of models in the model. `UsageError` for a layer whose second
-    computation would differ.
-    """
-    layers = list({id(layer): layer for layer in _layers(model)}.values())
-    for layer in matching(layers, patterns, "rematerialize", lambda layer: layer.name, "layer"):
-        if _keras.changes_when_called(layer):
-            raise ModelError(
-                f"rematerialize has {patterns!r}, which matches {layer.name}, and computing it twice gives two results "
-                "(dropout, batch normalization or another state in it); match layers without state"
-            )
-        _keras.recompute(layer)
-
-
-def _layers(model: Any) -> Iterator[Any]:
+def nested_layers(model: Any) -> Iterator[Any]:
+    """Yields the layers of a model, also of models in it; a layer that comes twice, twice."""
     for layer in model.layers if _keras.is_model(model) else ():
         yield layer
-        yield from _layers(layer)
+        yield from nested_layers(layer)

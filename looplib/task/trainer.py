@@ -62,6 +62,7 @@ class Trainer(abc.ABC):
     batches: str = "per_replica"
     batch_size_varies: bool = False
     loss_name: str = "loss"
+    training_phases: Any = None  # of a `GradientTrainer` with phases
     step_method: ClassVar[str] = "step_fn"  # what a subclass defines, for messages
 
     @abc.abstractmethod

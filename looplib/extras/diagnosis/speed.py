@@ -91,9 +91,9 @@ def of_training(loop: TrainingLoop, strategy: tf.distribute.Strategy) -> Speed |
 
     Args:
       loop: the loop of the trainer.
-      strategy: what it runs on; the replicas of a TPU are not in the graph of a step.
+      strategy: what it runs on; the replicas of a TPU are not in the graph of a step. Each phase has other steps.
     """
-    if isinstance(strategy, tf.distribute.TPUStrategy):
+    if isinstance(strategy, tf.distribute.TPUStrategy) or loop.task.training_phases:
         return None
     try:
         counted = of_step(loop.step.function)

@@ -1,4 +1,4 @@
-"""What the charts mark: restarts, rollbacks, skipped steps and the best checkpoint."""
+"""What the charts mark: restarts, rollbacks, phases, skipped steps and the best checkpoint."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from looplib.extras.page import values
 from looplib.extras.page.curves import Curve
 from looplib.extras.page.run import Mark, SavedCheckpoint, ShownStart
 
-_MOST = 200  # marks of skipped steps
+_MOST, _MOST_PHASES = 200, 50  # marks of skipped steps, and of phases
 # Words of a metric's name, for a guess at which of two values is better. Being wrong costs nothing here: the page only
 # shows what it takes for the best. Whatever chooses by a metric asks the user (`looplib.task.metric_names.mode_of`).
 _LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
@@ -63,6 +63,23 @@ def of_starts(starts: Sequence[ShownStart]) -> Iterator[Mark]:
         yield Mark("restart", start.restored_step or 0, text)
     for start in starts:
         yield from start.rollbacks
+
+
+def of_phases(phases: Any) -> Iterator[Mark]:
+    """Yields the steps at which phases end that another follows.
+
+    Args:
+      phases: the setting `phases` of a `run.json`.
+    """
+    found = [values.mapping(one) for one in values.items(phases)[:_MOST_PHASES]]
+    for number, (before, now) in enumerate(zip(found, found[1:]), 2):
+        if (step := values.whole(before.get("until"))) is None:
+            continue
+        train = now.get("train")
+        patterns = [values.text(one, 100) for one in ([train] if isinstance(train, str) else values.items(train))]
+        rate = values.numbers(now).get("learning_rate")
+        text = f"phase {number}: trains {', '.join(filter(None, patterns)) or 'all'}"
+        yield Mark("phase", step, text + (f" at the rate {rate:g}" if rate is not None else ""))
 
 
 def of_curves(found: Sequence[Curve]) -> Iterator[Mark]:

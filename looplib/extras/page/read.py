@@ -59,7 +59,8 @@ def read_run(directory: str, name: str) -> Run:
     model, speed = values.mapping(report.get("model")), values.mapping(report.get("speed"))
     changed = report.get("not_default")
     profile = _json(directory, "profile.json")
-    marked = [*marks.of_starts(starts), *marks.of_curves(found), *marks.of_checkpoints(saved, metric)]
+    marked = [*marks.of_starts(starts), *marks.of_phases(values.mapping(report.get("flags")).get("phases"))]
+    marked += [*marks.of_curves(found), *marks.of_checkpoints(saved, metric)]
     return Run(
         name=values.text(name, 200),
         directory=values.text(directory, 1000),

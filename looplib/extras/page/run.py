@@ -38,7 +38,7 @@ class ShownStart:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step: a "restart", a "rollback", "skipped" steps, or the "best" checkpoint."""
+    """What happened at a step: a "restart", "rollback" or "phase", "skipped" steps, or the "best" checkpoint."""
 
     kind: str
     step: int

@@ -14,11 +14,13 @@ Names that other rooms may use, by file:
     export: none
     inspect: none
     local_launch: none
+    normalization: none
     options: none
     perturbation: nudge
     player: none
     preflight: none
     recorded_run: none
+    rematerialization: rematerialize
     replay: none
     replayer: none
     rerun: none

@@ -1,6 +1,7 @@
 """`python -m looplib average DIR OUTPUT`: the mean of successive checkpoints of a run."""
 
 import os
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,18 @@ import tensorflow as tf
 
 from looplib import folders
 from looplib.checkpoint import choice, commits
+from looplib.checkpoint.commits import Commit
 from looplib.errors import EXIT_DONE, MismatchError, NoCheckpointError, RunDirectoryError
+from looplib.extras.tools.player import Order
+from looplib.extras.tools.replay import Replayable
 from looplib.messages import whole_number
 
+_MOVING = "/moving_variance"  # in the key of a statistic of batch normalization
 
-def average(directory: str, output: str, last: int = 5, checkpoint: str = choice.LATEST) -> int:
+
+def average(
+    directory: str, output: str, last: int = 5, checkpoint: str = choice.LATEST, statistics_steps: int | None = None
+) -> int:
     """Writes the mean of successive checkpoints of a run as a run directory of its own.
 
     Floating-point values are averaged in float64 (Izmailov et al., 2018, arXiv:1803.05407); everything else is the
@@ -23,14 +31,21 @@ def average(directory: str, output: str, last: int = 5, checkpoint: str = choice
       output: the new directory.
       last: number of checkpoints.
       checkpoint: the last of them: "latest", "final", "best" or a step, see `choice.choose`.
+      statistics_steps: how many batches of the training data the moving statistics of batch normalization are computed
+        from, by the run's own command, see `normalization.recompute`; None averages them too.
 
     Returns:
       The exit code.
 
     Raises:
-      UsageError: if there are fewer intact checkpoints, they are of different models, or `output` has files.
+      UsageError: if there are fewer intact checkpoints, they are of different models, `output` has files, or the run's
+        command cannot compute the statistics.
     """
     whole_number("--last", last)
+    run = None
+    if statistics_steps is not None:
+        whole_number("--statistics_steps", statistics_steps)
+        run = Replayable(directory)
     folder = commits.place_of(directory)
     end = choice.choose(folder, choice.check(checkpoint, "--checkpoint"))
     found = [done for done in commits.committed(folder) if end and done.step <= end.step and not commits.verify(done)]
@@ -43,16 +58,37 @@ def average(directory: str, output: str, last: int = 5, checkpoint: str = choice
         )
     if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
         raise RunDirectoryError(f"{output} is not empty; name a new directory for the average")
-    folder = folders.make_folder(output, "checkpoints")
-    path = commits.path_of(folder, found[-1].step)
+    values, note = _mean([done.path for done in found]), ""
+    if run:
+        values |= _statistics(run, found[-1], values, statistics_steps)
+        note = f", with statistics of batch normalization from {statistics_steps} batches"
+    elif any(_MOVING in key for key in values):
+        note = ", also of the statistics of batch normalization; --statistics_steps=N computes them from data"
+    path = _write(output, found[-1].step, values)
+    print(f"wrote the mean of {', '.join(os.path.basename(done.path) for done in found)} to {path}{note}")
+    return EXIT_DONE
+
+
+def _statistics(run: Replayable, last: Commit, values: dict[str, tf.Tensor], steps: int) -> dict[str, tf.Tensor]:
+    """Returns the statistics of batch normalization for some weights, by their keys in a checkpoint of them."""
+    with tempfile.TemporaryDirectory(prefix="looplib-average-") as folder:
+        weights = _write(os.path.join(folder, "weights"), last.step, values)
+        to = os.path.join(folder, "answer.json")
+        order = Order(run.directory, last.step + steps, to, exact=False, weights=weights)
+        run.start_again(last, order, os.path.join(folder, "run"))
+        with np.load(f"{to}.npz") as found:
+            return {key: tf.constant(found[key], values[key].dtype) for key in found.files}
+
+
+def _write(directory: str, step: int, values: dict[str, tf.Tensor]) -> str:
+    """Writes a checkpoint of values, by key, into a new run directory; returns its path."""
+    path = commits.path_of(folders.make_folder(directory, "checkpoints"), step)
     commits.begin(path)
-    values = _mean([done.path for done in found])
     tf.raw_ops.SaveV2(
         prefix=path, tensor_names=list(values), shape_and_slices=[""] * len(values), tensors=list(values.values())
     )
-    commits.commit(path, found[-1].step)
-    print(f"wrote the mean of {', '.join(os.path.basename(done.path) for done in found)} to {path}")
-    return EXIT_DONE
+    commits.commit(path, step)
+    return path
 
 
 def _mean(paths: list[str]) -> dict[str, tf.Tensor]:

@@ -53,6 +53,8 @@ def average(tools: Any) -> None:
     )
     parser.add_argument("--last", type=int, default=5, help="number of checkpoints (default %(default)s)")
     _add_checkpoint(parser, "the last of them", "latest")
+    text = "compute statistics of batch normalization from N training batches, by the run's command"
+    parser.add_argument("--statistics_steps", type=int, metavar="N", help=f"{text} (default: average them)")
     parser.set_defaults(tool=Command(_average, _check_checkpoints))
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from looplib import files
 from looplib.errors import Preempted, ReplayError
 from looplib.extras.diagnosis import model_table
+from looplib.extras.phases.phased_loop import PhasedLoop
 from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
@@ -41,6 +42,8 @@ class Order:
       save: the file for the batch, `.npz`; "" for none.
       exact: whether the run had the engine of the replay, so that all bits have to be those that it reported.
       batch_size: the run's global batch size in these steps; None if it is not known.
+      weights: a checkpoint for whose weights to compute the statistics of batch normalization, as an `.npz` file, in
+        place of a look at a step; "" for none.
     """
 
     directory: str
@@ -52,6 +55,7 @@ class Order:
     save: str = ""
     exact: bool = True
     batch_size: int | None = None
+    weights: str = ""
 
     @property
     def news(self) -> str:
@@ -173,6 +177,8 @@ class Player:
             if boundary.report:
                 self.reported[boundary.step] = self.loop.read_metrics()
                 self._metrics_since = boundary.step
+        if isinstance(self.loop, PhasedLoop):
+            self.loop.enter(end)
 
     def play_one(self) -> dict[str, int | float]:
         """Does the next step; returns the metrics since the last report."""

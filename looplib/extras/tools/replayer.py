@@ -38,13 +38,20 @@ def answer(controller: "Controller", evaluate_every: int | None) -> None:
     Raises:
       UsageError: for a trainer with a loop of its own, or a step that cannot be reached.
     """
-    from looplib.extras.tools import step_view  # here, because every start of a binary imports this file
+    import numpy as np  # here, because every start of a binary imports this file
+
+    from looplib.extras.tools import normalization, step_view
 
     order = Order(**json.loads(os.environ[VARIABLE]))
     player = Player(controller, evaluate_every, order.batch_size)
     watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.guards.stall_limit)
     with _telling(player, order), controller.clock.phase("train"), watchdog.watching():
-        found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
+        if order.weights:
+            values = normalization.recompute(player, order.weights, order.step - player.step)
+            np.savez(f"{order.to}.npz", **values)
+            found = Answer([])
+        else:
+            found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
     files.write_whole(order.to, json.dumps(dataclasses.asdict(found)), durable=False)
 
 

@@ -1,0 +1,99 @@
+"""The mean of checkpoints with statistics of batch normalization from data."""
+
+import json
+
+import averaged
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import looplib
+from looplib.__main__ import main
+from looplib.errors import EXIT_DONE
+from looplib.extras.tools import normalization
+from looplib.extras.tools.player import Player
+
+STEPS = 3
+
+
+def of(model, name):
+    return [np.float64(one) for one in model.get_layer(name).get_weights()]
+
+
+def in_numpy(model):
+    """The means and variances that the batches have before each normalization, on average over the batches."""
+    found = {"norm_1": [], "norm_2": []}
+    for number in range(STEPS):
+        x = averaged.X[number * averaged.BATCH : (number + 1) * averaged.BATCH].astype(np.float64)
+        for dense, norm in (("first", "norm_1"), ("second", "norm_2")):
+            kernel, bias = of(model, dense)
+            x = x @ kernel + bias
+            found[norm].append((x.mean(0), x.var(0)))
+            gamma, beta = of(model, norm)[:2]
+            x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-3) * gamma + beta
+            x = np.maximum(x, 0) if norm == "norm_1" else x
+    return {name: np.mean(batches, axis=0) for name, batches in found.items()}
+
+
+def read(folder, family="keras"):
+    net = averaged.Net(averaged.Config(family))
+    path = str(folder / "checkpoints" / "ckpt-16")
+    tf.train.Checkpoint(model=net.model).restore(path).assert_existing_objects_matched()
+    return net.model
+
+
+def test_statistics_are_computed_for_other_weights_from_the_first_batches_as_in_numpy(tmp_path):
+    for steps in (16, 20):  # the weights of step 16, in the run of step 20
+        with looplib.Controller(
+            looplib.RunConfig(global_batch_size=averaged.BATCH, steps_per_loop=4),
+            trainer=averaged.Net(averaged.Config()), model_dir=tmp_path, writers=[],
+        ) as controller:  # fmt: skip
+            controller.train(steps)
+            player = Player(controller, None, averaged.BATCH)
+            path = str(tmp_path / "checkpoints" / "ckpt-16")
+            found = normalization.recompute(player, path, STEPS) if steps == 20 else {}
+    model = read(tmp_path)
+    for name, expected in in_numpy(model).items():
+        for kind, value in zip(("moving_mean", "moving_variance"), expected):
+            (of_layer,) = (values for key, values in found.items() if kind in key and len(values) == len(value))
+            np.testing.assert_allclose(of_layer, value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["keras", "tf_keras"])
+def test_the_command_writes_the_mean_with_statistics_of_its_weights(family, nursery, tmp_path, capsys):
+    run, mean, plain = tmp_path / "run", tmp_path / "mean", tmp_path / "plain"
+    life = nursery.life_of("averaged", f"--model_dir={run}", f"--config.family={family}")
+    assert life.code() == 0, life.output()
+    assert main(["average", str(run), str(plain), "--last=3"]) == EXIT_DONE
+    assert "--statistics_steps=N computes them from data" in capsys.readouterr().out
+    assert main(["average", str(run), str(mean), "--last=3", f"--statistics_steps={STEPS}"]) == EXIT_DONE
+    assert f"statistics of batch normalization from {STEPS} batches" in capsys.readouterr().out
+    averages, model = read(plain, family), read(mean, family)
+    for name, expected in in_numpy(averages).items():
+        np.testing.assert_allclose(of(model, name)[2:], expected, rtol=1e-4, atol=1e-5)
+        assert np.abs(np.subtract(of(averages, name)[2:], expected)).max() > 0.05
+        assert np.array_equal(of(averages, name)[:2], of(model, name)[:2])
+    for name in ("first", "second", "last"):
+        assert all(map(np.array_equal, of(averages, name), of(model, name)))
+
+
+@pytest.mark.slow
+def test_steps_around_the_end_of_a_phase_are_replayed(nursery, tmp_path, capfd):
+    run = tmp_path / "run"
+    assert nursery.life_of("averaged", f"--model_dir={run}").code() == 0
+    assert json.loads((run / "run.json").read_text())["flags"]["phases"][0]["until"] == 7
+    for step in (7, 8, 12):
+        assert main(["replay", str(run), f"--step={step}"]) == EXIT_DONE, capfd.readouterr()
+    assert "norm_1/gamma" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_model_without_batch_normalization_has_no_statistics(nursery, tmp_path, capfd):
+    run = tmp_path / "run"
+    assert nursery.life_of("averaged", f"--model_dir={run}", "--config.normalizes=False").code() == 0
+    assert main(["average", str(run), str(tmp_path / "mean"), "--last=2"]) == EXIT_DONE
+    assert "normalization" not in capfd.readouterr().out
+    assert main(["average", str(run), str(tmp_path / "other"), "--last=2", "--statistics_steps=2"]) == 2
+    assert "no layer of batch normalization" in capfd.readouterr().err and not (tmp_path / "other").exists()
