@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 
+import fit_hub
 import fit_models
 import fit_rows
 import fit_steps
@@ -26,6 +27,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
+from looplib.extras.keras import models
 from looplib.messages import gist
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -56,6 +58,7 @@ PARTS = {  # of the matrix, each a page
         {name: row for name, row in fit_models.ROWS.items() if name not in _LOSSES},
     ),
     "keras_matrix_steps.md": ("Training steps of their own", fit_steps.ROWS),
+    "keras_hub.md": ("KerasHub, KerasRS, adapters and distillation", fit_hub.ROWS),
 }
 ROWS = {name: row for _, rows in PARTS.values() for name, row in rows.items()}
 FIRST, LAST = "<!-- the matrix -->\n", "<!-- its end -->\n"
@@ -158,7 +161,10 @@ class _Program:
         ) as controller:
             path = pathlib.Path(controller.export(self._folder / "export"))
         loaded = tf.saved_model.load(path / "saved_model")
-        x = _first_batch(arguments["x"], trainer.export().signature)
+        x = arguments["x"]
+        if preprocess := models.preprocessing(model):
+            x, _, _ = self._keras.utils.unpack_x_y_sample_weight(preprocess(x))
+        x = _first_batch(x, trainer.export().signature)
         expected = tf.nest.flatten(trained(x, training=False))
         differences = {"outputs": _largest(tf.nest.flatten(loaded.serve(x)), expected)}
         if (path / "model.keras").exists():

@@ -1,0 +1,81 @@
+"""KerasHub's models under a `GradientTrainer`, with their preprocessors in its pipeline; `fit_matrix_test` has `KerasTrainer`."""
+
+import fit_hub
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy
+
+import looplib
+
+BATCH, STEPS = 8, 5  # 24 examples
+
+
+class Tuned(looplib.GradientTrainer):
+    """Trains a task of KerasHub on strings or images, by a loss of its own."""
+
+    def __init__(self, model, x, y=None):
+        self.preprocessor, model.preprocessor = model.preprocessor, None
+        super().__init__(model, keras.optimizers.SGD(0.1, momentum=0.5))
+        self.x, self.y = x, y
+
+    def dataset(self, context):
+        ids = context.indices(len(self.x))
+        if self.y is None:  # of texts alone, the preprocessor makes targets and weights
+            return ids.map(lambda ids: self.preprocessor(tf.gather(self.x, ids)))
+        x = lambda ids: tf.gather(self.x, ids)
+        prepared = (lambda ids: self.preprocessor(x(ids))) if self.preprocessor else x
+        return ids.map(lambda ids: (prepared(ids), tf.gather(self.y, ids)))
+
+    def loss_fn(self, inputs):
+        x, y, *weights = inputs
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(y, tf.int32), self.model(x, training=True))
+        return looplib.mean(losses, tf.cast(weights[0], losses.dtype)) if weights else losses
+
+
+KINDS = ["hub_texts", "hub_language", "hub_images", "hub_lora", "hub_int8_lora"]
+
+
+def build(kind):
+    """Returns the trainer of a kind of model with its first weights."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    model, arguments = fit_hub.BUILD[kind](keras)
+    return Tuned(model, **arguments)
+
+
+def trained(kind, strategy="default", steps=STEPS, export=None, **settings):
+    """Returns the weights after a training."""
+    strategy = make_strategy(strategy)
+    with strategy.scope():
+        trainer = build(kind)
+    frozen = [np.array(variable) for variable in trainer.model.non_trainable_variables]
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    with looplib.Controller(config, trainer=trainer, strategy=strategy, writers=[], **settings) as controller:
+        controller.train(steps)
+        if export:
+            controller.export(export)
+    if "lora" in kind:
+        assert len(trainer.model.trainable_variables) < 16  # adapters and the head
+        for before, variable in zip(frozen, trainer.model.non_trainable_variables, strict=True):
+            np.testing.assert_array_equal(before, np.array(variable))
+    return trainer.model
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kind", KINDS[::-1])
+def test_a_model_of_keras_hub_resumes_bit_by_bit_on_any_replicas_and_is_exported(kind, tmp_path):
+    pytest.importorskip("keras_hub")
+    whole = trained(kind, export=tmp_path / "export")
+    trained(kind, steps=2, model_dir=tmp_path / "run")
+    resumed = trained(kind, model_dir=tmp_path / "run")
+    for one, other in zip(resumed.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    replicas = trained(kind, "mirrored_x2")
+    for one, other in zip(replicas.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    served = tf.saved_model.load(tmp_path / "export" / "saved_model")
+    x = whole.inputs
+    x = tf.nest.map_structure(lambda spec: tf.ones([4, *spec.shape[1:]], spec.dtype), x)
+    np.testing.assert_allclose(served.serve(x), whole(x, training=False), rtol=1e-5, atol=1e-6)
