@@ -125,17 +125,17 @@ def hub_lora(keras):
 
 
 def hub_int8(keras):
-    """BERT after `quantize("int8")`: the kernels are whole numbers, and what is left is trained"""
+    """BERT after `backbone.quantize("int8")`: the kernels are whole numbers, and what is left is trained"""
     model = bert(keras)
-    model.quantize("int8")
+    model.backbone.quantize("int8")
     model.compile(keras.optimizers.SGD(0.1), sparse_loss(keras), metrics=["accuracy"])
     return model, dict(x=texts(), y=labels(2))
 
 
 def hub_int8_lora(keras):
-    """BERT after `quantize("int8")` and `enable_lora(2)`"""
+    """BERT after `backbone.quantize("int8")` and `enable_lora(2)`"""
     model = bert(keras)
-    model.quantize("int8")
+    model.backbone.quantize("int8")
     model.backbone.enable_lora(2)
     model.compile(keras.optimizers.SGD(0.1), sparse_loss(keras), metrics=["accuracy"])
     return model, dict(x=texts(), y=labels(2))
@@ -183,14 +183,12 @@ def rs_retrieval(keras):
             self.retrieval.build((None, 4))
             super().build(input_shape)
 
-        def call(self, ids, training=False):
+        def call(self, ids):
             users = self.user(ids)
-            if training:
-                return users
             return {"user": users, "found": self.retrieval(users)}
 
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            scores = keras.ops.matmul(y_pred if training else y_pred["user"], keras.ops.transpose(self.item(y)))
+            scores = keras.ops.matmul(y_pred["user"], keras.ops.transpose(self.item(y)))
             return keras.losses.CategoricalCrossentropy(from_logits=True)(keras.ops.eye(keras.ops.shape(y)[0]), scores)
 
     model = Towers()

@@ -58,7 +58,7 @@ PARTS = {  # of the matrix, each a page
         {name: row for name, row in fit_models.ROWS.items() if name not in _LOSSES},
     ),
     "keras_matrix_steps.md": ("Training steps of their own", fit_steps.ROWS),
-    "keras_hub.md": ("KerasHub, KerasRS, adapters and distillation", fit_hub.ROWS),
+    "keras_matrix_hub.md": ("KerasHub, KerasRS, adapters and distillation", fit_hub.ROWS),
 }
 ROWS = {name: row for _, rows in PARTS.values() for name, row in rows.items()}
 FIRST, LAST = "<!-- the matrix -->\n", "<!-- its end -->\n"
@@ -93,6 +93,8 @@ class _Program:
     """
 
     def __init__(self, row, family, folder):
+        for package in row.needs:  # now: an import may draw random numbers
+            importlib.import_module(package)
         self._row, self._keras, self._folder = row, importlib.import_module(family), folder
         self._fitted = self._whole = None
 

@@ -98,7 +98,8 @@ def _check_family(model: Any, callback: Any) -> None:
     base = models.callbacks_of(model).Callback
     if not isinstance(callback, base):
         raise CallbackError(
-            f"the callback {callback!r} is no {base.__module__}.{base.__name__}, as the model's family needs"
+            f"the callback {callback!r:.200} is no {base.__module__}.{base.__name__}, as the model's family needs; "
+            "derive it from that class, or give a function to the Controller as one of its actions"
         )
 
 
@@ -115,8 +116,8 @@ def _check(base: type, callback: Any, observes_batches: bool) -> None:
         if name in _OF_EVALUATIONS:
             raise CallbackError(
                 f"the callback {kind} has {name}, which looplib does not call, because an evaluation runs many steps "
-                "in one call to the device; use on_epoch_end, whose logs have the metrics of the evaluation (val_...), or "
-                "an action of the Controller, which is called after each evaluation"
+                "in one call to the device; use on_epoch_end, whose logs have the metrics of the evaluation (val_...), "
+                "or an action of the Controller, which is called after each evaluation"
             )
         if not observes_batches:
             raise CallbackError(

@@ -85,8 +85,8 @@ class KerasData:
         lengths = {array.shape[0] if array.shape else None for array in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
             raise DatasetError(
-                f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; expected one number "
-                "of rows in x, y and sample_weight"
+                f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; give x, y and "
+                "sample_weight equally many, one for each example"
             )
         (self._length,) = lengths
         if self._weights is not None:
