@@ -103,7 +103,7 @@ def hub_resnet(keras):
     import keras_hub
 
     backbone = keras_hub.models.ResNetBackbone(
-        input_conv_filters=[4],
+        input_conv_filters=[64],
         input_conv_kernel_sizes=[3],
         stackwise_num_filters=[64],
         stackwise_num_blocks=[1],

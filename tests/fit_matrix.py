@@ -165,7 +165,7 @@ class _Program:
         loaded = tf.saved_model.load(path / "saved_model")
         x = arguments["x"]
         if preprocess := models.preprocessing(model):
-            x, _, _ = self._keras.utils.unpack_x_y_sample_weight(preprocess(x))
+            x, _, _ = self._keras.utils.unpack_x_y_sample_weight(preprocess(tf.nest.map_structure(tf.constant, x)))
         x = _first_batch(x, trainer.export().signature)
         expected = tf.nest.flatten(trained(x, training=False))
         differences = {"outputs": _largest(tf.nest.flatten(loaded.serve(x)), expected)}

@@ -165,7 +165,7 @@ FAULTS = [
           "if by_number and numbers != there[tensor.layer]:", "if False:", "formats"),
     Fault("weights from a file: names of layers are not guessed", "extras/weights/taking.py",
           "        if id(here) in view.vague:\n", "        if False:\n", "formats"),
-    Fault("weights from a file: an index names only files beside it", "extras/weights/safetensors.py",
+    Fault("weights from a file: an index names only files beside it", "extras/weights/shards.py",
           "not folders.is_name(name) or not", "not isinstance(name, str) or not", "hostile_weights"),
     Fault("weights from a file: no pickled code", "extras/weights/zipped.py",
           'if re.search(rb\'"class_name"\\s*:\\s*"__lambda__"\', text):', "if False:", "hostile_weights"),
