@@ -51,7 +51,7 @@ class KerasData:
             )
         self._blanks = rows.OmittedParts(())
         self._generated: python_data.Generated | None = None
-        self._batches = self._python_batches(x)
+        self._batches = python_data.as_batches(x, self._float_type)
         self._examples = x if self._batches is None and python_data.is_numbered(x) else None
         others = self._batches is not None or self._examples is not None
         self.is_arrays = not (others or callable(x) or isinstance(x, tf.data.Dataset))
@@ -94,13 +94,6 @@ class KerasData:
             self._arrays = tf.nest.map_structure(
                 lambda one: one.numpy() if isinstance(one, tf.Tensor) else one, weighted
             )
-
-    def _python_batches(self, x: Any) -> python_data.Batches | None:
-        if python_data.is_py_dataset(x):
-            return python_data.PyDatasetBatches(x, self._float_type)
-        if python_data.is_loader(x) and not isinstance(x, tf.data.Dataset):
-            return python_data.LoaderBatches(x, self._float_type)
-        return None
 
     def steps_per_epoch(self, global_batch_size: int, count: bool) -> int | None:
         """Returns the number of steps of one pass over all examples; None if it is not known.

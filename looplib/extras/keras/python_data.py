@@ -16,7 +16,7 @@ from looplib.data.input_context import InputContext
 from looplib.data.order import Ids, Locate, OrderKey, Plan
 from looplib.errors import BatchSizeError, DatasetError
 from looplib.extras.keras import rows
-from looplib.messages import gist
+from looplib.extras.keras.batch_format import BatchFormat
 
 _LOOKED_AT = 2  # batches, for the sizes that they have in common
 
@@ -64,6 +64,51 @@ class _InProcesses(Protocol):
     use_multiprocessing: bool
 
 
+def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) -> tf.data.Dataset:
+    """Makes the batches of a `PyDataset`, or of a loader with a length, for a task of global batches.
+
+    The pipeline begins at any batch: at the next one of a `PyDataset`, by its number; of a loader, by reading the
+    batches before in the same pass. For an object that gives one example by number, use `context.records`.
+
+        class Classifier(looplib.GradientTrainer):
+            batches = "global"
+
+            def dataset(self, context):
+                return looplib.python_batches(context, self.py_dataset)
+
+    Args:
+      context: the argument of `dataset`.
+      data: a `PyDataset` (`Sequence`), or an object with `__len__` and `__iter__`, such as PyTorch's `DataLoader`; its
+        batches have `context.global_batch_size` examples.
+      shuffle: whether each epoch of a training has the batches of a `PyDataset` in an order of its own.
+
+    Returns:
+      A `tf.data.Dataset` of batches, in which floating-point numbers are float32.
+
+    Raises:
+      UsageError: for other data, or if the batches would not be global ones.
+    """
+    batches = as_batches(data, "float32")
+    if batches is None:
+        raise DatasetError(
+            f"looplib.python_batches got a {type(data).__name__}; expected a PyDataset, or an object with __len__ and "
+            "__iter__ that gives batches; use context.records for examples by number"
+        )
+    if not context.global_batches:
+        raise DatasetError(
+            f"looplib.python_batches makes global batches, of what {type(data).__name__} gives, and the trainer or "
+            'evaluator takes those of a replica; set batches = "global" in its class'
+        )
+    return batches.dataset(context, shuffle)
+
+
+def as_batches(data: Any, float_type: str) -> "Batches | None":
+    """Returns the batches of a `PyDataset` or a loader; None for other data."""
+    if is_py_dataset(data):
+        return PyDatasetBatches(data, float_type)
+    return LoaderBatches(data, float_type) if is_loader(data) and not isinstance(data, tf.data.Dataset) else None
+
+
 def is_py_dataset(data: Any) -> bool:
     """Returns whether data is a `PyDataset` of Keras 3, or a `Sequence` of tf_keras."""
     return _keras.is_a(data, "utils", "PyDataset") or _keras.is_a(data, "utils", "Sequence")
@@ -95,7 +140,7 @@ class Batches(abc.ABC):
 
     def __init__(self, who: str, count: int, first: Iterable[Any], float_type: str) -> None:
         self.count = count
-        self._format = _Format(who, first, float_type)
+        self._format = BatchFormat(who, first, float_type)
 
     @abc.abstractmethod
     def reader(self) -> Callable[[int], Any]:
@@ -252,7 +297,7 @@ class Generated:
 
     def __init__(self, make: Callable[[], Iterable[Any]], first: Iterable[Any], float_type: str) -> None:
         self._make = make
-        self._format = _Format("the generator of KerasTrainer", itertools.islice(first, _LOOKED_AT), float_type)
+        self._format = BatchFormat("the generator of KerasTrainer", itertools.islice(first, _LOOKED_AT), float_type)
 
     def once(self) -> tf.data.Dataset:
         """Makes the batches of one pass."""
@@ -287,86 +332,6 @@ class _BatchNumbers(Plan):
     def once(self) -> Locate:
         """See `Plan`."""
         return lambda positions: positions // self._batch_size
-
-
-class _Format:
-    """The structure, the types and the sizes of batches.
-
-    Args:
-      who: what they come from.
-      first: some of them.
-      float_type: the type that floating-point numbers become.
-
-    Raises:
-      UsageError: if there is none, or they have no rows.
-    """
-
-    def __init__(self, who: str, first: Iterable[Any], float_type: str) -> None:
-        self.who, self._float_type = who, float_type
-        batches = [_as_tuples(batch) for batch in first]
-        if not batches:
-            raise DatasetError(f"{who} has no batch; check where the data is read from")
-        self._like = batches[0]
-        arrays = [self._arrays(batch) for batch in batches]
-        if not all(array.shape for array in arrays[0]):
-            raise DatasetError(f"{who} has single examples or numbers; expected batches, whose arrays have a row each")
-        sizes = [zip(*(part.shape for part in parts)) for parts in zip(*arrays)]
-        shapes = [[dims[0] if len(set(dims)) == 1 else None for dims in each] for each in sizes]
-        self.specs = [
-            tf.TensorSpec([None, *shape[1:]], tf.string if array.dtype.kind in "SUO" else array.dtype)
-            for shape, array in zip(shapes, arrays[0])
-        ]
-        self.types = [spec.dtype for spec in self.specs]
-
-    def flat(self, batch: Any) -> list[np.ndarray]:
-        """Returns the arrays of a batch.
-
-        Raises:
-          UsageError: if it is not like the first ones.
-        """
-        arrays = self._arrays(_as_tuples(batch))
-        found = [f"{array.dtype} {list(array.shape)}" for array in arrays]
-        if len(arrays) != len(self.specs) or not all(map(_is_of, arrays, self.specs)):
-            known = [f"{spec.dtype.name} {spec.shape.as_list()}" for spec in self.specs]
-            raise DatasetError(
-                f"{self.who} has a batch of {', '.join(found)}, and its first ones have {', '.join(known)}; give all "
-                "batches the same types, and rows of the same shape"
-            )
-        return arrays
-
-    def packed(self, tensors: Iterable[tf.Tensor]) -> Any:
-        """Returns the batch of the tensors of its arrays."""
-        parts = iter([tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, self.specs)])
-        filled = [None if part is None else next(parts) for part in tf.nest.flatten(self._like)]
-        return tf.nest.pack_sequence_as(self._like, filled)
-
-    def _arrays(self, batch: Any) -> list[np.ndarray]:
-        try:
-            tf.nest.assert_same_structure(self._like, batch)
-        except (ValueError, TypeError) as error:
-            raise DatasetError(
-                f"{self.who} has batches of different structures ({gist(error)}); expected (inputs, targets) or the "
-                "like of each"
-            ) from error
-        arrays = [rows.as_array(part, self._float_type) for part in tf.nest.flatten(batch) if part is not None]
-        if not all(isinstance(array, np.ndarray) for array in arrays):
-            raise DatasetError(
-                f"{self.who} has sparse or ragged arrays, which only a tf.data.Dataset has in batches; give one "
-                "(tf.data.Dataset.from_generator makes one of a generator)"
-            )
-        return arrays
-
-
-def _as_tuples(batch: Any) -> Any:
-    """Returns a batch with tuples in place of lists, which tf.data takes for arrays."""
-    if isinstance(batch, Mapping):
-        return {name: _as_tuples(part) for name, part in batch.items()}
-    return tuple(map(_as_tuples, batch)) if isinstance(batch, (list, tuple)) else batch
-
-
-def _is_of(array: np.ndarray, spec: tf.TensorSpec) -> bool:
-    kind = tf.string if array.dtype.kind in "SUO" else tf.as_dtype(array.dtype)
-    return kind == spec.dtype and spec.shape.is_compatible_with(array.shape)
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:

@@ -6,6 +6,7 @@ import flat_config
 import keras as keras3
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
@@ -145,12 +146,101 @@ def test_a_resume_within_an_epoch_is_bit_equal_to_an_uninterrupted_run(kind, tmp
     assert_equal_weights(model, whole, rtol=0, atol=0)
 
 
-def test_a_resume_reads_no_batch_again_of_a_py_dataset_and_none_of_an_earlier_pass_of_a_loader(tmp_path):
-    for name, make in {"numbered": lambda: py_dataset(keras3), "loader": Loader}.items():
-        trained(make(), epochs=1.4, model_dir=tmp_path / name)
-        data = make()
-        trained(data, epochs=2, model_dir=tmp_path / name)
-        if name == "numbered":  # after two to look at, one to build the variables, and then what was left
-            assert data.read[-20:].index(2) > 0 and 0 not in data.read[4:7]
-        else:
-            assert data.passes <= 8
+@pytest.mark.parametrize("kind, read", [("PyDataset", 0), ("loader", 2)])
+def test_a_resume_reads_no_batch_again_or_those_of_its_pass_alone(kind, read, tmp_path):
+    trained(KINDS[kind](keras3), epochs=1.4, model_dir=tmp_path)
+    data = KINDS[kind](keras3)
+    trainer = looplib.KerasTrainer(build(), data, shuffle=False)
+    data.read = 0 if read else []
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    with looplib.Controller(config, trainer=trainer, writers=[], model_dir=tmp_path) as controller:
+        controller.train(STEPS + 3)  # one step, after two of the second pass
+    if read:
+        assert read < data.read < STEPS + read
+    else:
+        assert data.read[0] == 2
+
+
+def test_a_loader_is_told_the_epoch_and_one_that_shuffles_by_itself_is_said(tmp_path, caplog):
+    whole, _, _ = trained(Sampled())
+    assert "begin with different batches" not in caplog.text
+    trained(Sampled(), epochs=1.4, model_dir=tmp_path)
+    model, _, _ = trained(Sampled(), model_dir=tmp_path)
+    assert_equal_weights(model, whole, rtol=0, atol=0)
+    looplib.KerasTrainer(build(), Loader(np.random.default_rng(0)))
+    assert "begin with different batches" in caplog.text
+
+
+def test_a_resume_of_a_generator_says_that_it_reads_all_again(tmp_path, caplog):
+    trained(generator, epochs=1.4, model_dir=tmp_path)
+    trained(generator, epochs=2, model_dir=tmp_path)
+    assert "is read again and skipped" in caplog.text
+
+
+class Own(looplib.GradientTrainer):
+    batches = "global"
+
+    def __init__(self, data):
+        super().__init__(build(), keras3.optimizers.SGD(0.05))
+        self.data = data
+
+    def dataset(self, context):
+        return looplib.python_batches(context, self.data)
+
+    def loss_fn(self, inputs):
+        return tf.reduce_sum((self.model(inputs[0], training=True) - inputs[1]) ** 2, axis=1)
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("make", [Loader, lambda: py_dataset(keras3)])
+def test_an_own_trainer_of_global_batches_takes_them_and_resumes_exactly_on_any_replicas(make, tmp_path):
+    def run(strategy, steps, **settings):
+        strategy = make_strategy(strategy)
+        with strategy.scope():
+            trainer = Own(make())
+        config = looplib.RunConfig(global_batch_size=BATCH)
+        with looplib.Controller(config, trainer=trainer, strategy=strategy, writers=[], **settings) as controller:
+            controller.train(steps)
+        return trainer.model
+
+    whole = run("default", 12)
+    run("default", 7, model_dir=tmp_path)
+    assert_equal_weights(run("default", 12, model_dir=tmp_path), whole, rtol=0, atol=0)
+    assert_equal_weights(run("mirrored_x2", 12), whole)
+
+
+def with_hook(keras):
+    data = py_dataset(keras)
+    return type("Shuffled", (type(data),), {"on_epoch_end": print})()
+
+
+REFUSED = {
+    "a generator": (generator, "function that makes it"),
+    "a hook": (lambda: with_hook(keras3), "on_epoch_end.*leave out"),
+    "processes": (lambda: py_dataset(keras3, use_multiprocessing=True), "use_multiprocessing.*workers=8"),
+    "no batch": (
+        lambda: type("None", (Loader,), {"__len__": lambda self: 0, "__iter__": lambda self: iter(())})(),
+        "no",
+    ),
+    "single examples": (lambda: lambda: iter([1.0, 2.0]), "single examples"),
+    "structures": (lambda: lambda: iter([batch(0), {"x": X}]), "different structures"),
+    "types": (lambda: lambda: iter([batch(0), (X.astype(int), Y)]), "types"),
+    "a list": (lambda: lambda: [1, 2], "generator of batches"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_batches_is_refused_with_what_to_use(case):
+    make, said = REFUSED[case]
+    with pytest.raises(DatasetError, match=said):
+        looplib.KerasTrainer(build(), make())
+
+
+def test_another_batch_size_and_batches_of_replicas_are_refused(tmp_path):
+    trained(py_dataset(keras3), epochs=1, model_dir=tmp_path)
+    with pytest.raises(BatchSizeError, match="PyDataset|Data makes"):
+        trained(py_dataset(keras3), model_dir=tmp_path, global_batch_size=2 * BATCH)
+    trainer = Own(Loader())
+    trainer.batches = "per_replica"
+    with pytest.raises(DatasetError, match='batches = "global"'):
+        looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, writers=[])
