@@ -10,6 +10,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
+from looplib.errors import BatchSizeError, DatasetError
 
 BATCH, EPOCHS = 8, 3
 X = np.random.default_rng(0).normal(size=(36, 3))  # float64; the last of 5 batches has 4
