@@ -141,7 +141,7 @@ def hub_int8_lora(keras):
     return model, dict(x=texts(), y=labels(2))
 
 
-def distiller(keras):
+def keras_distiller(keras):
     """A `keras.distillation.Distiller`: a small network learns from the logits of a larger one"""
     layers, distillation = keras.layers, keras.distillation
 
@@ -200,6 +200,6 @@ _HUB, _RS = dict(families=THREE, needs=("keras_hub",)), dict(families=THREE, nee
 BUILD = {build.__name__: build for build in (hub_texts, hub_language, hub_images, hub_lora, hub_int8_lora)}
 ROWS = rows_of(
     (hub_texts, _HUB), (hub_texts_tokenized, _HUB), (hub_language, _HUB), (hub_images, _HUB), (hub_resnet, {**_HUB, "said": {"replicas": STATISTICS}}),
-    (hub_lora, _HUB), (hub_int8, _HUB), (hub_int8_lora, _HUB), (distiller, dict(families=THREE)), (rs_ranking, _RS),
+    (hub_lora, _HUB), (hub_int8, _HUB), (hub_int8_lora, _HUB), (keras_distiller, dict(families=THREE)), (rs_ranking, _RS),
     (rs_retrieval, _RS),
 )  # fmt: skip

@@ -61,6 +61,7 @@ PARTS = {  # of the matrix, each a page
     "keras_matrix_hub.md": ("KerasHub, KerasRS, adapters and distillation", fit_hub.ROWS),
 }
 ROWS = {name: row for _, rows in PARTS.values() for name, row in rows.items()}
+assert len(ROWS) == sum(len(rows) for _, rows in PARTS.values())  # no name twice
 FIRST, LAST = "<!-- the matrix -->\n", "<!-- its end -->\n"
 NOT_OF_FIT = ("epoch", "steps_per_second", "val_examples")
 RIGHT, REFUSED, DIFFERS, WRONG = "right", "refused", "differs", "**wrong**"

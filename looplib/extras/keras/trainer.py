@@ -32,13 +32,14 @@ class KerasTrainer(Adapter, Trainer):
     Args:
       model: a compiled model of Keras 3 or tf_keras: functional, sequential, or a subclass with its own `train_step` or
         `compute_loss`.
-      x: an array or a structure of arrays; or a `tf.data.Dataset` of global batches, or a function that makes one. Its
-        elements are inputs, (inputs, targets) or (inputs, targets, sample weights).
+      x: an array or a structure of arrays; or a `tf.data.Dataset` of global batches, or a function that makes one or a
+        generator of them; or a `PyDataset`, or a loader of batches with a length; or an object that gives one example
+        by number. Elements are inputs, (inputs, targets) or (inputs, targets, sample weights).
       y: array or structure of arrays, for arrays as x.
       sample_weight: array or structure of arrays, for arrays as x.
       class_weight: dict from class number to weight.
       validation_data: (x, y), (x, y, sample_weight) or a data set of global batches, for `evaluator()`.
-      shuffle: whether each epoch has an order of its own; only for arrays.
+      shuffle: whether each epoch has an order of its own; for arrays, examples by number, and batches of a `PyDataset`.
       callbacks: Keras callbacks that observe epochs or set the learning rate.
       observes_batches: says that what `callbacks` do for batches of the training is only to observe: they neither read
         nor write the weights. They are called for each batch, with its logs, once the epoch has ended; on one replica.

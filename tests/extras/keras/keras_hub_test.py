@@ -79,3 +79,33 @@ def test_a_model_of_keras_hub_resumes_bit_by_bit_on_any_replicas_and_is_exported
     x = whole.inputs
     x = tf.nest.map_structure(lambda spec: tf.ones([4, *spec.shape[1:]], spec.dtype), x)
     np.testing.assert_allclose(served.serve(x), whole(x, training=False), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["a data set", "a PyDataset"])
+def test_the_preprocessor_of_a_task_gets_strings_of_each_kind_of_data(kind):
+    pytest.importorskip("keras_hub")
+
+    class Data(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            return tuple(part[number * BATCH : (number + 1) * BATCH] for part in (arguments["x"], arguments["y"]))
+
+    def trained(make):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        model, _ = fit_hub.hub_texts(keras)
+        x, y = make()
+        trainer = looplib.KerasTrainer(model, x, y, shuffle=False)
+        with looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, writers=[]) as controller:
+            controller.train(STEPS)
+        return model
+
+    _, arguments = fit_hub.hub_texts(keras)
+    slices = lambda: tf.data.Dataset.from_tensor_slices((arguments["x"], arguments["y"])).batch(BATCH)
+    found = trained(lambda: (slices() if kind == "a data set" else Data(), None))
+    expected = trained(lambda: (arguments["x"], arguments["y"]))
+    for one, other in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
