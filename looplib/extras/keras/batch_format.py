@@ -39,6 +39,8 @@ class BatchFormat:
             for shape, array in zip(shapes, arrays[0])
         ]
         self.types = [spec.dtype for spec in self.specs]
+        for batch in batches:
+            self.flat(batch)  # whose types have to be equal
 
     def flat(self, batch: Any) -> list[np.ndarray]:
         """Returns the arrays of a batch.

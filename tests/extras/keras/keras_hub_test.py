@@ -63,7 +63,7 @@ def trained(kind, strategy="default", steps=STEPS, export=None, **settings):
     return trainer.model
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[::-1])
 def test_a_model_of_keras_hub_resumes_bit_by_bit_on_any_replicas_and_is_exported(kind, tmp_path):
     pytest.importorskip("keras_hub")

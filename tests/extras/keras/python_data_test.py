@@ -125,7 +125,7 @@ def assert_equal_weights(one, other, **tolerance):
         np.testing.assert_allclose(ours, theirs, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_trains_as_in_fit(kind, keras, strategy):
@@ -138,15 +138,17 @@ def test_each_kind_trains_as_in_fit(kind, keras, strategy):
     np.testing.assert_allclose(evaluated["eval"]["mae"], expected["mae"], rtol=1e-5)
 
 
-@pytest.mark.slow(spread=2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("kind", [*KINDS, "loader with set_epoch"])
 def test_a_resume_within_an_epoch_is_bit_equal_to_an_uninterrupted_run(kind, tmp_path):
-    whole, _, _ = trained(KINDS[kind](keras3), shuffle=True)
-    trained(KINDS[kind](keras3), shuffle=True, epochs=1.4, model_dir=tmp_path)
-    model, _, _ = trained(KINDS[kind](keras3), shuffle=True, model_dir=tmp_path)
+    make = KINDS.get(kind, lambda keras: Sampled())
+    whole, _, _ = trained(make(keras3), shuffle=True)
+    trained(make(keras3), shuffle=True, epochs=1.4, model_dir=tmp_path)
+    model, _, _ = trained(make(keras3), shuffle=True, model_dir=tmp_path)
     assert_equal_weights(model, whole, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, read", [("PyDataset", 0), ("loader", 2)])
 def test_a_resume_reads_no_batch_again_or_those_of_its_pass_alone(kind, read, tmp_path):
     trained(KINDS[kind](keras3), epochs=1.4, model_dir=tmp_path)
@@ -162,16 +164,14 @@ def test_a_resume_reads_no_batch_again_or_those_of_its_pass_alone(kind, read, tm
         assert data.read[0] == 2
 
 
-def test_a_loader_is_told_the_epoch_and_one_that_shuffles_by_itself_is_said(tmp_path, caplog):
-    whole, _, _ = trained(Sampled())
+def test_a_loader_that_shuffles_without_being_told_the_epoch_is_said(caplog):
+    looplib.KerasTrainer(build(), Sampled())
     assert "begin with different batches" not in caplog.text
-    trained(Sampled(), epochs=1.4, model_dir=tmp_path)
-    model, _, _ = trained(Sampled(), model_dir=tmp_path)
-    assert_equal_weights(model, whole, rtol=0, atol=0)
     looplib.KerasTrainer(build(), Loader(np.random.default_rng(0)))
     assert "begin with different batches" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resume_of_a_generator_says_that_it_reads_all_again(tmp_path, caplog):
     trained(generator, epochs=1.4, model_dir=tmp_path)
     trained(generator, epochs=2, model_dir=tmp_path)
@@ -192,7 +192,7 @@ class Own(looplib.GradientTrainer):
         return tf.reduce_sum((self.model(inputs[0], training=True) - inputs[1]) ** 2, axis=1)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Loader, lambda: py_dataset(keras3)])
 def test_an_own_trainer_of_global_batches_takes_them_and_resumes_exactly_on_any_replicas(make, tmp_path):
     def run(strategy, steps, **settings):
