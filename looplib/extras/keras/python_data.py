@@ -22,7 +22,7 @@ _LOOKED_AT = 2  # batches, for the sizes that they have in common
 
 
 @runtime_checkable
-class Numbered(Protocol):
+class ByNumber(Protocol):
     """What gives its items by number, such as a map-style data set."""
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) ->
     return batches.dataset(context, shuffle)
 
 
-def as_batches(data: Any, float_type: str) -> "Batches | None":
+def as_batches(data: Any, float_type: str) -> "PythonBatches | None":
     """Returns the batches of a `PyDataset` or a loader; None for other data."""
     if is_py_dataset(data):
         return PyDatasetBatches(data, float_type)
@@ -117,16 +117,16 @@ def is_py_dataset(data: Any) -> bool:
 def is_numbered(data: Any) -> bool:
     """Returns whether data gives examples by number, and is neither arrays nor a structure of them."""
     structures = (list, tuple, str, bytes, Mapping)
-    return isinstance(data, Numbered) and not isinstance(data, structures) and not rows.is_array(data)
+    return isinstance(data, ByNumber) and not isinstance(data, structures) and not rows.is_array(data)
 
 
 def is_loader(data: Any) -> bool:
     """Returns whether data gives batches in passes, and not by number."""
-    others = (Numbered, set, frozenset, Mapping)
+    others = (ByNumber, set, frozenset, Mapping)
     return isinstance(data, Loader) and not isinstance(data, others) and not rows.is_array(data)
 
 
-class Batches(abc.ABC):
+class PythonBatches(abc.ABC):
     """Batches by number, from the start of a run on.
 
     Args:
@@ -187,12 +187,12 @@ class Batches(abc.ABC):
         return numbers.map(batch, **parallel).prefetch(2)
 
 
-class PyDatasetBatches(Batches):
+class PyDatasetBatches(PythonBatches):
     """The batches of a `PyDataset`.
 
     Args:
       data: the `PyDataset`.
-      float_type: see `Batches`.
+      float_type: see `PythonBatches`.
 
     Raises:
       UsageError: if their position would not say which batches they are.
@@ -209,7 +209,7 @@ class PyDatasetBatches(Batches):
                     "run's seed, or the examples, if it gets an object whose __getitem__ returns one example; or give "
                     "a function that makes a generator, whose batches are read again and skipped at a resume"
                 )
-        if not isinstance(data, Numbered) or not len(data):
+        if not isinstance(data, ByNumber) or not len(data):
             raise DatasetError(
                 f"{kind} has no batch, or no end; give it a __len__ of the batches of an epoch, or give KerasTrainer a "
                 "function that makes a generator, and train by steps"
@@ -224,15 +224,15 @@ class PyDatasetBatches(Batches):
         self._data, self.at_once = data, max(1, data.workers) if isinstance(data, _InProcesses) else 1
 
     def reader(self) -> Callable[[int], Any]:
-        """See `Batches`."""
+        """See `PythonBatches`."""
         return lambda number: self._data[number % self.count]
 
     def order(self, shuffle: bool) -> Ids | None:
-        """See `Batches`."""
+        """See `PythonBatches`."""
         return Ids(self.count, shuffle)
 
 
-class LoaderBatches(Batches):
+class LoaderBatches(PythonBatches):
     """The batches of a loader, pass after pass.
 
     A reader that begins within a pass reads the batches before in that pass, and no earlier pass. A loader, or its
@@ -240,7 +240,7 @@ class LoaderBatches(Batches):
 
     Args:
       data: the loader.
-      float_type: see `Batches`.
+      float_type: see `PythonBatches`.
     """
 
     def __init__(self, data: Any, float_type: str) -> None:
@@ -262,7 +262,7 @@ class LoaderBatches(Batches):
         return iter(self._data)
 
     def reader(self) -> Callable[[int], Any]:
-        """See `Batches`."""
+        """See `PythonBatches`."""
         lock, batches, following = threading.Lock(), iter(()), -1
 
         def read(number: int) -> Any:
@@ -282,7 +282,7 @@ class LoaderBatches(Batches):
         return read
 
     def order(self, shuffle: bool) -> Ids | None:
-        """See `Batches`: its passes have the order that it gives them."""
+        """See `PythonBatches`: its passes have the order that it gives them."""
         return None
 
 
@@ -292,7 +292,7 @@ class Generated:
     Args:
       make: makes a generator.
       first: one that it has made.
-      float_type: see `Batches`.
+      float_type: see `PythonBatches`.
     """
 
     def __init__(self, make: Callable[[], Iterable[Any]], first: Iterable[Any], float_type: str) -> None:

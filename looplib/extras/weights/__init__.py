@@ -12,7 +12,7 @@ Names that other rooms may use, by file:
     pairing: none
     rules: WarmStart, WeightRule
     safetensors: none
-    shards: files_of, kind_of
+    shards: none
     sources: none
     suggestions: none
     taking: none

@@ -39,7 +39,6 @@ KINDS = ["hub_texts", "hub_language", "hub_images", "hub_lora", "hub_int8_lora"]
 
 def build(kind):
     """Returns the trainer of a kind of model with its first weights."""
-    keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     model, arguments = fit_hub.BUILD[kind](keras)
     return Tuned(model, **arguments)
@@ -47,6 +46,7 @@ def build(kind):
 
 def trained(kind, strategy="default", steps=STEPS, export=None, **settings):
     """Returns the weights after a training."""
+    keras.backend.clear_session()
     strategy = make_strategy(strategy)
     with strategy.scope():
         trainer = build(kind)
