@@ -14,7 +14,6 @@ FEW = (
     ("normalization", "keras", ("resumed", "export")),
     ("text_vectorization", "tf_keras", ("replicas",)),  # its vocabulary, among its weights, is no variable
     ("contrastive", "keras", ("replicas",)),
-    ("hub_texts", "keras", ("fit",)),
 )
 ALL = [  # each row, the families in turns; `python tests/fit_matrix.py` tries all
     pytest.param(row.name, row.families[number % len(row.families)], tuple(fit_matrix.COLUMNS), marks=pytest.mark.slow)

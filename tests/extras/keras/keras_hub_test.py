@@ -1,6 +1,7 @@
 """KerasHub's models under a `GradientTrainer`, with their preprocessors in its pipeline; `fit_matrix_test` has `KerasTrainer`."""
 
 import fit_hub
+import fit_matrix
 import keras
 import numpy as np
 import pytest
@@ -61,6 +62,12 @@ def trained(kind, strategy="default", steps=STEPS, export=None, **settings):
         for before, variable in zip(frozen, trainer.model.non_trainable_variables, strict=True):
             np.testing.assert_array_equal(before, np.array(variable))
     return trainer.model
+
+
+def test_a_task_with_its_preprocessor_trains_as_in_fit(tmp_path):
+    pytest.importorskip("keras_hub")
+    (cell,) = fit_matrix.cells_of(fit_matrix.ROWS["hub_texts"], "keras", ["fit"], tmp_path).values()
+    assert cell.startswith(fit_matrix.RIGHT)
 
 
 @pytest.mark.slow
