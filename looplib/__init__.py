@@ -45,7 +45,7 @@ _HOMES = {
     "mean": "task.reductions",
     "total": "task.reductions",
 }
-_MODULES = {"launch": "launch", "runtime": "runtime"}
+_MODULES, _PART_MODULES = {"launch": "launch", "runtime": "runtime"}, ("preflight", "tpu")
 _PARTS = (  # of plug-ins
     "BackgroundWriter",
     "Buckets",
@@ -72,10 +72,10 @@ _PARTS = (  # of plug-ins
     "image",
     "measure",
     "open_records",
+    "python_batches",
     "text",
     "warm_start",
 )
-_PART_MODULES = ("preflight", "tpu")
 
 __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 

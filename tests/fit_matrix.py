@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 
+import fit_hub
 import fit_models
 import fit_rows
 import fit_steps
@@ -26,6 +27,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
+from looplib.extras.keras import models
 from looplib.messages import gist
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
@@ -56,8 +58,10 @@ PARTS = {  # of the matrix, each a page
         {name: row for name, row in fit_models.ROWS.items() if name not in _LOSSES},
     ),
     "keras_matrix_steps.md": ("Training steps of their own", fit_steps.ROWS),
+    "keras_matrix_hub.md": ("KerasHub, KerasRS, adapters and distillation", fit_hub.ROWS),
 }
 ROWS = {name: row for _, rows in PARTS.values() for name, row in rows.items()}
+assert len(ROWS) == sum(len(rows) for _, rows in PARTS.values())  # no name twice
 FIRST, LAST = "<!-- the matrix -->\n", "<!-- its end -->\n"
 NOT_OF_FIT = ("epoch", "steps_per_second", "val_examples")
 RIGHT, REFUSED, DIFFERS, WRONG = "right", "refused", "differs", "**wrong**"
@@ -90,6 +94,8 @@ class _Program:
     """
 
     def __init__(self, row, family, folder):
+        for package in row.needs:  # now: an import may draw random numbers
+            importlib.import_module(package)
         self._row, self._keras, self._folder = row, importlib.import_module(family), folder
         self._fitted = self._whole = None
 
@@ -158,7 +164,10 @@ class _Program:
         ) as controller:
             path = pathlib.Path(controller.export(self._folder / "export"))
         loaded = tf.saved_model.load(path / "saved_model")
-        x = _first_batch(arguments["x"], trainer.export().signature)
+        x = arguments["x"]
+        if preprocess := models.preprocessing(model):
+            x, _, _ = self._keras.utils.unpack_x_y_sample_weight(preprocess(tf.nest.map_structure(tf.constant, x)))
+        x = _first_batch(x, trainer.export().signature)
         expected = tf.nest.flatten(trained(x, training=False))
         differences = {"outputs": _largest(tf.nest.flatten(loaded.serve(x)), expected)}
         if (path / "model.keras").exists():

@@ -24,6 +24,7 @@ class Row:
       tolerance: the largest relative difference that is rounding.
       after: what a user calls with the model after the training, as that page says.
       prepare: what a program does with the model, from it and whether the program is the first of its run.
+      needs: other packages that it imports.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Row:
     tolerance: float = 2e-4
     after: Callable[[Any], object] | None = None
     prepare: Callable[[Any, bool], object] | None = None
+    needs: tuple[str, ...] = ()
 
 
 def rows_of(*rows: Any) -> dict[str, Row]:

@@ -341,8 +341,7 @@ class DeviceLoop(InnerLoop):
         done, self._taken = int(outcome.done), totals if outcome.taken else None
         passed = time.perf_counter() - started
         if done:
-            # What decides when workers ask each other has to be the same on all of them.
-            self._seconds_per_step = (passed if one_worker else outcome.seconds or math.inf) / done
+            self._seconds_per_step = (passed if one_worker else outcome.seconds or math.inf) / done  # alike on workers
         stopped = bool(notice.requested if one_worker else outcome.stopped)
         waited = min(max(0.0, outcome.waited), passed)  # TensorFlow's clock is one that is set
         return LoopResult(done, bool(outcome.finite), stopped, waited=waited, counted=int(outcome.counted))

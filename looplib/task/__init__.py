@@ -7,7 +7,7 @@ Names that other rooms may use, by file:
     checks: build_optimizers, check_kinds, check_settings, check_tasks, check_together, collect_state
     derived: Constants, starting
     evaluator: Evaluator
-    exported: Exported
+    exported: Exported, of_model
     gradient_trainer: GradientTrainer, UpdatePlan
     gradients: none
     learning_rates: constant_rate, learning_rate, LearningRates, updating

@@ -13,7 +13,7 @@ from looplib.extras.buckets import stores
 from looplib.extras.buckets.mirror import StoreMirror
 from looplib.extras.buckets.outputs import FOLDER
 from looplib.extras.buckets.stores import Store, StoredFile
-from looplib.extras.weights.safetensors import INDEX, shards_of
+from looplib.extras.weights.shards import files_of, kind_of
 from looplib.masks import masked_text
 
 _OF_A_RUN = re.compile(r"(?:(.*)/)?(?:run\.json|metrics\.jsonl|\.lease/\d+)")
@@ -55,8 +55,8 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
             Store(place[: -len(name) - 1]).fetch(name, path)
         except FileNotFoundError:
             raise StoreError(f"there is nothing at {masked_text(url)}; check the bucket and the path") from None
-        if name.endswith(INDEX):
-            _fetch_shards(place[: -len(name) - 1], path)
+        if kind := kind_of(name):
+            _fetch_shards(place[: -len(name) - 1], path, kind)
         return path
     for name in there:
         *below, last = name.split("/")
@@ -103,10 +103,10 @@ def fetch_runs(
     return objects
 
 
-def _fetch_shards(folder: str, index: str) -> None:
-    """Fetches the files that an index of safetensors names, beside it."""
+def _fetch_shards(folder: str, index: str, kind: str) -> None:
+    """Fetches the files that an index of weights names, beside it."""
     store = Store(folder)
-    for name in sorted(set(shards_of(index).values())):
+    for name in files_of(index, kind):
         try:
             store.fetch(name, folders.inside(os.path.dirname(index), name))
         except FileNotFoundError:

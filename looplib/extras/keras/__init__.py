@@ -2,6 +2,8 @@
 
 Names that other rooms may use, by file:
     alone: none
+    batch_format: none
+    batch_logs: none
     best_weights: none
     callback_kinds: none
     building: none
@@ -10,6 +12,7 @@ Names that other rooms may use, by file:
     data: none
     means: none
     models: none
+    python_data: python_batches
     results: none
     rows: none
     trainer: KerasTrainer

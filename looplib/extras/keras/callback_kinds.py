@@ -27,10 +27,8 @@ _REPLACED = {  # what does their work, and how
     "TerminateOnNaN": (_GUARDS, "which end the training by an error that names the step and the tensor"),
     "ProgbarLogger": (_CONSOLE, "which shows the progress"),
 }
-_IN_AN_EPOCH = (
-    "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",
-    "on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end",
-)  # fmt: skip
+_OF_BATCHES = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_OF_EVALUATIONS = ("on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end")
 
 
 def writes_models(callback: Any) -> bool:
@@ -43,12 +41,13 @@ def restores_best(callback: Any) -> bool:
     return _class_of_keras(callback, ("EarlyStopping",)) is not None and bool(callback.restore_best_weights)
 
 
-def running(model: Any, callbacks: Sequence[Any]) -> tuple[list[Any], dict[str, str]]:
+def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tuple[list[Any], dict[str, str]]:
     """Returns the callbacks to call, and what the others need that looplib does in their place.
 
     Args:
       model: the model that they are for.
       callbacks: those that were given.
+      observes_batches: whether what they do for batches of the training is said to be observing.
 
     Returns:
       The callbacks to call, and a dict from the class of each other one to what does its work.
@@ -56,6 +55,11 @@ def running(model: Any, callbacks: Sequence[Any]) -> tuple[list[Any], dict[str, 
     Raises:
       UsageError: for a callback that cannot work.
     """
+    if observes_batches and model.distribute_strategy.num_replicas_in_sync > 1:
+        raise CallbackError(
+            "KerasTrainer got observes_batches=True on several replicas, each of which has only its own part of a "
+            "batch's metrics; use one replica, or on_epoch_end, or an action of the Controller with steps_per_loop=1"
+        )
     found, needs = [], {}
     for callback in callbacks:
         _check_family(model, callback)
@@ -64,7 +68,7 @@ def running(model: Any, callbacks: Sequence[Any]) -> tuple[list[Any], dict[str, 
             needs[type(callback).__name__] = need
             logging.info("the callback %s is not called: %s does its work, %s", type(callback).__name__, need, how)
             continue
-        _check(models.callbacks_of(model).Callback, callback)
+        _check(models.callbacks_of(model).Callback, callback, observes_batches)
         found.append(callback)
     return found, needs
 
@@ -94,22 +98,33 @@ def _check_family(model: Any, callback: Any) -> None:
     base = models.callbacks_of(model).Callback
     if not isinstance(callback, base):
         raise CallbackError(
-            f"the callback {callback!r} is no {base.__module__}.{base.__name__}, as the model's family needs"
+            f"the callback {callback!r:.200} is no {base.__module__}.{base.__name__}, as the model's family needs; "
+            "derive it from that class, or give a function to the Controller as one of its actions"
         )
 
 
-def _check(base: type, callback: Any) -> None:
+def _check(base: type, callback: Any, observes_batches: bool) -> None:
     kind = type(callback).__name__
     if refused := _class_of_keras(callback, _REFUSED):
         raise CallbackError(f"the callback {kind} does not work in looplib; use {_REFUSED[refused.__name__]}")
     if writer := _class_of_keras(callback, ("ModelCheckpoint",)):
         _check_checkpoint(callback)
         base = writer  # whose methods for batches do nothing then
-    for name in _IN_AN_EPOCH:
-        if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):
+    for name in (*_OF_BATCHES, *_OF_EVALUATIONS):
+        if not (name in vars(callback) or getattr(type(callback), name) is not getattr(base, name)):
+            continue
+        if name in _OF_EVALUATIONS:
             raise CallbackError(
-                f"the callback {kind} has {name}, which looplib does not call, because it runs many steps in one call "
-                "to the device; use on_epoch_end, or an action of the Controller, which is called after each report"
+                f"the callback {kind} has {name}, which looplib does not call, because an evaluation runs many steps "
+                "in one call to the device; use on_epoch_end, whose logs have the metrics of the evaluation (val_...), "
+                "or an action of the Controller, which is called after each evaluation"
+            )
+        if not observes_batches:
+            raise CallbackError(
+                f"the callback {kind} has {name}, and looplib runs the batches of an epoch in one call to the device; "
+                "if it only observes, and neither reads nor writes the weights, say KerasTrainer(..., "
+                "observes_batches=True), which calls it for each batch once the epoch has ended; or use on_epoch_end, "
+                "or an action of the Controller, which is called after each report"
             )
 
 

@@ -130,7 +130,8 @@ class Memories:
         """
         if not isinstance(saved, dict) or not all(isinstance(changed, dict) for changed in saved.values()):
             raise CallbackError(
-                f"the checkpoint has {saved!r:.100} for Keras callbacks, expected a dict of their attributes"
+                f"the checkpoint has {saved!r:.100} for Keras callbacks, expected a dict of their attributes; name "
+                "another checkpoint"
             )
         for name, memory in self._named:
             memory.load(saved.get(name, {}))

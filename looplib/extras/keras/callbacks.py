@@ -11,6 +11,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import CallbackError
 from looplib.extras.keras import callback_kinds, models
+from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.best_weights import BestWeights
 from looplib.extras.keras.callback_memory import Memories
 from looplib.task.actions import Action, Event
@@ -28,16 +29,17 @@ class KerasCallbacks(Action):
     Args:
       model: the model that they are for.
       callbacks: of the model's family.
+      batch_logs: the logs of the batches of each epoch, for callbacks that observe these; None calls none for batches.
 
     Raises:
       UsageError: for a callback that cannot work.
     """
 
-    def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
-        self._model = model
+    def __init__(self, model: Any, callbacks: Sequence[Any], batch_logs: BatchLogs | None = None) -> None:
+        self._model, self._batch_logs = model, batch_logs
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._callbacks, self._replaced = callback_kinds.running(model, callbacks)
+        self._callbacks, self._replaced = callback_kinds.running(model, callbacks, batch_logs is not None)
         if not Workers(model.distribute_strategy).is_chief:
             self._callbacks = [self._to_nowhere(callback) for callback in self._callbacks]
         for callback in self._callbacks:
@@ -78,6 +80,7 @@ class KerasCallbacks(Action):
         """Ends an epoch with its report, or with the last evaluation after that."""
         controller = event.controller
         if event.split == "train" and event.step % controller.steps_per_epoch == 0:
+            self._end_batches()
             self._logs = {name: value for name, value in event.metrics.items() if name not in _OWN}
             self._missing = [name for name in controller.loops if name != "train"] if event.evaluation_due else []
         elif self._logs is not None and event.split in self._missing:
@@ -154,6 +157,14 @@ class KerasCallbacks(Action):
             self._begun = epoch
             for callback in self._callbacks:
                 callback.on_epoch_begin(epoch, {})
+
+    def _end_batches(self) -> None:
+        """Calls the callbacks for each batch of an epoch whose steps have ended."""
+        for index, logs in enumerate(self._batch_logs or ()):
+            for callback in self._callbacks:
+                callback.on_train_batch_begin(index, {})
+            for callback in self._callbacks:
+                callback.on_train_batch_end(index, dict(logs))
 
     def _end_epoch(self, step: int, controller: Any, ending: bool) -> bool:
         """Ends the epoch of a step; returns whether the weights to restore at the end are now this step's."""

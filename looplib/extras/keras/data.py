@@ -1,4 +1,4 @@
-"""The data that a Keras model is trained on: arrays, or a data set of global batches."""
+"""The data that a Keras model is trained on: arrays, examples by number, or global batches."""
 
 import math
 import time
@@ -11,10 +11,11 @@ from absl import logging
 
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError
-from looplib.extras.keras import rows
+from looplib.extras.keras import models, python_data, rows
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
 _SINGLE = "the data set of KerasTrainer has single examples; batch it by the global batch size"
+_FEW = 32  # examples, to look at
 _PATIENCE = 10.0  # seconds between two lines of the log
 
 
@@ -22,32 +23,39 @@ class KerasData:
     """Inputs, targets and weights of examples.
 
     Args:
-      float_type: the type that arrays of floating-point numbers become.
-      x: array, structure of arrays, `tf.data.Dataset`, or function that makes one.
+      model: the compiled model.
+      x: array, structure of arrays, `tf.data.Dataset`, function that makes one or a generator; or a `PyDataset`, a
+        loader of batches, or an object that gives examples by number.
       y: targets, for arrays; or None.
       sample_weight: weights, for arrays; or None.
       class_weight: dict from class number to weight, or None.
 
     Attributes:
       is_arrays: whether x is arrays.
+      is_of_examples: whether looplib makes the batches.
 
     Raises:
       UsageError: for data that does not fit together.
     """
 
     def __init__(
-        self, float_type: str, x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None
+        self, model: Any, x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None
     ) -> None:
+        self._float_type, self._preprocess = models.float_type(model), models.preprocessing(model)
         if x is None:
             raise DatasetError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
-        kinds = [cls.__name__ for cls in type(x).__mro__]
-        if isinstance(x, Iterator) or "PyDataset" in kinds or "Sequence" in kinds:
+        if isinstance(x, Iterator):
             raise DatasetError(
-                f"KerasTrainer got a {type(x).__name__} as x, whose position cannot be saved; expected arrays, or a "
-                "tf.data.Dataset (tf.data.Dataset.from_generator makes one of a generator)"
+                f"KerasTrainer got a {type(x).__name__} as x, which cannot begin again; give the function that makes "
+                "it, without calling it"
             )
         self._blanks = rows.OmittedParts(())
-        self.is_arrays = not (callable(x) or isinstance(x, tf.data.Dataset))
+        self._generated: python_data.Generated | None = None
+        self._batches = python_data.as_batches(x, self._float_type)
+        self._examples = x if self._batches is None and python_data.is_numbered(x) else None
+        others = self._batches is not None or self._examples is not None
+        self.is_arrays = not (others or callable(x) or isinstance(x, tf.data.Dataset))
+        self.is_of_examples = self.is_arrays or self._examples is not None
         self._weights = None if class_weight is None else _table(class_weight)
         if sample_weight is not None and class_weight is not None:
             raise DatasetError("KerasTrainer got class_weight and sample_weight; give their product as sample_weight")
@@ -57,22 +65,28 @@ class KerasData:
                     "KerasTrainer got a data set as x, and y or sample_weight beside it; make the data set's elements "
                     "(x, y) or (x, y, sample_weight)"
                 )
-            self._make = x if callable(x) else lambda: x
-            self._length: int | None = None  # in batches
+            self._given = x
+            self._length: int | None = None  # in batches; of examples, their number
             self._counted = False
+            if self._examples is not None:
+                self._length = len(x)
+            elif self._batches is not None:
+                self._length = self._batches.count
             return
         if y is None and sample_weight is not None:
             raise DatasetError(
                 "KerasTrainer got sample_weight and no y, and fit leaves such weights out; give y, or a data set of "
                 "(x, None, sample_weight)"
             )
+        if isinstance(x, list) and x and all(isinstance(text, str) for text in x):
+            x = np.asarray(x)
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = tf.nest.map_structure(lambda array: rows.as_array(array, float_type), parts)
+        self._arrays = tf.nest.map_structure(lambda array: rows.as_array(array, self._float_type), parts)
         lengths = {array.shape[0] if array.shape else None for array in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
             raise DatasetError(
-                f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; expected one number "
-                "of rows in x, y and sample_weight"
+                f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; give x, y and "
+                "sample_weight equally many, one for each example"
             )
         (self._length,) = lengths
         if self._weights is not None:
@@ -88,10 +102,10 @@ class KerasData:
           global_batch_size: examples of a step.
           count: whether to read the data once, if that tells the number.
         """
-        if self.is_arrays:
+        if self.is_of_examples:
             return math.ceil(self._length / global_batch_size)
         if self._length is None:
-            self._length = int(self._make().cardinality())
+            self._length = int(self._made().cardinality())
         if count and self._length == tf.data.UNKNOWN_CARDINALITY:
             self._length, self._counted = _count(self._dataset()), True
         return self._length if self._length > 0 else None
@@ -99,7 +113,7 @@ class KerasData:
     def sample(self, examples: int) -> Any:
         """Returns a batch of a few examples, as the model's step gets it."""
         if self.is_arrays:
-            return rows.take(self._rows_given, range(min(examples, self._length)))
+            return self._preprocessed(rows.take(self._rows_given, range(min(examples, self._length))))
         element = next(iter(self._dataset()))
         sizes = [leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(element)]
         if None in sizes:
@@ -112,7 +126,7 @@ class KerasData:
         Their size is known where the size of the data set's batches is.
         """
         if self.is_arrays:
-            return tf.nest.map_structure(rows.spec, self._rows_given)
+            return tf.nest.map_structure(rows.spec, self._rows_given if self._preprocess is None else self.sample(1))
 
         def of_replica(spec: Any) -> Any:
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
@@ -132,6 +146,10 @@ class KerasData:
         """Returns the data, epoch after epoch."""
         if self.is_arrays:
             return self._rows(context, shuffle)
+        if self._batches is not None:
+            return self._mapped(self._batches.dataset(context, shuffle))
+        if self._examples is not None:
+            return self._mapped(self._of_examples(context, shuffle))
         dataset = self._dataset()
         if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             return dataset
@@ -142,6 +160,8 @@ class KerasData:
 
     def evaluation(self, context: InputContext) -> tf.data.Dataset:
         """Returns the data, once."""
+        if self._examples is not None:
+            return self._mapped(self._of_examples(context, False))
         return self._rows(context, False) if self.is_arrays else self._dataset()
 
     @property
@@ -154,18 +174,65 @@ class KerasData:
         arrays = self._rows_given
         flat = tf.nest.flatten(arrays)
         dense = all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in flat)
-        if dense and sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES:
+        if self._preprocess is None and dense and sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES:
             return context.resident(arrays, shuffle=shuffle, whole_epochs=True)
         get = [rows.getter(array) for array in flat]
         ids = context.indices(self._length, shuffle=shuffle, whole_epochs=True)
-        return ids.map(lambda ids: tf.nest.pack_sequence_as(arrays, [of(ids) for of in get]), tf.data.AUTOTUNE)
+
+        def batch(ids: tf.Tensor) -> Any:
+            return self._preprocessed(tf.nest.pack_sequence_as(arrays, [of(ids) for of in get]))
+
+        return ids.map(batch, tf.data.AUTOTUNE)
+
+    def _of_examples(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
+        found = context.records(self._examples, shuffle=shuffle, whole_epochs=context.training, block=1)
+        return found.map(tf.autograph.experimental.do_not_convert(lambda *parts: self._of_one_type(parts)))
+
+    def _of_one_type(self, parts: tuple) -> Any:
+        def cast(part: tf.Tensor) -> tf.Tensor:
+            return tf.cast(part, self._float_type) if part.dtype.is_floating else part
+
+        return tf.nest.map_structure(cast, parts if len(parts) > 1 else parts[0])
+
+    def _preprocessed(self, batch: Any) -> Any:
+        """Returns a batch as the model's own `fit` gives it to a step."""
+        if self._preprocess is None:
+            return batch
+        return self._preprocess(*(batch if isinstance(batch, tuple) else (batch,)))
 
     def _dataset(self) -> tf.data.Dataset:
-        dataset = self._make()
-        if not isinstance(dataset, tf.data.Dataset):
+        return self._mapped(self._made())
+
+    def _made(self) -> tf.data.Dataset:
+        """Returns batches of one pass, as they were given."""
+        if self._batches is not None:
+            return self._batches.once()
+        if self._examples is not None:
+            few = [self._examples[number] for number in range(min(_FEW, self._length))]
+            stacked = tf.nest.map_structure(lambda *each: np.stack([np.asarray(one) for one in each]), *few)
+            numbers = tf.data.Dataset.range(len(few)).batch(len(few))
+            picked = numbers.map(lambda ids: tf.nest.map_structure(lambda part: tf.gather(part, ids), stacked))
+            return picked.map(tf.autograph.experimental.do_not_convert(lambda *parts: self._of_one_type(parts)))
+        made = self._given() if callable(self._given) else self._given
+        if isinstance(made, tf.data.Dataset):
+            return made
+        if not isinstance(made, Iterator):
             raise DatasetError(
-                f"the function x of KerasTrainer returned {dataset!r}; expected a tf.data.Dataset of batches"
+                f"the function x of KerasTrainer returned {made!r:.200}; expected a tf.data.Dataset of batches, or a "
+                "generator of batches"
             )
+        if self._generated is None:
+            self._generated = python_data.Generated(self._given, made, self._float_type)
+        return self._generated.once()
+
+    def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Makes batches for the model's step of those that were given."""
+        if self._preprocess is not None:
+
+            def preprocessed(*parts: Any) -> Any:
+                return self._preprocessed(parts if len(parts) > 1 else parts[0])
+
+            dataset = dataset.map(preprocessed, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         if self._weights is not None:
             dataset = dataset.map(self._with_weights)
         spec = dataset.element_spec

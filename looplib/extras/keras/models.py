@@ -2,7 +2,8 @@
 
 import sys
 import types
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -34,6 +35,27 @@ def stateful_batch(model: Any) -> int | None:
 def unpacked(model: Any, batch: Any) -> tuple[Any, Any, Any]:
     """Returns the inputs, targets and sample weights of a batch; None for what it does not have."""
     return sys.modules[_keras.family(model)].utils.unpack_x_y_sample_weight(batch)
+
+
+@runtime_checkable
+class _Preprocessing(Protocol):
+    """A task of KerasHub, whose `fit` preprocesses what it is given."""
+
+    preprocessor: Any
+
+    def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+        """Returns a batch for its steps."""
+
+
+def preprocessing(model: Any) -> Callable[..., Any] | None:
+    """Returns what the `fit` of a model does with inputs, targets and weights first; None for nothing."""
+    has_own = isinstance(model, _Preprocessing) and model.preprocessor is not None
+    return model.preprocess_samples if has_own else None
+
+
+def served(model: Any) -> Any:
+    """Returns the model to export of one that is trained: the student of a `keras.distillation.Distiller`."""
+    return model.student if _keras.is_a(model, "distillation", "Distiller") else model
 
 
 def float_type(model: Any) -> str:

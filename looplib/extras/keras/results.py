@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.extras.keras import building, models, rows
+from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.task import metric_names, reductions
 
 
@@ -19,24 +20,31 @@ class KerasResults:
     Args:
       model: the compiled model.
       step: its method, "train_step" or "test_step".
+      batch_logs: takes the logs of each batch too; or None.
     """
 
-    def __init__(self, model: Any, step: str) -> None:
-        self._model, self._step = model, step
+    def __init__(self, model: Any, step: str, batch_logs: BatchLogs | None = None) -> None:
+        self._model, self._step, self._batch_logs = model, step, batch_logs
         self._own = models.has_own_step(model, step)
         self._names: dict[str, str] = {}  # in fit, by those in reports
         self._objects: dict[str, str] = {}  # the metric that a name in fit belongs to
         self._returned: frozenset[str] | None = None  # the names that an own step returns; None for all
 
-    def of_step(self, inputs: Any) -> dict[str, Any]:
-        """Runs a step; returns its metrics, for `finished`. In replica context."""
+    def of_step(self, inputs: Any, number: tf.Tensor | None = None) -> dict[str, Any]:
+        """Runs a step; returns its metrics, for `finished`. In replica context.
+
+        Args:
+          inputs: the batch.
+          number: the steps before; only the logs of each batch need it.
+        """
         run, metrics, before = getattr(self._model, self._step), *self._before()
         try:
             logs = run(inputs)
         except ValueError as error:
             building.explain(error)
             raise
-        return self._outputs(inputs, metrics, before, logs)
+        outputs = self._outputs(inputs, metrics, before, logs)
+        return outputs if self._batch_logs is None else outputs | self._batch_logs.outputs(_flattened(logs), number)
 
     # AutoGraph, which takes longer for this than for a model, is for the step alone.
     @tf.autograph.experimental.do_not_convert
@@ -63,6 +71,7 @@ class KerasResults:
 
     def finished(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns the metrics of a report with the names and the values that they have in `fit`."""
+        metrics = metrics if self._batch_logs is None else self._batch_logs.taken(metrics)
         added = {self._alone(name) for name in self._objects} | {self._changed(name) for name in self._objects.values()}
         found = {}
         for name, value in metrics.items():

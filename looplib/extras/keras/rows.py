@@ -1,7 +1,7 @@
 """Arrays of examples of each kind that `fit` takes: of numpy, pandas and scipy; dense, ragged and sparse tensors."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
@@ -10,6 +10,12 @@ from looplib.errors import DatasetError
 
 KINDS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)  # specs of tensors
 Array = np.ndarray | tf.RaggedTensor | tf.SparseTensor
+
+
+@runtime_checkable
+class _AsArray(Protocol):
+    def __array__(self) -> np.ndarray:
+        """Returns the array."""
 
 
 def as_array(array: Any, float_type: str) -> Array:
@@ -39,6 +45,13 @@ def as_array(array: Any, float_type: str) -> Array:
                 "of different types as a dict of arrays, or convert them to one type, such as float32"
             ) from error
     return found.astype(float_type) if found.dtype.kind == "f" else found
+
+
+def is_array(value: Any) -> bool:
+    """Returns whether a value is an array, a table or a tensor of any kind."""
+    if any(kind.__module__.startswith("scipy.sparse") for kind in type(value).__mro__):
+        return True
+    return isinstance(value, (_AsArray, tf.RaggedTensor, tf.SparseTensor))
 
 
 def take(batch: Any, ids: Iterable[int]) -> Any:

@@ -12,12 +12,14 @@ from looplib.data.input_context import InputContext
 from looplib.errors import BatchSizeError, DatasetError, ModelError, StrategyError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
+from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import KerasResults
 from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
+from looplib.task.exported import Exported, of_model
 from looplib.task.trainer import Trainer
 
 
@@ -30,14 +32,17 @@ class KerasTrainer(Adapter, Trainer):
     Args:
       model: a compiled model of Keras 3 or tf_keras: functional, sequential, or a subclass with its own `train_step` or
         `compute_loss`.
-      x: an array or a structure of arrays; or a `tf.data.Dataset` of global batches, or a function that makes one. Its
-        elements are inputs, (inputs, targets) or (inputs, targets, sample weights).
+      x: an array or a structure of arrays; or a `tf.data.Dataset` of global batches, or a function that makes one or a
+        generator of them; or a `PyDataset`, or a loader of batches with a length; or an object that gives one example
+        by number. Elements are inputs, (inputs, targets) or (inputs, targets, sample weights).
       y: array or structure of arrays, for arrays as x.
       sample_weight: array or structure of arrays, for arrays as x.
       class_weight: dict from class number to weight.
       validation_data: (x, y), (x, y, sample_weight) or a data set of global batches, for `evaluator()`.
-      shuffle: whether each epoch has an order of its own; only for arrays.
+      shuffle: whether each epoch has an order of its own; for arrays, examples by number, and batches of a `PyDataset`.
       callbacks: Keras callbacks that observe epochs or set the learning rate.
+      observes_batches: says that what `callbacks` do for batches of the training is only to observe: they neither read
+        nor write the weights. They are called for each batch, with its logs, once the epoch has ended; on one replica.
       per_replica: bool, whether each replica may compute the loss of its own examples alone also where that
         differs from their part in the loss of the global batch, such as a contrastive loss. By default it is refused.
 
@@ -68,6 +73,7 @@ class KerasTrainer(Adapter, Trainer):
         validation_data: Any = None,
         shuffle: bool = True,
         callbacks: Sequence[Any] = (),
+        observes_batches: bool = False,
         per_replica: bool = False,
     ) -> None:
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
@@ -78,15 +84,17 @@ class KerasTrainer(Adapter, Trainer):
                 "KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer"
             )
         self.model, self.optimizer = model, model.optimizer
-        self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, class_weight)
+        self._keras_batch_logs = BatchLogs() if observes_batches else None
+        self._keras_callbacks = KerasCallbacks(model, callbacks, self._keras_batch_logs) if callbacks else None
+        self._keras_data = KerasData(model, x, y, sample_weight, class_weight)
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
-        self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
+        self.batch_size_varies = self._keras_data.is_of_examples  # few examples may be less than a batch
         build(model, self._keras_data, trains=True)
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica:
             means.check(model, self._keras_data.sample(means.EXAMPLES))
-        self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "train_step")
-        self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
+        self.metrics = list(model.metrics)
+        self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
         """Returns an evaluator of the model with its compiled loss and metrics.
@@ -116,7 +124,10 @@ class KerasTrainer(Adapter, Trainer):
         """See `Adapter`: an epoch, which callbacks need too, if its length is known or asked for."""
         if not global_batch_size:
             return None
-        return self._keras_data.steps_per_epoch(global_batch_size, of_epoch or self._keras_callbacks is not None)
+        steps = self._keras_data.steps_per_epoch(global_batch_size, of_epoch or self._keras_callbacks is not None)
+        if self._keras_batch_logs is not None:
+            self._keras_batch_logs.steps = steps or 1
+        return steps
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
@@ -132,7 +143,11 @@ class KerasTrainer(Adapter, Trainer):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
         with replicas.of_means(), alone():
-            return self._keras_results.of_step(self._keras_data.whole(inputs))
+            return self._keras_results.of_step(self._keras_data.whole(inputs), self.global_step)
+
+    def export(self) -> Exported:
+        """See `Trainer`; of a `Distiller`, its student."""
+        return of_model(type(self).__name__, models.served(self.model))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `Trainer`: gives metrics the names and values that they have in `fit`."""
@@ -153,7 +168,7 @@ class KerasEvaluator(Evaluator):
 
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
-        self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, None)
+        self._keras_data = KerasData(model, x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)
         self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "test_step")
 
@@ -172,6 +187,10 @@ class KerasEvaluator(Evaluator):
         if isinstance(outputs, (list, tuple)):
             return {f"prediction_{number}": output for number, output in enumerate(outputs)}
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}
+
+    def export(self) -> Exported:
+        """See `Evaluator`; of a `Distiller`, its student."""
+        return of_model(type(self).__name__, models.served(self.model), self.averages)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """See `Evaluator`: the metrics are shared with the training, which gets its own values back."""

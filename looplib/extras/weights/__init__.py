@@ -12,6 +12,7 @@ Names that other rooms may use, by file:
     pairing: none
     rules: WarmStart, WeightRule
     safetensors: none
+    shards: none
     sources: none
     suggestions: none
     taking: none

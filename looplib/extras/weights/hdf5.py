@@ -14,7 +14,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import ml_dtypes
@@ -94,14 +94,28 @@ class Hdf5Contents:
     numbers: list[Hdf5Numbers]
 
 
-class Hdf5Weights:
-    """A file of weights of Keras.
+@dataclasses.dataclass(frozen=True)
+class Hdf5Part:
+    """A file of HDF5, or what is one in a file.
 
-    Args:
-      file: the file, open; closed with this.
+    Attributes:
+      file: the file, open.
       path: its name in messages.
       start: where in the file HDF5 begins.
       size: how many bytes it has.
+    """
+
+    file: BinaryIO
+    path: str
+    start: int
+    size: int
+
+
+class Hdf5Weights:
+    """A file of weights of Keras, or several that an index names.
+
+    Args:
+      parts: the files; closed with this.
       config: the configuration of the model beside it, as JSON; None for none.
 
     Attributes:
@@ -113,29 +127,38 @@ class Hdf5Weights:
       WarmStartError: if it is damaged, something else, or has what leads out of it.
     """
 
-    def __init__(self, file: BinaryIO, path: str, start: int, size: int, config: Any = None) -> None:
-        self._path, self._file, self._start = path, file, start
-        found = _contents(file, path, start, size)
-        self.numbered = not found.older
-        self._layers = {tuple(layer.path): layer.name for layer in found.layers if layer.name}
+    def __init__(self, parts: Sequence[Hdf5Part], config: Any = None) -> None:
+        self._parts = parts
+        contents = [_contents(part.file, part.path, part.start, part.size) for part in parts]
+        layers = [layer for found in contents for layer in found.layers]
+        self.numbered = not any(found.older for found in contents)
+        self._layers = {tuple(layer.path): layer.name for layer in layers if layer.name}
         self.names = NamesOfLayers.ALL if self._layers else NamesOfLayers.NONE
         if not self._layers and (known := names_in(config)):
             self._layers, self.names = known, NamesOfLayers.OF_LISTS
-        self._holders = {(), *(tuple(layer.path) for layer in found.layers)}  # the others are lists
+        self._holders = {(), *(tuple(layer.path) for layer in layers)}  # the others are lists
         self.tensors: dict[str, StoredTensor] = {}
-        self._places: dict[str, int] = {}
-        for one in found.numbers:
-            key, tensor = "/".join(one.path), (self._newer if self.numbered else self._older)(one)
-            if not are_sizes(one.shape) or not 0 <= one.place <= size - tensor.bytes or not all(map(is_utf8, one.path)):
-                raise refusal(path, f"{key[-100:]!a} is not in it as a whole")
-            self.tensors[key], self._places[key] = tensor, start + one.place
+        self._places: dict[str, tuple[Hdf5Part, int]] = {}
+        for part, found in zip(parts, contents):
+            self._take(part, found.numbers)
         if not self.tensors:
-            raise refusal(path, "it has no variables")
+            raise refusal(parts[0].path, "it has no variables")
 
-    def _newer(self, one: Hdf5Numbers) -> StoredTensor:
+    def _take(self, part: Hdf5Part, numbers: Iterable[Hdf5Numbers]) -> None:
+        for one in numbers:
+            key = "/".join(one.path)
+            tensor = self._newer(part.path, one) if self.numbered else self._older(one)
+            inside = are_sizes(one.shape) and 0 <= one.place <= part.size - tensor.bytes
+            if not inside or not all(map(is_utf8, one.path)):
+                raise refusal(part.path, f"{key[-100:]!a} is not in it as a whole")
+            if key in self.tensors:
+                raise refusal(part.path, f"{key[-100:]!a} is also in {self._places[key][0].path}")
+            self.tensors[key], self._places[key] = tensor, (part, part.start + one.place)
+
+    def _newer(self, path: str, one: Hdf5Numbers) -> StoredTensor:
         *layer, of, number = one.path if len(one.path) > 1 else ("", *one.path)
         if of != hdf5_contents.VARIABLES:
-            raise refusal(self._path, f"{'/'.join(one.path)[-100:]!r} is in no group of variables (vars)")
+            raise refusal(path, f"{'/'.join(one.path)[-100:]!r} is in no group of variables (vars)")
         name = "/".join([*chain(layer, self._layers, self.names is NamesOfLayers.ALL), number])
         listed = frozenset(index for index in range(len(layer)) if tuple(layer[:index]) not in self._holders)
         owned = bool(layer) and layer[0] in _OWNED
@@ -151,14 +174,16 @@ class Hdf5Weights:
         """Returns the numbers of a tensor."""
         tensor = self.tensors[key]
         found = np.empty(math.prod(tensor.shape), tensor.dtype)
-        self._file.seek(self._places[key])
-        if self._file.readinto(found.view(np.uint8)) != tensor.bytes:
-            raise refusal(self._path, "it was shortened while it was read")
+        part, place = self._places[key]
+        part.file.seek(place)
+        if part.file.readinto(found.view(np.uint8)) != tensor.bytes:
+            raise refusal(part.path, "it was shortened while it was read")
         return found.reshape(tensor.shape)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the files."""
+        for part in self._parts:
+            part.file.close()
 
 
 def _contents(file: BinaryIO, path: str, start: int, size: int) -> Hdf5Contents:

@@ -121,10 +121,11 @@ def warm_start(objects: Mapping[str, Any], path: str | os.PathLike[str]) -> None
 
     Args:
       objects: dict from attribute name to trackable object.
-      path: a `.keras`, `.weights.h5` or `.safetensors` file, the `.safetensors.index.json` of several, or a folder that
-        has one; a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for the checkpoint that the
-        run ended with, or with "@latest", "@best" or "@1000" after it for another one; the directory of a SavedModel,
-        which is that of the only model here, as a file of Keras is; a `looplib.WarmStart`, or a `.yaml` file of one.
+      path: a `.keras`, `.weights.h5` or `.safetensors` file, the `.safetensors.index.json` or `.weights.json` of
+        several, or a folder that has one; a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory,
+        for the checkpoint that the run ended with, or with "@latest", "@best" or "@1000" after it for another one; the
+        directory of a SavedModel, which is that of the only model here, as a file of Keras is; a `looplib.WarmStart`,
+        or a `.yaml` file of one.
 
     Raises:
       UsageError: if it cannot be read or fits nothing, or if a rule does not fit.

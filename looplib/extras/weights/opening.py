@@ -4,16 +4,18 @@ import os
 
 from looplib import files
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
-from looplib.extras.weights.hdf5 import Hdf5Weights
-from looplib.extras.weights.safetensors import INDEX, SafetensorsFile, SafetensorsShards, shards_of
+from looplib.extras.weights.hdf5 import Hdf5Part, Hdf5Weights
+from looplib.extras.weights.safetensors import SafetensorsFile, SafetensorsShards
+from looplib.extras.weights.shards import INDEXES, KERAS, files_of, kind_of, places_in
 from looplib.extras.weights.sources import WeightsSource, refusal
 from looplib.extras.weights.zipped import find_weights
 from looplib.messages import with_cure
 
 _HDF5, _ZIP = b"\x89HDF\r\n\x1a\n", b"PK"
-_WANTED = (".safetensors", INDEX, ".weights.h5", ".keras")
+_WANTED = (".safetensors", ".weights.h5", ".keras", *INDEXES)
 _KNOWN = (
-    "a .keras, .weights.h5 or .safetensors file, the .safetensors.index.json of several, a checkpoint or a SavedModel"
+    "a .keras, .weights.h5 or .safetensors file, the .safetensors.index.json or .weights.json of several, a "
+    "checkpoint or a SavedModel"
 )
 
 
@@ -38,8 +40,8 @@ def _only(folder: str) -> str | None:
     """Returns the name of the file of weights in a folder; None if there is none."""
     names = sorted(os.listdir(folder))
     found = [name for name in names if name.endswith(_WANTED)]
-    for index in [name for name in found if name.endswith(INDEX)]:
-        shards = set(shards_of(os.path.join(folder, index)).values())
+    for index in [name for name in found if kind_of(name)]:
+        shards = files_of(os.path.join(folder, index), kind_of(index))
         found = [name for name in found if name not in shards]
     if len(found) > 1:
         raise NoCheckpointError(f"{folder} has several files of weights: {', '.join(found)}; name one of them")
@@ -47,8 +49,8 @@ def _only(folder: str) -> str | None:
 
 
 def _opened(path: str, given: str) -> Hdf5Weights | WeightsSource | None:
-    if path.endswith(INDEX) or given.endswith(INDEX):
-        return SafetensorsShards(path)
+    if kind := kind_of(path, given):
+        return _shards_of_keras(path) if kind == KERAS else SafetensorsShards(path)
     try:
         file = files.open_regular(path)
     except files.NotRegularError as error:
@@ -57,10 +59,10 @@ def _opened(path: str, given: str) -> Hdf5Weights | WeightsSource | None:
         begin = file.read(10)
         file.seek(0)
         if begin.startswith(_HDF5):
-            return Hdf5Weights(file, given, 0, os.fstat(file.fileno()).st_size)
+            return Hdf5Weights([Hdf5Part(file, given, 0, os.fstat(file.fileno()).st_size)])
         if begin.startswith(_ZIP):
             start, size, config = find_weights(file, given)
-            return Hdf5Weights(file, given, start, size, config)
+            return Hdf5Weights([Hdf5Part(file, given, start, size)], config)
         if begin[8:9] == b"{" or path.endswith(".safetensors"):
             file.close()
             return SafetensorsFile(path)
@@ -73,3 +75,32 @@ def _opened(path: str, given: str) -> Hdf5Weights | WeightsSource | None:
         raise
     file.close()
     return None
+
+
+def _shards_of_keras(index: str) -> Hdf5Weights:
+    """Opens the files beside an index of Keras 3, of which each has some layers, or some variables of one."""
+    parts: list[Hdf5Part] = []
+    places = places_in(index, KERAS)
+    try:
+        for name in sorted({name for names in places.values() for name in names}):
+            place = os.path.join(os.path.dirname(index), name)
+            try:
+                file = files.open_regular(place)
+            except FileNotFoundError:
+                raise refusal(index, f"{name} is not beside it", "copy all files of the index") from None
+            except files.NotRegularError as error:
+                raise refusal(place, str(error), "copy the folder with cp -rL") from error
+            parts.append(Hdf5Part(file, place, 0, os.fstat(file.fileno()).st_size))
+            if file.read(len(_HDF5)) != _HDF5:
+                raise refusal(place, "it is no file of HDF5")
+            file.seek(0)
+        found = Hdf5Weights(parts)
+        layers = {key.rpartition("/")[0] for key in found.tensors}
+        for layer in places:
+            if layer.strip("/") not in layers:
+                raise refusal(index, f"its files have no {layer!r:.100}, which it places there")
+        return found
+    except BaseException:
+        for part in parts:
+            part.file.close()
+        raise

@@ -2,16 +2,15 @@
 
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from looplib import files, folders
+from looplib import files
+from looplib.extras.weights.shards import SAFETENSORS, places_in
 from looplib.extras.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
 
-INDEX = ".safetensors.index.json"
 METADATA = {"format": "tf", "names": "looplib"}  # of a file that looplib writes
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -126,7 +125,7 @@ class SafetensorsShards:
     """
 
     def __init__(self, path: str) -> None:
-        places = shards_of(path)
+        places = {tensor: name for tensor, (name,) in places_in(path, SAFETENSORS).items()}
         self._shards: dict[str, SafetensorsFile] = {}
         try:
             for name in sorted(set(places.values())):
@@ -151,26 +150,3 @@ class SafetensorsShards:
         """Closes the files."""
         for shard in self._shards.values():
             shard.close()
-
-
-def shards_of(path: str) -> Mapping[str, str]:
-    """Returns the name of the file of each tensor in an index; all are plain names in its folder.
-
-    Raises:
-      WarmStartError: if it is no such index, or names something else.
-      OSError: if it cannot be read.
-    """
-    try:
-        index = files.parse_json(files.read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise refusal(path, f"it is no index of safetensors ({error})") from error
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise refusal(path, "it has no weight_map")
-    for name in places.values():
-        if not folders.is_name(name) or not name.endswith(".safetensors"):
-            raise refusal(
-                path, f"it names {name!r:.100}", "expected the plain name of a file in its folder, such as "
-                "model-00001-of-00002.safetensors"
-            )  # fmt: skip
-    return places

@@ -24,7 +24,8 @@ ALL = [  # each row, the families in turns; `python tests/fit_matrix.py` tries a
 @pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, family, columns", [*FEW, *ALL])
 def test_a_model_is_right_or_refused(name, family, columns, tmp_path):
-    pytest.importorskip(family)
+    for package in (family, *fit_matrix.ROWS[name].needs):
+        pytest.importorskip(package)
     cells = fit_matrix.cells_of(fit_matrix.ROWS[name], family, columns, tmp_path)
     assert not {column: cell for column, cell in cells.items() if cell.startswith(fit_matrix.WRONG)}
 
