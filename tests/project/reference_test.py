@@ -111,7 +111,7 @@ def helps() -> Iterator[tuple[str, str]]:
     """Yields the name and the --help of each command, with those below it."""
     from looplib import __main__, plugins
 
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "120"
     parser = argparse.ArgumentParser(prog="python -m looplib")
     tools = parser.add_subparsers()
     for name in sorted(plugins.names("looplib.commands")):
