@@ -12,8 +12,7 @@ from looplib.errors import StoreError
 from looplib.masks import masked_text
 
 CHECKPOINTS, MARKER = "checkpoints", ".commit"
-LOCK = "lock"
-_LOCKS = (LOCK, "_lock")  # of a run, and of its predictions
+LOCK = "lock"  # of a run; that of its predictions begins with "_"
 INCOMING, OUTGOING, EARLIER = "incoming", "outgoing", "earlier"  # folders beside the run directory
 _BUSY = "busy"  # the file that processes lock
 _NOTE, _MOST_BYTES = "mirror.json", 1 << 28
@@ -138,7 +137,7 @@ class LocalCopy:
             folder = os.path.relpath(place, self.directory)
             for file in names:
                 name = file if folder == "." else f"{folder}/{file}"
-                if file not in _LOCKS and not files.is_new_name(file) and self.has_changed(name):
+                if file.lstrip("_") != LOCK and not files.is_new_name(file) and self.has_changed(name):
                     yield name
 
 
