@@ -31,6 +31,7 @@ def inspect(directory: str, verify: bool = False) -> int:
         step, done = found.step, found.commit
         if done is None:
             rows.append((str(step), "", "", f"invalid: {found.reason}", ""))
+            damaged += os.path.exists(f"{commits.path_of(folder, step)}.commit")  # a marker that proves nothing
             continue
         reason = commits.verify(done, thorough=verify)
         damaged, good = damaged + bool(reason), good + (not reason)

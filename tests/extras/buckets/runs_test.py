@@ -153,9 +153,13 @@ def test_two_workers_with_a_cache_each_train_as_on_one_file_system(cloud, nurser
     for index in range(2):
         cloud.lose(f"machine{index}")
     lives = started()
+    cloud.proxy.faults.only = lambda request: request.method == "PUT" and "/ckpt-" in request.path
+    cloud.proxy.faults.delay = 8.0
     for life in lives:
         life.kill(signal.SIGTERM)
     assert [life.code() for life in lives] == [EXIT_PREEMPTED] * 2, [life.output() for life in lives]
+    assert all("ended by " in life.output() and "in time" not in life.output() for life in lives)
+    cloud.proxy.clear()
     lives = started()
     cloud.proxy.stop()
     saved = max(cloud.steps())

@@ -70,6 +70,10 @@ def test_verify_reads_what_is_in_the_store_and_not_the_copy(cloud):
         life = cloud.tool("inspect", "--verify", cloud.url(), machine=machine)
         assert life.code() == 1, life.output()
         assert life.output().count(" intact") == 2 and life.output().count(" damaged: ") == 1
+    cloud.write(name, content)
+    cloud.write("checkpoints/ckpt-3.commit", cloud.read("checkpoints/ckpt-3.commit")[:50])
+    life = cloud.tool("inspect", "--verify", cloud.url(), machine="two")
+    assert life.code() == 1 and life.output().count(" invalid: ") == 1, life.output()
 
 
 @pytest.mark.parametrize("command", ["status", *more(["inspect", "report"])])
