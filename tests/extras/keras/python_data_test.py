@@ -125,7 +125,7 @@ def assert_equal_weights(one, other, **tolerance):
         np.testing.assert_allclose(ours, theirs, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_trains_as_in_fit(kind, keras, strategy):
