@@ -7,7 +7,7 @@ import keras as keras3
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import BatchSizeError, DatasetError
@@ -125,9 +125,8 @@ def assert_equal_weights(one, other, **tolerance):
         np.testing.assert_allclose(ours, theirs, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])
+@pytest.mark.parametrize("kind", ["PyDataset", *more([kind for kind in KINDS if kind != "PyDataset"])])
 def test_each_kind_trains_as_in_fit(kind, keras, strategy):
     fit, history = fitted(py_dataset(keras), keras=keras) if kind == "PyDataset" else fitted(X, Y, keras)
     model, reports, evaluated = trained(KINDS[kind](keras), keras, strategy, held_out=KINDS[kind](keras))
