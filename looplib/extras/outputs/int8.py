@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,12 +25,14 @@ class OutputCost:
       mean: the mean absolute difference.
       range: the largest output of the float model, without its sign.
       same_class: of an output [batch, classes], the share of examples whose largest one is the same; else None.
+      left_out: examples that are not counted, because outputs of the float model are not finite.
     """
 
     largest: float
     mean: float
     range: float
     same_class: float | None
+    left_out: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Int8Cost:
         for name, cost in self.outputs.items():
             text = f"{name} " * several + f"differs by {cost.mean:.2g} on average, by {cost.largest:.2g} at most"
             same = "" if cost.same_class is None else f", and {cost.same_class:.2%} have the same class"
-            costs.append(text + same)
+            rest = f", without {cost.left_out:,} examples whose outputs are not finite" if cost.left_out else ""
+            costs.append(text + same + rest)
         return f"{how}; on {self.examples:,} examples of {self.split}, {'; '.join(costs)}"
 
 
@@ -93,6 +95,8 @@ def quantize(saved_model: str, samples: ModelInputs | None) -> tuple[bytes, str,
     if samples is None:
         return converter.convert(), "dynamic range", ""
     batches = samples.first(MOST_CALIBRATION).batches
+    if not all(_is_finite(value) for inputs in batches for value in inputs.values()):  # the converter may crash
+        return (*quantize(saved_model, None)[:2], "the examples for the ranges have numbers that are not finite")
     converter.representative_dataset = lambda: iter(batches)
     try:
         with quiet():
@@ -118,6 +122,11 @@ def compare(floating: Runner, quantized: Runner, batches: Iterable[Inputs]) -> d
     return {name: each.cost() for name, each in sums.items()}
 
 
+def _is_finite(value: Any) -> bool:
+    value = np.asarray(value)
+    return value.dtype.kind not in "fV" or bool(np.isfinite(value.astype(np.float64)).all())
+
+
 def _numbers(outputs: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     for name in sorted(outputs):
         value = np.asarray(outputs[name])
@@ -130,12 +139,17 @@ class _Sums:
 
     def __init__(self) -> None:
         self._largest = self._sum = self._range = 0.0
-        self._count = self._rows = self._same = 0
+        self._count = self._rows = self._same = self._left_out = 0
         self._classes = True
 
     def add(self, found: np.ndarray, expected: np.ndarray) -> None:
         """Adds the outputs for a batch."""
         found, expected = found.astype(np.float64), expected.astype(np.float64)
+        finite = (
+            np.isfinite(expected).all(axis=tuple(range(1, expected.ndim))) if expected.ndim else np.isfinite(expected)
+        )
+        self._left_out += int(np.size(finite) - np.sum(finite))
+        found, expected = found[finite], expected[finite]
         if not expected.size:
             return
         differences = np.abs(found - expected)
@@ -151,5 +165,5 @@ class _Sums:
     def cost(self) -> OutputCost:
         """Returns what they come to."""
         same = self._same / self._rows if self._classes and self._rows else None
-        mean = self._sum / self._count if self._count else math.nan
-        return OutputCost(self._largest, mean, self._range, same)
+        mean = self._sum / self._count if self._count else 0.0
+        return OutputCost(self._largest, mean, self._range, same, self._left_out)

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from looplib.errors import WarmStartError
 
 _PIECE = 1 << 22  # bytes that TensorFlow takes at once
 
@@ -13,19 +16,33 @@ def assign(variable: tf.Variable, value: np.ndarray) -> None:
     """Gives a variable a value of its shape; floating-point numbers become those of its type.
 
     A large one is given in pieces, because TensorFlow copies what it is given.
+
+    Raises:
+      WarmStartError: if a number is too large for the type.
     """
     if not variable.dtype.is_floating:
         variable.assign(value)
         return
     dtype, value, parts = variable.dtype.as_numpy_dtype, np.asarray(value), _parts(variable)
     if value.nbytes <= _PIECE or not parts:
-        variable.assign(np.asarray(value, dtype))
+        variable.assign(_cast(variable, value, dtype))
         return
     for place in pieces(value.shape, max(value.itemsize, np.dtype(dtype).itemsize), _PIECE):
-        piece = np.ascontiguousarray(value[place], dtype)
+        piece = np.ascontiguousarray(_cast(variable, value[place], dtype))
         for part in parts:
             with tf.device(part.device):
                 part[place].assign(piece)
+
+
+def _cast(variable: tf.Variable, value: np.ndarray, dtype: Any) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        found = np.asarray(value, dtype)
+    if found.dtype != value.dtype and not np.array_equal(np.isinf(found), np.isinf(value)):
+        raise WarmStartError(
+            f"{variable.name} is {variable.dtype.name}, and the file has larger numbers for it, up to "
+            f"{np.abs(value[np.isfinite(value)]).max():.3g}; build the model with float32 weights"
+        )
+    return found
 
 
 def _parts(variable: tf.Variable) -> tuple[tf.Variable, ...]:

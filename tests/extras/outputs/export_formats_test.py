@@ -20,8 +20,9 @@ import yaml
 
 import looplib
 from looplib.errors import ExportError, PluginError
+from looplib.extras.outputs import int8
 from looplib.extras.outputs.int8 import MOST_CALIBRATION
-from looplib.extras.outputs.samples import MOST_EXAMPLES, find_inputs
+from looplib.extras.outputs.samples import MOST_EXAMPLES, ModelInputs, find_inputs
 from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 
@@ -286,3 +287,18 @@ def test_an_export_is_registered_in_mlflow_if_that_is_asked_for(monkeypatch, tmp
     assert run == (tmp_path / "run" / "mlflow.id").read_text().strip()
     place = pathlib.Path(client.get_model_version_download_uri("toy", "1").removeprefix("file://"))
     assert (place / "README.md").read_bytes() == pathlib.Path(path, "README.md").read_bytes()
+
+
+def test_numbers_that_are_not_finite_decide_no_range_and_are_no_part_of_the_cost(tmp_path):
+    """TensorFlow's converter ends the process where a range is infinite."""
+    model = keras3.Sequential([keras3.Input((4,), name="x"), keras3.layers.Dense(3)])
+    tf.saved_model.save(
+        model, str(tmp_path / "saved"), signatures=tf.function(lambda x: {"y": model(x)}).get_concrete_function(
+            tf.TensorSpec([None, 4], name="x"))
+    )  # fmt: skip
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    x[3] = np.inf
+    content, kind, reason = int8.quantize(str(tmp_path / "saved"), ModelInputs("eval", [{"x": x}]))
+    assert content and kind == "dynamic range" and "not finite" in reason
+    (cost,) = int8.compare(lambda x: {"y": model(x)}, lambda x: {"y": model(x).numpy() + 0.5}, [{"x": x}]).values()
+    assert cost.left_out == 1 and cost.mean == pytest.approx(0.5, rel=1e-5) and cost.same_class == 1.0
