@@ -17,7 +17,7 @@ from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, EARLIER, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.outputs import merge, newest, of_jobs
-from looplib.extras.buckets.stores import Store, StoredFile
+from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.masks import masked_text
 
 _REPORTS = ("metrics.jsonl", "media.jsonl", "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
@@ -189,25 +189,25 @@ class Fetcher:
             folders.remove(self._copy.checkpoints, name.removeprefix(f"{CHECKPOINTS}/"))
             del self._copy.note.known[name]
 
-    def fetch(self, name: str, pauses: tuple[float, ...] = ()) -> bool:
+    def fetch(self, name: str, pauses: tuple[float, ...] = (), patience: float = PATIENCE) -> bool:
         """Fetches a file of the run directory, in place of the one that is here; returns whether there is one."""
         *place, last = name.split("/")
         incoming = self._copy.folder(INCOMING)
         try:
-            self._fetch(name, os.path.join(incoming, last), pauses)
+            self._fetch(name, os.path.join(incoming, last), pauses, patience)
         except FileNotFoundError:
             return False
         folders.move(incoming, last, folders.make_folder(self._copy.directory, *place))
         self._copy.remember(name)
         return True
 
-    def _fetch(self, name: str, path: str, pauses: tuple[float, ...]) -> None:
+    def _fetch(self, name: str, path: str, pauses: tuple[float, ...], patience: float = PATIENCE) -> None:
         for pause in pauses:
             try:
-                return self._store.fetch(name, path)
+                return self._store.fetch(name, path, patience)
             except FileNotFoundError:
                 time.sleep(pause)
-        self._store.fetch(name, path)
+        self._store.fetch(name, path, patience)
 
     def _empty(self) -> None:
         """Removes what an attempt has left in the folder of what comes in."""

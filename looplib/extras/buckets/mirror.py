@@ -11,7 +11,7 @@ import time
 
 from absl import logging
 
-from looplib import files, folders
+from looplib import files
 from looplib.checkpoint import lock
 from looplib.checkpoint.mirror import Mirror
 from looplib.errors import LockedError, StoreError
@@ -20,7 +20,7 @@ from looplib.extras.buckets import stores
 from looplib.extras.buckets.copying import EVERY, Copier
 from looplib.extras.buckets.fetching import Fetcher
 from looplib.extras.buckets.lease import Lease
-from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LocalCopy, steps_of
+from looplib.extras.buckets.note import CHECKPOINTS, LocalCopy, steps_of
 from looplib.extras.buckets.outputs import Outputs
 from looplib.extras.buckets.standing import Standing
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
@@ -98,9 +98,8 @@ class StoreMirror(Mirror):
                 f"there is no run in {self.standing.url}, although the copy in {self.directory} has its steps up to "
                 f"{here[0]}; if it is another store, correct the address; if the run was deleted there, remove the copy"
             )
-        is_ours = token == before.get("token") or (
-            not before.get("token") and here[:1] >= there[:1]
-        )  # the lease is lost
+        lease_is_lost = not before.get("token")
+        is_ours = here[:1] >= there[:1] if lease_is_lost else token == before["token"]
         # Older checkpoints come while the run trains: what it keeps and which is the best depends on all of them.
         if token and is_ours and self._copy.is_whole():
             self._later = self._fetcher.catch_up(self._lease, listed)
@@ -167,16 +166,16 @@ class StoreMirror(Mirror):
 
     def take(self, path: str) -> bool:
         """Fetches a file that another worker has shared, unless it is here, as on one machine."""
-        if not os.path.exists(path):
-            incoming, name = self._copy.folder(INCOMING), os.path.basename(path)
-            try:
-                self._store.fetch(f"{CHECKPOINTS}/{name}", os.path.join(incoming, name), _SHARE)
-                folders.move(incoming, name, self._copy.checkpoints)
-                self._copy.remember(f"{CHECKPOINTS}/{name}")
-            except (StoreError, OSError) as error:
-                logging.warning("%s is left out of its checkpoint: %s", name, error)
-                return False
-        return True
+        if os.path.exists(path):
+            return True
+        name = os.path.basename(path)
+        try:
+            found, reason = self._fetcher.fetch(f"{CHECKPOINTS}/{name}", patience=_SHARE), "it is not in the store"
+        except (StoreError, OSError) as error:
+            found, reason = False, str(error)
+        if not found:
+            logging.warning("%s is left out of its checkpoint: %s", name, reason)
+        return found
 
     def wait_for(self, checkpoint: tuple[int, int]) -> None:
         """Fetches a checkpoint of the chief's, which copies it meanwhile, unless it is here; for another worker."""
@@ -209,6 +208,7 @@ class StoreMirror(Mirror):
                 except StoreError:
                     if notice.requested or time.monotonic() > end:
                         self._patience = 0.0  # that was long enough
+                        self._released.set()  # a process that goes on does not keep the run from others
                         raise
 
     def _end(self, patience: float) -> None:
