@@ -127,7 +127,13 @@ def _pairs(group, possible):
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # TensorFlow's half a million objects: to go through them takes 0.3 s each time
-    gc.set_threshold(10_000, 10, 10)  # tracing makes so many objects that 7% of the suite were collections
+    gc.set_threshold(20_000, 10, 25)  # tracing makes so many objects that 7% of the suite were collections
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path:  # what is left of a file's tests stays: caches, traced functions
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
