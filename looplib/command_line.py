@@ -1,8 +1,10 @@
-"""The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
+"""The command line of a binary: its flags, those of plug-ins, their checks, and the policy that they describe."""
 
+import abc
 import difflib
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -13,6 +15,7 @@ from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, Kee
 from looplib.errors import FlagError, NoCheckpointError
 from looplib.health.guards import Guards
 from looplib.messages import duration, is_utf8
+from looplib.report.writers import Writer
 from looplib.run_config import RunConfig
 from looplib.settings import Flag, flags_of, from_flags
 from looplib.task.actions import Action
@@ -32,7 +35,41 @@ OF_THE_MACHINE = (  # the flags that `runtime.setup` takes
 CONFIG_FILE = "config.yaml"  # in the run directory
 PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 
-FLAGS = (  # of every binary; docs/reference/flags.md is made of them
+
+class FlagPlugin(abc.ABC):
+    """Flags that a plug-in of the group `looplib.flags` adds to every binary, and what they ask for."""
+
+    flags: Sequence[Flag]
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises `UsageError` for values that no run can have; before TensorFlow starts.
+
+        Args:
+          values: dict from name to value of all flags, also in the other methods.
+        """
+
+    def actions(self, values: Mapping[str, Any]) -> Sequence[Action]:
+        """Returns the actions of a training, by default none."""
+        return ()
+
+    def writers(self, values: Mapping[str, Any]) -> Sequence[Writer]:
+        """Returns the writers of a training, by default none; not called for a dry run."""
+        return ()
+
+
+@functools.cache
+def flag_plugins() -> Sequence[FlagPlugin]:
+    """Returns the installed plug-ins."""
+    found = [plugins.find("looplib.flags", name) for name in plugins.names("looplib.flags")]
+    return tuple(kind() for kind in found if kind is not None)
+
+
+def all_flags() -> list[Flag]:
+    """Returns the flags of every binary; docs/reference/flags.md is made of them."""
+    return [*FLAGS, *(flag for plugin in flag_plugins() for flag in plugin.flags)]
+
+
+FLAGS = (  # of the core
     Flag("model_dir", str, None, "The run directory: checkpoints, metrics, run.json, events; or its URL."),
     Flag("local_dir", str, None, "Local directory of a run whose model_dir is a URL; none: one in the cache."),
     Flag("mode", str, "train_and_eval", "Job to run; without an evaluator, train.", MODES),
@@ -45,19 +82,15 @@ FLAGS = (  # of every binary; docs/reference/flags.md is made of them
     Flag("tpu_spmd", bool, False, "Partitions each replica over its TPU cores (SPMD)."),
     Flag("join_limit", float, 60.0, "Seconds that a worker waits for the other workers to start."),
     Flag("num_virtual_devices", int, 1, "Number of replicas on one CPU.", least=1),
-    Flag("profile", str, None, "START:STEPS: profiles so many steps after step START; none: no profile."),
     Flag("dry_run", bool, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),
     Flag("eval_interval", int, 1000, "Steps between evaluations.", least=1),
     Flag("eval_steps", int, -1, "Steps of each evaluation; -1 evaluates all data."),
     Flag("eval_timeout", float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
-    Flag("trackers", list, None, "Further writers of metrics: csv, mlflow, wandb, or other plug-ins."),
     Flag("predictions", str, None, "Directory for --mode=predict; none: predictions in the run directory."),
     Flag("predictions_format", str, "jsonl", "Files of the predictions.", PREDICTIONS),
     Flag("predictions_piece", int, 10_000, "Records of a file of predictions.", least=1),
     Flag("export", str, None, "Directory for --mode=export; none: export/step-<step> in model_dir."),
     Flag("export_averages", bool, True, "Exports averaged weights if the evaluator or trainer has any."),
-    Flag("export_formats", list, None, "Exports these too: safetensors, weights.h5, onnx, tflite, int8."),
-    Flag("export_license", str, "unknown", "The license of the model, for its card, such as apache-2.0."),
     *flags_of(CheckpointPolicy),
     Flag("keep_last", int, 5, "Number of newest checkpoints to keep."),
     Flag("keep_best", str, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
@@ -83,11 +116,6 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
 def start(values: dict[str, Any]) -> Start:
     """Returns where the run starts by the flags; `UsageError` for flags that exclude each other."""
     return from_flags(Start, values, checkpoint=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]))
-
-
-def actions(values: dict[str, Any]) -> list[Action]:
-    """Returns the actions that the flags ask for; `UsageError` for a value that has another form."""
-    return [plugins.load("looplib.parts", "Profile").parse(values["profile"])] if values["profile"] else []
 
 
 def parse(argv: Sequence[str]) -> list[str]:
@@ -132,15 +160,10 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
             f"--checkpoint={values['checkpoint']} is for jobs that evaluate, predict or export a checkpoint, and "
             f"--mode={values['mode']} {takes}; leave it out"
         )
-    if values["mode"] == "export":
-        plugins.load("looplib.parts", "check_export")(values["export_formats"], values["export_license"])
-    profiles: list[Any] = actions(values)
-    if profiles and values["mode"] not in TRAINING_MODES:
-        raise FlagError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
-    for profile in profiles:
-        profile.check_end(values["train_steps"])
-    for flag in FLAGS:
-        if flag.least is not None and values[flag.name] < flag.least:
+    for plugin in flag_plugins():
+        plugin.check(values)
+    for flag in all_flags():
+        if flag.least is not None and values[flag.name] is not None and values[flag.name] < flag.least:
             raise FlagError(f"--{flag.name} is {values[flag.name]}; expected at least {flag.least}")
     if values["num_virtual_devices"] > _MOST_DEVICES:
         raise FlagError(f"--num_virtual_devices is {values['num_virtual_devices']}; expected at most {_MOST_DEVICES}")

@@ -1,17 +1,12 @@
 """Launching a binary: `main`, exit codes, `run.json`.
 
-A binary describes its experiment in one function and hands it over:
-
-    @dataclasses.dataclass
-    class Config:
-        learning_rate: float = 0.1
+A binary describes its experiment in one function and passes it on:
 
     def build(config):  # called under strategy.scope()
         trainer = MyTrainer(config)
         return trainer, MyEvaluator(trainer.model)
 
-    if __name__ == "__main__":
-        launch.run(build, Config(), train_steps=1000)
+    launch.run(build, Config(learning_rate=0.1), train_steps=1000)
 """
 
 import dataclasses
@@ -26,7 +21,7 @@ from absl import app, flags, logging
 from looplib import command_line, console, files, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster.collectives import Workers
-from looplib.command_line import FETCHED, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
+from looplib.command_line import FETCHED, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
@@ -35,7 +30,7 @@ from looplib.health.preemption import notice
 from looplib.masks import masked
 from looplib.outcome import Session, failed
 from looplib.report import run_json
-from looplib.report.writers import DEFAULT_WRITERS, Writer, named_writers
+from looplib.report.writers import DEFAULT_WRITERS
 from looplib.run_config import RunConfig
 from looplib.settings import from_flags
 from looplib.task.actions import Event
@@ -88,7 +83,8 @@ def run(
         raise TypeError(f"config is {what}; expected an instance of a dataclass, such as Config()")
     if experiments and (settings or config is None):
         raise TypeError("launch.run got experiments without a config, of which they are variants")
-    for flag in FLAGS:
+    shared = command_line.all_flags()
+    for flag in shared:
         flag.make(defaults.pop(flag.name, flag.default), modes or {} if flag.name == "mode" else ())
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
@@ -101,7 +97,7 @@ def run(
         flag.make(flag.default)
     others = settings or (lambda: (None, {}))
     read = _define_config(config, experiments or {}, argv) if configuration else lambda: (*others(), "")
-    for flag in (*FLAGS, *own):  # so that --help shows them
+    for flag in (*shared, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     console.guarded()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
@@ -149,7 +145,7 @@ def _main(binary: _Binary, argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.INFO)
         _tf.log_warnings_only()
     _tf.log_once()
-    session = Session({name: flags.FLAGS[name].value for name, *_ in FLAGS})
+    session = Session({name: flags.FLAGS[name].value for name, *_ in command_line.all_flags()})
     with notice.listening(to_the_end=True), session:
         _run_experiment(session, binary, argv)
 
@@ -175,13 +171,11 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         values[name] = values[name] and files.resolve(values[name], f"--{name}", fetch=name in FETCHED)
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
-    tracked = trains and values["trackers"] and not values["dry_run"]
-    trackers = named_writers(values["trackers"], values["model_dir"]) if tracked else []
     session.earlier = run_json.read_report(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
-    session.controller = controller = _make_controller(binary, config, values, session.strategy, trackers)
+    session.controller = controller = _make_controller(binary, config, values, session.strategy)
     if preflight and preflight.requested():
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
@@ -209,8 +203,10 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
 
 
 def _make_controller(
-    binary: _Binary, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy, trackers: Sequence[Writer]
+    binary: _Binary, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy
 ) -> Controller:
+    asked = command_line.flag_plugins() if values["mode"] in TRAINING_MODES else ()
+    writers = [writer for plugin in asked if not values["dry_run"] for writer in plugin.writers(values)]
     with strategy.scope():
         built = binary.build(config)
     if not isinstance(built, tuple) or len(built) != 2:
@@ -230,8 +226,8 @@ def _make_controller(
         checkpoints=command_line.policy(values),
         guards=from_flags(Guards, values),
         start=command_line.start(values),
-        actions=[*binary.actions, *command_line.actions(values)],
-        writers=[*DEFAULT_WRITERS, *trackers],
+        actions=[*binary.actions, *(action for plugin in asked for action in plugin.actions(values))],
+        writers=[*DEFAULT_WRITERS, *writers],
         config=config,
     )
     phases = {name: value for name, value in controller.report.settings.flags.items() if name == "phases"}
@@ -242,7 +238,7 @@ def _make_controller(
     this_program = plugins.find("looplib.parts", "this_program") if records_program else None
     controller.report.program = this_program() if this_program else None
     controller.report.settings.defaults = {
-        "flags": {name: flags.FLAGS[name].default for name, *_ in FLAGS},
+        "flags": {name: flags.FLAGS[name].default for name, *_ in command_line.all_flags()},
         "config": run_json.as_dict(binary.config),
     }
     return controller

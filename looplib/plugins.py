@@ -1,7 +1,7 @@
 """Plug-ins: objects that looplib's extras, and other packages, register by entry points.
 
-Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core names no plug-in; it
-asks for one by its group and name.
+Groups are `looplib.commands`, `looplib.flags`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core
+names no plug-in; it asks for one by its group and name.
 """
 
 import argparse

@@ -1,10 +1,8 @@
-"""Writers: the contract, and the names of those that are plug-ins."""
+"""Writers: the contract, and the names of those that are on by default."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from looplib import plugins
-from looplib.errors import WriterError
 from looplib.report.progress import Progress
 from looplib.report.shown import Shown
 
@@ -78,20 +76,3 @@ class Writer(abc.ABC):
     def close(self) -> None:
         """Flushes and closes files."""
         self.flush()
-
-
-def named_writers(names: Sequence[str], model_dir: str) -> list[Writer]:
-    """Returns the writers that --trackers names, besides the default ones.
-
-    Args:
-      names: of plug-ins of the group `looplib.writers`.
-      model_dir: the run directory.
-
-    Raises:
-      UsageError: for another name, or a package that is missing.
-    """
-    known = [name for name in plugins.names(GROUP) if name not in DEFAULT_WRITERS]
-    for name in names:
-        if name not in known:
-            raise WriterError(f"--trackers has {name!r}; expected names among {', '.join(known)}")
-    return [plugins.load(GROUP, name)(model_dir) for name in dict.fromkeys(names)]

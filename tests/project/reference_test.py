@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 
 import looplib
-from looplib import errors, launch
+from looplib import command_line, errors
 from looplib.checkpoint import directory
 from looplib.extras.configuration import config
 from looplib.extras.page.fields import FIELDS
@@ -30,7 +30,10 @@ def flags() -> str:
     """Returns the page of the flags."""
     groups: dict[str, list[Flag]] = {f"`looplib.{kind.__name__}`": flags_of(kind) for kind in SETTINGS}
     known = {flag.name for group in groups.values() for flag in group}
-    groups = {"The job and its devices": [flag for flag in launch.FLAGS if flag.name not in known], **groups}
+    groups = {
+        "The job and its devices": [flag for flag in command_line.all_flags() if flag.name not in known],
+        **groups,
+    }
     groups["Settings of the program"] = list(config.FLAGS)
     parts = [
         "# Flags\n\nEvery binary, a program that calls `looplib.launch.run`, takes these flags. `--helpfull` lists them, with the "

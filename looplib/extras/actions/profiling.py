@@ -1,14 +1,13 @@
 """Profile: an action that records a profile of some steps, for TensorBoard, Perfetto and the run's report."""
 
 import os
-import re
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from looplib import folders
-from looplib.errors import ActionError, FlagError, MissingPartError
+from looplib.errors import ActionError, MissingPartError
 from looplib.extras.actions import op_times
 from looplib.messages import gist, whole_number
 from looplib.task.actions import Action
@@ -42,15 +41,6 @@ class Profile(Action):
         self._end = self._start + whole_number("steps of a Profile", steps)
         self._known: set[str] | None = None  # the files of earlier profiles, while this one is recorded
         self._done = False
-
-    @classmethod
-    def parse(cls, text: str) -> "Profile":
-        """Returns the profile that --profile asks for; `UsageError` for a text of another form."""
-        if not (found := re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)) or not int(found[2]):
-            raise FlagError(
-                f"--profile is {text!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
-            )
-        return cls(int(found[1]), int(found[2]))
 
     def stops(self) -> tuple[int, ...]:
         """See `Action`."""

@@ -4,6 +4,7 @@ Names that other rooms may use, by file:
     card: none
     exports: export
     facts: none
+    flags: none
     folder: none
     formats: check_export
     int8: none

@@ -11,9 +11,9 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import command_line
 from looplib.errors import ActionError, FlagError, MissingPartError
 from looplib.extras.actions import op_times
+from looplib.extras.actions.profile_flag import ProfileFlag
 from looplib.loop.schedule import Schedule
 
 
@@ -145,7 +145,7 @@ def test_a_link_out_of_the_run_directory_gets_no_profile(tmp_path, caplog):
 @pytest.mark.parametrize("text", ["10", "10:0", "a:b", "-1:3", "1:2:3"])
 def test_a_flag_of_another_form_is_a_sentence(text):
     with pytest.raises(FlagError, match=re.escape(f"--profile is {text!r}; expected START:STEPS")):
-        command_line.actions({"profile": text})
+        ProfileFlag().actions({"profile": text})
 
 
 def test_a_profile_after_the_end_is_refused_and_one_across_it_is_a_warning(caplog):

@@ -14,9 +14,9 @@ import toy
 import looplib
 from looplib import outcome
 from looplib.extras.writers import registered
+from looplib.extras.writers.flag import TrackersFlag
 from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
-from looplib.report.writers import named_writers
 
 
 class _KilledError(Exception):
@@ -31,6 +31,10 @@ def kill(event):
 def preempt(event):
     if event.step == 6:
         signal.raise_signal(signal.SIGTERM)
+
+
+def tracked_by(names, directory):
+    return TrackersFlag().writers({"trackers": names, "model_dir": str(directory)})
 
 
 def train(directory, trackers, actions=(), **config):
@@ -53,9 +57,9 @@ def tracked(tmp_path_factory):
             patch.delenv(name, raising=False)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         with pytest.raises(_KilledError):
-            train(directory, named_writers(names, str(directory)), [kill], rate=0.1)
+            train(directory, tracked_by(names, directory), [kill], rate=0.1)
         shutil.copytree(directory.parent, directory.parent.with_name("tracked_failed"))
-        train(directory, named_writers(names, str(directory)), rate=0.2)
+        train(directory, tracked_by(names, directory), rate=0.2)
     return directory
 
 
@@ -197,10 +201,10 @@ def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
 
 def test_unknown_and_missing_trackers_are_refused(monkeypatch):
     with pytest.raises(looplib.UsageError, match="--trackers has 'aim'; expected names among csv, mlflow, wandb"):
-        named_writers(["aim"], "x")
+        TrackersFlag().check({"trackers": ["aim"]})
     monkeypatch.setattr(registered, "is_installed", lambda name: name == "csv")
     with pytest.raises(looplib.UsageError, match=r"needs the package wandb: pip install 'looplib\[wandb\]'"):
-        named_writers(["csv", "wandb"], "x")
+        tracked_by(["csv", "wandb"], "x")
 
 
 def test_writers_are_named_in_the_list_of_writers(tmp_path):
