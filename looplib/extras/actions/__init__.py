@@ -3,5 +3,6 @@
 Names that other rooms may use, by file:
     op_times: none
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
+    profile_flag: none
     profiling: Profile
 """

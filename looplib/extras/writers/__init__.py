@@ -4,6 +4,7 @@ Names that other rooms may use, by file:
     background: BackgroundWriter
     console_writer: ConsoleWriter
     csv_writer: CsvWriter
+    flag: none
     media: histogram, image, text
     media_writer: none
     mlflow_models: none
