@@ -131,7 +131,9 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    if nextitem is not None and nextitem.path != item.path:  # what is left of a file's tests stays: caches, traced functions
+    if (
+        nextitem is not None and nextitem.path != item.path
+    ):  # what is left of a file's tests stays: caches, traced functions
         gc.collect()
         gc.freeze()
 
