@@ -233,6 +233,7 @@ def train(folder, *arguments, module="tpu_stand_in", python=sys.executable):
     return result, log.read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_run_whose_tpu_is_lost_waits_for_it_and_continues_as_if_it_had_not_been(python, tmp_path):
     """With a stand-in for the TPU; the processes, the new start and the checkpoint are real.
 

@@ -77,6 +77,7 @@ print("extras", *[name for name in sys.modules if name.startswith("looplib.extra
     return collects.split()[-2:], extras.split()
 
 
+@pytest.mark.slow
 def test_importing_leaves_the_garbage_collector_as_it_was(imported):
     assert imported[0] == ["False", "True"]
 

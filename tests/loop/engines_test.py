@@ -295,7 +295,7 @@ class NoisyShuffled(Shuffled, Noisy):
     """Shuffled data, trained on with random numbers."""
 
 
-@pytest.mark.parametrize("make", [NoisyShuffled, Kept, *more([Shuffled, Resident])])
+@pytest.mark.parametrize("make", [NoisyShuffled, *more([Kept, Shuffled, Resident])])
 def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(make, tmp_path):
     whole = make()
     settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
@@ -544,6 +544,7 @@ def test_calls_that_are_too_short_for_a_chunk_do_not_hold_the_trial_up(steps_per
     assert found - {"xla x2", "xla x3"} == tried  # chunks of slow steps are so short that they fit
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize("steps", [-1, 100])
 def test_a_second_start_of_a_run_whose_data_has_ended_keeps_its_last_report(loop, steps, tmp_path):

@@ -470,6 +470,7 @@ def test_what_cannot_be_right_on_replicas_is_refused_when_the_controller_is_buil
         controller_of(small_zoo("mirrored_x2"), "mirrored_x2")
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_run_with_an_optimizer_made_of_several_resumes(name, tmp_path):
     class Line(looplib.GradientTrainer):

@@ -50,6 +50,7 @@ def test_curves_and_the_report_are_inline(outputs, folder):
     assert (folder / "first_steps" / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_says_where_it_stopped_and_the_next_continues_there(outputs, folder):
     (error,) = [output for output in outputs[6] if output.output_type == "error"]
     assert error.ename == "Preempted", "\n".join(error.traceback)

@@ -13,6 +13,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+import pytest
+
 import looplib
 from looplib import command_line, errors
 from looplib.checkpoint import directory
@@ -169,6 +171,7 @@ def test_each_setting_has_a_description() -> None:
         assert set(described(kind)) >= {field.name for field in dataclasses.fields(kind)}
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_is_in_the_reference(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-m", "trainers.image_classification", "--config.model=mlp", f"--model_dir={tmp_path}"]
     flags = ["--train_steps=20", "--eval_interval=10", "--trackers=csv", "--profile=12:2", "--keep_best=eval/loss"]

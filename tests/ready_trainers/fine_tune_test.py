@@ -71,6 +71,7 @@ def logits(images, weights):
     return images
 
 
+@pytest.mark.slow
 def test_each_way_trains_its_part_and_leaves_the_rest_as_in_the_base(base, tuned):
     before = layers_of(base)
     for tune, (_, trainer, _) in tuned.items():

@@ -255,6 +255,7 @@ def test_an_evaluation_job_finds_all_weights(files, trained):
         assert job.evaluate()["eval"] == pytest.approx(metrics, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_reports_have_the_speed_which_comparisons_leave_out(trained, tmp_path):
     one = trained["two"][0]
     reports = [record for record in read_jsonl(f"{one}/metrics.jsonl") if record["split"] == "train"]

@@ -140,6 +140,7 @@ def numbers(dataset, count):
 FORMATS = {"tfrecord": {}, "txt": {}, "bin": {"format": "binary", "record_bytes": 900}, "parquet": {}}
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", [*FORMATS])
 def test_each_format_gives_what_local_files_give(store, kind):
     local = looplib.open_records(f"{store.folder}/a.{kind}-*", **FORMATS[kind])

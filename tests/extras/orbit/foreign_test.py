@@ -609,6 +609,7 @@ def test_what_would_never_end_is_refused():
     assert trainer.global_step == 0
 
 
+@pytest.mark.slow
 def test_a_binary_runs_them(python, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

@@ -287,6 +287,7 @@ HDF5 = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(spread=6)
 @pytest.mark.parametrize("case", HDF5)
 def test_a_wrong_file_of_hdf5_is_refused(case, tmp_path):
     with h5py.File(tmp_path / "secret.h5", "w") as file:
