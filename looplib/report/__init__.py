@@ -10,5 +10,5 @@ Names that other rooms may use, by file:
     run_json: as_dict, changed_settings, Computation, path_of, read_report, Report, RunReport, saved_step,
       RunProgress, RunSettings, settings_of, StartRecord
     shown: Histogram, Images, Shown, Texts
-    writers: DEFAULT_WRITERS, named_writers, Setting, Writer
+    writers: DEFAULT_WRITERS, GROUP, Setting, Writer
 """
