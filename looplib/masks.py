@@ -15,8 +15,8 @@ _NAME = (
     r"(?:access|api|auth|bearer|refresh|session)[_-]?tokens?|"
     r"(?<!pad.)(?<!eos.)(?<!bos.)(?<!unk.)(?<!cls.)(?<!sep.)(?<!mask.)(?<!start.)(?<!end.)(?<!special.)token)"
 )
-_IS_SECRET = re.compile(_NAME)
-_IS_FLAG = re.compile(f"--?{_NAME}")
+_IS_SECRET = re.compile(rf"alert|{_NAME}")  # whose URL holds a secret as a part of its path
+_IS_FLAG = re.compile(rf"--?(?:alert|{_NAME})")
 _IN_TEXT = re.compile(
     r"(?P<url>(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]{0,200}:)[^/\s@'\"]+(?=@)"
     rf"|(?P<query>[?&](?:{_NAME}|(?i:[a-z-]*signature|sig))=)[^&\s'\"#]+"

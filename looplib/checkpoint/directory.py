@@ -43,6 +43,7 @@ CONTENTS = {
     "events.out.tfevents.*": "TensorBoard events with the settings, for its HParams page.",
     "profile.json": "The ops that took most of the time, by `--profile`.",
     "profile.trace.json.gz": "The trace of `--profile`, for Perfetto.",
+    "alerts.log": "What `--alert` has told, and what could not be sent.",
     "csv/": "CSV files of `--trackers=csv`.",
     "wandb/": "What `--trackers=wandb` keeps.",
     "evaluations/": "The records of evaluation jobs on other machines, of a run in an object store.",

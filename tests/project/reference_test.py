@@ -100,13 +100,29 @@ def described(kind: type) -> dict[str, str]:
     return found
 
 
+# The commands that compare runs or start them again, which have a page of their own.
+CHECKING = ("check", "diff", "replay", "rerun")
+
+
 def commands() -> str:
-    """Returns the page of the commands of `python -m looplib`."""
-    parts = [
+    """Returns the page of the commands of `python -m looplib`, without those that check."""
+    intro = (
         "# Commands\n\n`python -m looplib COMMAND`. Those that take a run directory work while a run trains, and after it ended "
-        "or was killed. Further packages can [add commands](../extending.md).\n"
-    ]
-    for name, text in helps():
+        "or was killed. Those that compare runs, or start them again, are on [a page of their own](commands_checks.md). Further "
+        "packages can [add commands](../extending.md).\n"
+    )
+    return _page(intro, [(name, text) for name, text in helps() if name.split()[0] not in CHECKING])
+
+
+def commands_checks() -> str:
+    """Returns the page of the commands that check."""
+    intro = "# Commands that check\n\nThese compare runs, or start them again. See [all others](commands.md).\n"
+    return _page(intro, [(name, text) for name, text in helps() if name.split()[0] in CHECKING])
+
+
+def _page(intro: str, found: list[tuple[str, str]]) -> str:
+    parts = [intro]
+    for name, text in found:
         text = re.sub(r"\n  -h, --help .*", "", text).replace("\noptions:\n\n", "\n")  # each command has it
         parts.append(f"## {name}\n\n```text\n{text.rstrip()}\n```\n")
     return "\n".join(parts)
@@ -156,6 +172,7 @@ MADE = {
     "flags": flags,
     "settings": settings,
     "commands": commands,
+    "commands_checks": commands_checks,
     "exit_codes": exit_codes,
     "run_directory": run_directory,
 }

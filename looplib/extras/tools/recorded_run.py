@@ -78,7 +78,7 @@ def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[
                 f"the run in {directory} is of a Controller without launch.run, so that it has no command to repeat; "
                 "make the script a binary (docs/first_trainer.md)"
             )
-        arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
+        arguments, folder, flags = started["arguments"], started["directory"], _without_alerts(start["command"][1:])
     except LookupError as error:
         raise untold(directory, error) from error
     if any(MASK in str(flag) for flag in flags):
@@ -107,6 +107,14 @@ def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[
             "the run directory (cp -r) to make it yours"
         )
     return arguments, flags, folder
+
+
+def _without_alerts(flags: Sequence[str]) -> list[str]:
+    """Returns flags without --alert and --alert_when: whoever repeats a run need not have it told."""
+    names = ("--alert", "--alert_when")
+    return [
+        flag for before, flag in zip(("", *flags), flags) if before not in names and flag.partition("=")[0] not in names
+    ]
 
 
 def command_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[list[str], str]:

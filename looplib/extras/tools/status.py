@@ -91,6 +91,12 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
         return EXIT_DONE
 
 
+def run_folders(directories: Sequence[str]) -> list[str]:
+    """Returns the run directories below some local folders, as many as are found within a minute."""
+    limits = _Limits()
+    return [folder for top in directories for folder in _folders(os.path.realpath(top), limits) if _is_run(folder)]
+
+
 def _rows(directories: Sequence[str]) -> tuple[list[tuple[str, RunStatus]], bool]:
     """Returns (name, status) of each run, sorted by folder and name, and whether some folders were left out."""
     rows, limits = [], _Limits()

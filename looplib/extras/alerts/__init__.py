@@ -1,0 +1,10 @@
+"""Alerts: a process beside the runs looks at their directories, and tells what has happened to them.
+
+Names that other rooms may use, by file:
+    alert: none
+    command: add
+    flag: none
+    observer: none
+    sending: none
+    watching: none
+"""

@@ -1,0 +1,267 @@
+"""Alerts by `--alert` and `watch`: what happens to a run is told once, and costs it nothing."""
+
+import contextlib
+import http.server
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+from faults.lives import ROOT
+
+from looplib.errors import FlagError, PluginError, UsageError
+from looplib.extras.alerts import sending
+from looplib.extras.alerts.alert import Alert, Condition
+from looplib.extras.alerts.observer import RunObserver
+from looplib.extras.alerts.sending import Sender, check_url
+
+SMALL = ("--config.state_mb=0.01", "--loop=eager", "--config.noisy=False", "--checkpoint_interval=5")
+ENDLESS = (*SMALL, "--train_steps=100000", "--config.slow_step=0.02", "--steps_per_loop=5", "--mode=train")
+
+
+class Inbox:
+    """A webhook, whose server may be told to fail."""
+
+    def __init__(self):
+        self.alerts, self.status, self.tries = [], 200, 0
+        inbox = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                inbox.tries += 1
+                if inbox.status == 200:
+                    inbox.alerts.append(body)
+                self.send_response(inbox.status)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/hook/s3cr3t"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def kinds(self):
+        return [alert["kind"] for alert in self.alerts]
+
+    def wait_for(self, kind, seconds=30.0):
+        """Waits for an alert of a kind, and returns the first one."""
+        until = time.monotonic() + seconds
+        while kind not in self.kinds():
+            assert time.monotonic() < until, f"no {kind} among {self.alerts}"
+            time.sleep(0.02)
+        return next(alert for alert in self.alerts if alert["kind"] == kind)
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def inbox():
+    with contextlib.closing(Inbox()) as inbox:
+        yield inbox
+
+
+def reached(folder, step):
+    """Waits until a run has reported a step."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError, ValueError):
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            if json.loads(lines[-1])["step"] >= step:
+                return
+        time.sleep(0.02)
+    raise TimeoutError(f"{folder} has not reached step {step}")
+
+
+def test_a_killed_run_is_told_although_it_is_dead_and_then_the_end_of_its_next_start(nursery, inbox, tmp_path):
+    run = tmp_path / "run"
+    life = nursery.life(run, *ENDLESS, f"--alert={inbox.url}")
+    reached(run, 10)
+    life.kill(signal.SIGKILL)
+    assert life.code() == -signal.SIGKILL
+    killed = inbox.wait_for("killed")
+    assert killed["run"] == str(run) and killed["step"] >= 10 and killed["text"].startswith(f"{run}: killed at step ")
+    life = nursery.life(run, *ENDLESS, f"--alert={inbox.url}")
+    reached(run, killed["step"] + 5)
+    life.kill(signal.SIGTERM)
+    assert life.code() == 75
+    inbox.wait_for("preempted")
+    assert inbox.kinds() == ["killed", "preempted"]
+    text = (run / "alerts.log").read_text() + (run / "run.json").read_text()
+    assert "s3cr3t" not in text and "killed at step" in text
+
+
+def test_a_guard_that_rolls_back_and_one_that_halts_are_told_with_their_reasons(nursery, inbox, tmp_path):
+    flags = [*SMALL, "--steps_per_loop=5", "--mode=train", "--config.nan_at=12", f"--alert={inbox.url}"]
+    life = nursery.life(
+        tmp_path / "back", *flags, "--train_steps=30", "--non_finite=rollback", "--config.slow_step=0.2"
+    )
+    assert life.code() == 0, life.output()
+    done = inbox.wait_for("done")
+    assert inbox.kinds() == ["rollback", "done"] and done["step"] == 30
+    assert re.match(r"back to step 10: .*", inbox.alerts[0]["sentence"]) and inbox.alerts[0]["step"] == 12
+    life = nursery.life(tmp_path / "halt", *flags, "--train_steps=30")
+    assert life.code() == 1
+    failed = inbox.wait_for("failed")
+    assert "at step 12" in failed["sentence"] and failed["run"] == str(tmp_path / "halt")
+    assert inbox.kinds() == ["rollback", "done", "failed"]
+
+
+@pytest.mark.slow
+def test_a_stall_and_its_end_are_told_by_a_process_that_watches(nursery, inbox, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    life = nursery.life(run, *ENDLESS)
+    reached(run, 5)
+    command = [nursery.python, "-m", "looplib", "watch", tmp_path, f"--alert={inbox.url}", "--every=0.2", "--until_end"]
+    watch = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    try:
+        time.sleep(2)
+        life.kill(signal.SIGSTOP)
+        silent = inbox.wait_for("silent", 90)  # after a minute without news
+        assert "is alive, and reports nothing" in silent["sentence"]
+        life.kill(signal.SIGCONT)
+        inbox.wait_for("recovered")
+        life.kill()
+        inbox.wait_for("killed")
+        assert watch.wait(10) == 0
+        assert [line.split()[3] for line in watch.stdout] == ["silent", "recovered", "killed"]
+    finally:
+        watch.kill()
+        life.end()
+
+
+def write(folder, status, records=(), started="2026-01-01T00:00:00+00:00", **more):
+    folder.mkdir(exist_ok=True)
+    start = {"started": started, "status": status, "process": {"pid": 1, "host": "x"}, **more}
+    report = {"status": status, "step": 7, "starts": [start], **more}
+    (folder / "run.json").write_text(json.dumps(report))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def kinds(alerts):
+    return [(alert.kind, alert.step) for alert in alerts]
+
+
+def test_what_had_ended_before_the_first_look_is_no_news_and_a_new_start_is(tmp_path):
+    run = tmp_path / "run"
+    write(run, "failed", [{"step": 3, "split": "train", "loss": None}], error="old")
+    observer = RunObserver(str(run), [Condition.parse("train/loss>0")])
+    assert observer.look() == [] and observer.has_ended
+    write(run, "failed", [{"step": 5, "split": "train", "loss": 1.0}], "2026-01-02T00:00:00+00:00", error="new")
+    assert [alert.sentence for alert in observer.look()] == ["train/loss is 1 (train/loss>0)", "new"]
+    assert observer.look() == []
+
+
+def test_the_end_of_the_own_process_is_news_at_the_first_look(tmp_path):
+    write(tmp_path / "run", "failed", error="soon")
+    assert RunObserver(str(tmp_path / "run"), process=2).look() == []  # of an earlier start
+    assert kinds(RunObserver(str(tmp_path / "run"), process=1).look()) == [("failed", 7)]
+
+
+def test_a_metric_is_told_once_when_it_gets_bad_and_again_after_it_was_good(tmp_path):
+    run = tmp_path / "run"
+    write(run, "done")
+    observer = RunObserver(str(run), [Condition.parse("eval/loss>2.5"), Condition.parse("train/accuracy<=0.5")])
+    observer.look()
+    values = [2.4, 2.6, 2.7, 2.0, 3.0]
+    write(run, "done", [{"step": step, "split": "eval", "loss": value} for step, value in enumerate(values)])
+    assert kinds(observer.look()) == [("worse", 1), ("worse", 4)]
+    records = [{"step": step, "split": "train", "loss": None, "accuracy": None} for step in (10, 11)]
+    write(run, "done", [*records, {"step": 12, "split": "train", "accuracy": 0.5}])
+    assert kinds(observer.look()) == [("not_finite", 10), ("not_finite", 10), ("worse", 12)]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "split": "eval", "loss": 9')  # a line that is being written
+    assert observer.look() == []
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("}\n")
+    assert observer.look() == []  # it is still bad
+    (run / "metrics.jsonl").rename(run / "old")  # a start that takes out records replaces the file
+    write(run, "done", [{"step": 12, "split": "train", "accuracy": 0.1}, {"step": 14, "split": "eval", "loss": 1}])
+    assert observer.look() == []
+    write(run, "done", [{"step": 15, "split": "eval", "loss": 4}])
+    assert kinds(observer.look()) == [("worse", 15)]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"starts": [3]}', '{"starts": [{"rollbacks": 5, "process": []}]}'])
+def test_any_files_are_looked_at(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n{}\n[1]\n")
+    observer = RunObserver(str(tmp_path), [Condition.parse("train/loss>0")])
+    assert observer.look() == [] == observer.look()
+
+
+def test_an_address_that_is_down_gets_all_alerts_in_order_once_it_is_up(inbox, monkeypatch):
+    monkeypatch.setattr(sending, "_FIRST_WAIT", 0.01)
+    sender = Sender(inbox.url)
+    sender._wait = 0.01
+    inbox.status = 503
+    for step in range(3):
+        sender.add(Alert("worse", "run", step, "it is"))
+    sender.send()
+    assert not sender.is_done and inbox.tries == 1
+    inbox.status = 200
+    until = time.monotonic() + 10
+    while not sender.is_done and time.monotonic() < until:
+        sender.send()
+        time.sleep(0.01)
+    assert [alert["step"] for alert in inbox.alerts] == [0, 1, 2]
+
+
+def test_the_secret_of_an_address_is_in_no_message(caplog):
+    sender = Sender("http://127.0.0.1:1/s3cr3t")
+    sender.add(Alert("done", "run", 1, "x"))
+    sender.send()
+    assert "cannot be sent" in caplog.text and "s3cr3t" not in caplog.text
+
+
+@pytest.mark.parametrize("url", ["", "x", "http://", "https:///path", "http://h:port/", "//host"])
+def test_what_is_no_address_is_refused_without_showing_it(url):
+    with pytest.raises(FlagError, match="--alert has a value that is no URL"):
+        check_url(url)
+
+
+def test_a_service_needs_apprise(monkeypatch):
+    monkeypatch.setattr(sending.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PluginError, match=r"ntfy.*pip install 'looplib\[alerts\]'"):
+        check_url("ntfy://topic")
+
+
+def test_apprise_takes_an_alert(inbox):
+    pytest.importorskip("apprise")
+    sender = Sender(inbox.url.replace("http://", "json://"))
+    sender.add(Alert("done", "run", 5, "the training has reached its end"))
+    sender.send()
+    assert sender.is_done and inbox.alerts[0]["title"] == "run: done at step 5"
+    with pytest.raises(UsageError, match="no address that apprise knows"):
+        check_url("nosuchservice://x")
+
+
+@pytest.mark.parametrize(
+    "text, value, holds",
+    [
+        ("eval/loss>2.5", 2.5, False),
+        ("eval/loss>=2.5", 2.5, True),
+        (" a/b/c < 1e-3 ", 0.0, True),
+        ("e/l<1", math.nan, False),
+    ],
+)
+def test_a_condition_is_read_as_it_is_written(text, value, holds):
+    condition = Condition.parse(text)
+    assert condition.holds(value) is holds and Condition.parse(str(condition)) == condition
+
+
+@pytest.mark.parametrize("text", ["", "loss>1", "eval/loss", "eval/loss>x", "eval/loss=1", "eval/loss>nan", "a/b>1>2"])
+def test_another_form_of_a_condition_is_refused(text):
+    with pytest.raises(FlagError, match="--alert_when is .*expected a metric and its bound"):
+        Condition.parse(text)
