@@ -28,6 +28,10 @@ _LONGEST = (
     "fine_tune", "names", "keras_trainer", "preflight", "launch", "sweep_faults", "store", "sources", "constants", "binary",
     "tpu", "plateau", "records_faults", "disk", "sweep", "lock", "resident", "files", "loops", "environment",
 )  # fmt: skip
+_CHROMIUM_FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
 # Other tests run without Model Garden too. Whole files that need it say so by `pytest.importorskip`.
 needs_models = pytest.mark.skipif(
     importlib.util.find_spec("official") is None, reason="needs Model Garden: pip install 'looplib[models]'"
@@ -254,3 +258,16 @@ def cloud(s3, nursery, tmp_path):
 
     with Proxy("127.0.0.1", s3.port) as proxy:
         yield Cloud(s3, proxy, nursery, tmp_path, tmp_path.name)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("there is no Chromium; on Debian, apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=_CHROMIUM_FLAGS)
+        yield chromium
+        chromium.close()

@@ -4,6 +4,7 @@
 scripts in `assets/` draw with uPlot.
 
 Names that other rooms may use, by file:
+    board: add
     command: add
     curves: none
     exports: none

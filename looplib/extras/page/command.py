@@ -1,6 +1,7 @@
 """`python -m looplib report DIR...`: the page of a run, or of several side by side."""
 
 import argparse
+import datetime
 import itertools
 import os
 import re
@@ -17,7 +18,7 @@ from looplib.extras.tools.options import path, reports
 from looplib.messages import with_cure
 from looplib.plugins import Command
 
-_MOST_RUNS = 200  # of a page
+MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
 _SWEEP = "sweep.db"
 _OF_A_SWEEP = re.compile(r"(trial|seed)-\d+")  # the folders that a sweep makes, unlike those of a rerun beside them
@@ -61,12 +62,10 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     Raises:
       UsageError: if a directory holds no run, or the file cannot be written.
     """
-    found = list(dict.fromkeys(run for directory in directories for run in _runs_in(os.path.normpath(directory))))
-    shown = found[:_MOST_RUNS]
+    found = runs_in(directories)
+    shown = found[:MOST_RUNS]
     place = output or (os.path.join(directories[0], FILE) if len(directories) == 1 else FILE)
-    runs = [read_run(directory, name) for directory, name in zip(shown, _names(shown))]
-    title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
-    text = page(runs, title if len(directories) == 1 else "Comparison")
+    text = page_of(shown, directories)
     try:
         is_file = files.write_named(place, text) if output else not files.write_whole(place, text)
     except OSError as error:
@@ -77,6 +76,18 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     return EXIT_DONE
 
 
+def runs_in(directories: Sequence[str]) -> list[str]:
+    """Returns the run directories that some directories are or hold; `UsageError` if one holds none."""
+    return list(dict.fromkeys(run for directory in directories for run in _runs_in(os.path.normpath(directory))))
+
+
+def page_of(shown: Sequence[str], directories: Sequence[str], written: datetime.datetime | None = None) -> str:
+    """Returns the page of run directories that were found in some directories; for `written` see `html.page`."""
+    runs = [read_run(directory, name) for directory, name in zip(shown, _names(shown))]
+    title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
+    return page(runs, title if len(directories) == 1 else "Comparison", written)
+
+
 def _runs_in(directory: str) -> list[str]:
     """Returns the run directories that a directory is or holds, in the order of their names.
 
@@ -85,7 +96,7 @@ def _runs_in(directory: str) -> list[str]:
     """
     if not os.path.isdir(directory):
         raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
-    found = list(itertools.islice(_search(directory, 0), 10 * _MOST_RUNS))
+    found = list(itertools.islice(_search(directory, 0), 10 * MOST_RUNS))
     if not found:
         raise RunDirectoryError(
             f"{directory} holds no run: neither it nor a folder in it has a run.json or metrics.jsonl; name a run "

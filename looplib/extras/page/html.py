@@ -60,7 +60,7 @@ def write_of_run(directory: str) -> HtmlPage:
     return HtmlPage(path)
 
 
-def page(runs: Sequence[Run], title: str) -> str:
+def page(runs: Sequence[Run], title: str, written: datetime.datetime | None = None) -> str:
     """Returns the page as HTML.
 
     What comes from the runs is in it as JSON, which the page's script puts into the document as text. A
@@ -69,18 +69,41 @@ def page(runs: Sequence[Run], title: str) -> str:
     Args:
       runs: one run, or several to be compared.
       title: of the page.
+      written: when the page says that it was written; default now.
     """
     assets = importlib.resources.files(__package__) / "assets"
     style, script = _style(), _script()
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
-    data = {"title": title, "written": _now(), "runs": _drawn(runs)}
+    written = written or datetime.datetime.now(datetime.timezone.utc)
+    data = {"title": title, "written": written.isoformat(timespec="seconds"), "runs": _drawn(runs)}
     return string.Template((assets / "page.html").read_text("utf-8")).substitute(
-        policy=f"{policy}base-uri 'none'; form-action 'none'",
+        policy=policy_of([style], [script]),
         title=html.escape(title.encode(errors="replace").decode()),
         style=style,
         script=script,
         data=_json(data),
     )
+
+
+def policy_of(styles: Sequence[str], scripts: Sequence[str], more: str = "") -> str:
+    """Returns a Content-Security-Policy that lets these styles and scripts run, and what `more` says."""
+    return (
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
+        f"img-src data:; {more}base-uri 'none'; form-action 'none'"
+    )
+
+
+def shell_of(names: Sequence[str], title: str, **settings: str) -> tuple[str, str]:
+    """Returns a page that holds the page of the runs in a frame, and its policy, which the frame inherits.
+
+    Args:
+      names: of its template, style and script in `assets/`.
+      title: of the page.
+      **settings: what stands for names in its script.
+    """
+    template, style, script = (_joined([name]) for name in names)
+    script = string.Template(script).substitute(settings)
+    text = string.Template(template).substitute(title=html.escape(title), style=style, script=script)
+    return text, policy_of([style, _style()], [script, _script()], "connect-src 'self'; ")
 
 
 @functools.cache
@@ -106,10 +129,6 @@ def _json(data: Any) -> str:
     """Returns JSON that can stand in a script element: nothing in it ends the element or starts a comment."""
     text = json.dumps(data, default=vars, allow_nan=False, separators=(",", ":"))  # of a dataclass, its fields
     return text.replace("<", "\\u003c")
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _drawn(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -24,26 +24,11 @@ from looplib.extras.page.verdict import findings
 from looplib.report.page import make_page
 from looplib.report.records import read_jsonl
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]  # fmt: skip
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc000000301010018dd8db0"
     "0000000049454e44ae426082"
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A headless Chromium."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("there is no Chromium; on Debian, apt-get install chromium")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture
