@@ -42,7 +42,7 @@ class Reporter:
     Attributes:
       report: `run.json`, with the page of the run.
       writers: all writers as one.
-      pace: how fast the training goes.
+      speed_meter: measures the speed of the training.
       last_evaluation: the metrics of the last evaluation, by evaluator.
       end: the step that the newest training goes to; None before it starts, and where it is not known.
       ended_at: the step at which the newest training has ended; None while one trains.
