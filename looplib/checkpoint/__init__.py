@@ -3,8 +3,8 @@
 Names that other rooms may use, by file:
     checkpointer: Checkpointer, NUDGE
     choice: best, check, choose, divided, FINAL, final, LATEST
-    commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
-        read_marker, SET_ASIDE, UNFINISHED, verify
+    commits: begin, checkpoint_folder, Commit, commit, committed, latest_checkpoint, list_checkpoints, listing, newest,
+        path_of, read_marker, SET_ASIDE, UNFINISHED, verify
     directory: resolve, RunDirectory
     lock: acquire, LockHolder, holder, LockKind, RunLock
     mirror: Mirror

@@ -184,7 +184,7 @@ class RunDirectory:
         self.refuse_while_training("train")
 
     def need(self, what: str) -> None:
-        """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
+        """Raises `UsageError` if there is no `model_dir`, which the call `what` needs."""
         if not self.checkpoints:
             raise MissingPartError(
                 f"{what} needs a model_dir, but this controller has none; give Controller(model_dir=...)"
@@ -235,7 +235,7 @@ class RunDirectory:
         return self._verified_by_the_chief(lambda: choice.choose(self.checkpoints, which, self.policy.best))
 
     def peek(self) -> tuple[int, RunRecord]:
-        """Returns the global batches consumed by `starts_from` and its run record; 0 and an empty one without it."""
+        """Returns the global batches consumed at `starts_from` and its run record; 0 and an empty one without it."""
         if not self.starts_from:
             return 0, RunRecord()
         step, record = peek(self.starts_from.path)
@@ -287,10 +287,10 @@ class RunDirectory:
             )
 
     def wait_for_newer(self, than: str | None, timeout: float | None) -> str | None:
-        """Returns the path of the newest checkpoint, once it is another one, or None if none came in time.
+        """Waits for a checkpoint newer than a known one; returns its path, or None if none came in time.
 
         Args:
-          than: the path that is known; None for any.
+          than: the path of the known checkpoint; None waits for any.
           timeout: seconds to wait; None waits forever.
         """
         done = self._verified_by_the_chief(lambda: self._wait_for_newer(than, timeout))

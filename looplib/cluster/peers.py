@@ -26,7 +26,7 @@ class Peers:
         """Lets an exit for the failure of another worker write how the run ended: its status, and a sentence."""
 
     def first_cause(self, seconds: float) -> None:
-        """Waits some seconds for the news that another worker failed first, with whose cause this process exits here.
+        """Waits some seconds for the news that another worker failed first; if so, exits here with that cause.
 
         A frozen worker, or one that is cut off, is known after a limit of silence.
         """
@@ -45,7 +45,7 @@ current = Peers()  # the run's own, alone until `join` has met others
 
 
 def join(cluster: Cluster, join_limit: float) -> None:
-    """Meets the other workers of a cluster within some seconds, and begins to watch them; a worker alone has none."""
+    """Connects to the other workers of a cluster within some seconds, and begins to watch them."""
     global current
     if len(cluster.workers) > 1:
         current = plugins.load("looplib.parts", "peers")(cluster, join_limit)

@@ -37,10 +37,10 @@ _summed: set[tuple[int, int | None]] = set()  # strategies and replicas whose gr
 
 
 class Replacement:
-    """A method of one object in place of its class's, made from the one that it replaces.
+    """A method of one object that replaces its class's method and may call it.
 
     Attributes:
-      replaced: the object's own method.
+      replaced: the original method.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
@@ -65,7 +65,7 @@ class Replacement:
 
 
 def own_method(owner: Any, name: str) -> Callable:
-    """Returns a method of an object without what replaces it."""
+    """Returns the original method of an object, also where a `Replacement` stands in its place."""
     method = getattr(owner, name)
     return method.replaced if isinstance(method, Replacement) else method
 

@@ -32,7 +32,7 @@ class AutoLoop(InnerLoop):
 
     @property
     def traces(self) -> int:
-        """How often the loop was traced that was traced most often."""
+        """The traces of the loop with the most."""
         return max(self._graph.traces, self._chosen.traces)
 
     def trace(self, iterator: Iterator) -> None:

@@ -242,7 +242,7 @@ class TrainingLoop(Loop):
         """Continues with the data after `step` global batches, where the last `run` failed in the middle."""
 
     @abc.abstractmethod
-    def left_whole(self, error: BaseException) -> bool:
+    def failed_between_steps(self, error: BaseException) -> bool:
         """Returns whether an error of the last `run` came between two steps, so that none has updated only a part."""
 
     def foresee_end(self, target: int) -> None:

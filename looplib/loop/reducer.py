@@ -225,7 +225,7 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def joined(self, totals: tf.Tensor, contribution: tf.Tensor) -> tf.Tensor:
-        """Returns totals, float64 `[n]`, with the contribution `[n]` of the step, or steps, that follow."""
+        """Returns totals, float64 `[n]`, plus the contribution `[n]` of the next step or steps."""
         kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
         if not self._watched:
             return kept + contribution

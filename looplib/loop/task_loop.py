@@ -371,7 +371,7 @@ class TaskLoop(TrainingLoop):
             place = diagnosis().place_of_function(type(self.task).dataset)
         return place
 
-    def left_whole(self, error: BaseException) -> bool:
+    def failed_between_steps(self, error: BaseException) -> bool:
         """See `TrainingLoop`."""
         if isinstance(error, KeyboardInterrupt):
             return self._inner.ends_steps

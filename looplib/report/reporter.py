@@ -92,7 +92,7 @@ class Reporter:
         """
         self.ended_at = None
         try:
-            with self.report.of_a_start(restored_from):
+            with self.report.recording_start(restored_from):
                 self.writers.settings(settings_of(flags, self.report.settings.config))
                 try:
                     yield

@@ -461,7 +461,7 @@ def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_d
     ) as controller:
         with pytest.raises(looplib.DivergenceError) as caught:
             controller.train(50)
-    newest = looplib.checkpoints(tmp_path)[0]
+    newest = looplib.list_checkpoints(tmp_path)[0]
     assert newest.step == 8 and newest.path in str(caught.value)
     assert "the policy rollback to continue automatically (--on_spike)" in str(caught.value)
 

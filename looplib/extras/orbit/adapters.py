@@ -296,7 +296,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
     def resume(self, step: int) -> None:
         """Does nothing: how much of the data a failed call has read is unknown."""
 
-    def left_whole(self, error: BaseException) -> bool:
+    def failed_between_steps(self, error: BaseException) -> bool:
         """Returns False: it is unknown whether the variables are those of a complete step."""
         return False
 
