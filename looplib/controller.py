@@ -390,7 +390,7 @@ class Controller:
                     checkpointer.save(wait=True)  # a checkpoint to go back to
                 yield
         except BaseException as error:
-            checkpointer.settle()
+            checkpointer.wait_and_log()
             if lost := lost_server(error):
                 raise lost from error
             raise

@@ -169,13 +169,13 @@ class Session:
         sys.stdout.flush()
         if has_failed:
             _tf.log_errors_only()  # warnings as objects are deleted would come after the last line
-            peers.current.last_words(how.code, how.sentence)  # ends here if another worker failed first
+            peers.current.announce_exit(how.code, how.sentence)  # ends here if another worker failed first
             if self.page:
                 print(f"looplib: the page of the run is {self.page}", file=sys.stderr)
         if how.line:
             print(how.line, file=sys.stdout if how.is_news else sys.stderr, flush=True)
         if how.alone:
-            peers.current.last_words(how.code, how.sentence)  # has no effect the second time
+            peers.current.announce_exit(how.code, how.sentence)  # has no effect the second time
         peers.current.leave()  # has no effect after last words
         # TensorFlow would wait for other processes, or complain of those that have ended.
         if how.at_once or remote.connected() or peers.current.joined:
@@ -192,7 +192,7 @@ class Session:
 
     def _broken(self, error: Exception) -> Outcome:
         # Ends the process in here if the error is one that another worker's end has led to.
-        peers.current.first_cause(_PEER_SECONDS if isinstance(error, PEER_ERRORS) else _OTHER_SECONDS)
+        peers.current.exit_with_first_cause(_PEER_SECONDS if isinstance(error, PEER_ERRORS) else _OTHER_SECONDS)
         kept = self.controller and self.controller.latest_checkpoint
         loops = self.controller.loops.values() if self.controller else ()
         place = diagnosis().place_of(error) or next(filter(None, (loop.place_of(error) for loop in loops)), "")

@@ -273,7 +273,7 @@ class Checkpointer:
         if self._saver:
             self._saver.wait()
 
-    def settle(self) -> None:
+    def wait_and_log(self) -> None:
         """Waits for a save under way, and logs its error; for a run that has another one."""
         try:
             self.wait()
@@ -465,7 +465,7 @@ class Checkpointer:
         Raises:
           DivergenceError: if the policy is to halt, or the run may not or cannot go back.
         """
-        self.settle()  # a checkpoint under way may be the newest
+        self.wait_and_log()  # a checkpoint under way may be the newest
         kept, done, program = self.directory.latest, self.record.rollbacks, self._reporter.report.program
         self._reporter.ended_at = fault.resume_after  # unless there is a rollback
         advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"

@@ -314,7 +314,7 @@ def foreign(directory: str) -> list[int]:
     return sorted(step for step, names in _by_step(directory).items() if not _is_own(names))
 
 
-def make_way(directory: str, step: int) -> None:
+def set_foreign_aside(directory: str, step: int) -> None:
     """Moves files of another program, which stand where a step's checkpoint is to be written, into `set_aside`."""
     if step in foreign(directory):
         place = set_aside(directory, step)

@@ -138,7 +138,7 @@ def peek(path: str) -> tuple[int, RunRecord]:
             f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
             f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
         )
-    if record.global_batch_size is not None and not record.saved_batches.holds(step, step + record.input_offset):
+    if record.global_batch_size is not None and not record.saved_batches.is_possible(step, step + record.input_offset):
         raise CheckpointError(
             f"the run record in {path} has batches of {record.saved_batches} examples, of which no run comes to step "
             f"{step}; name another checkpoint"

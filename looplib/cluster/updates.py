@@ -145,7 +145,7 @@ class TrainingOptimizers:
     def close(self) -> None:
         """Restores the original methods of the optimizers."""
         for replacement in reversed(self._replacements):
-            replacement.take_back()
+            replacement.undo()
 
     def _change(self, optimizer: Any, sums: bool, noted: bool) -> None:
         if _keras.family(optimizer) == "keras":

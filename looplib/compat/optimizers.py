@@ -56,7 +56,7 @@ class Replacement:
         """Calls the method that was made."""
         return self._method(*args, **kwargs)
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """Restores the original method, unless another training has replaced it since."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
@@ -129,7 +129,7 @@ def leave_out_sum(optimizer: Any) -> None:
     if vars(adapter)[_SUM].__module__ == __name__:
         return
     for name in (_SUM, *_UPDATES):
-        setattr(adapter, name, _heeding(adapter, name, vars(adapter)[name]))
+        setattr(adapter, name, _aware_of_sum(adapter, name, vars(adapter)[name]))
 
 
 def updates_conditionally(optimizer: Any) -> bool:
@@ -147,7 +147,7 @@ def variables_of(optimizer: Any) -> Iterable[Any]:
     return getattr(optimizer, "_trainable_variables", ())
 
 
-def _heeding(adapter: type, name: str, original: Callable) -> Callable:
+def _aware_of_sum(adapter: type, name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self: Any, *args: Any) -> Any:
         if num_replicas() == 1 or not is_summed():

@@ -101,7 +101,7 @@ class Batches:
         earlier = (dataclasses.replace(span, step=min(span.step, step)) for span in self.earlier)
         return Batches(self.size, tuple(earlier))
 
-    def holds(self, step: int, batch: int) -> bool:
+    def is_possible(self, step: int, batch: int) -> bool:
         """Returns whether a run can have consumed `batch` global batches at a step; for values from a file."""
         places = [(0, 0), *((span.step, span.batch) for span in self.earlier), (step, batch)]
         in_order = all(a <= c and b <= d for (a, b), (c, d) in zip(places, places[1:]))

@@ -317,7 +317,7 @@ def _handler_in_c(signum: int) -> int | None:
 
 def _leave(code: int, sentence: str) -> None:
     console.last_line(f"looplib: {sentence}")
-    peers.current.last_words(code, sentence)
+    peers.current.announce_exit(code, sentence)
     os._exit(code)
 
 

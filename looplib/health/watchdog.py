@@ -151,7 +151,7 @@ class Watchdog:
             f"above; {advice} (--stall_limit sets the limit)"
         )
         console.last_line(f"looplib: error: {sentence}")
-        peers.current.last_words(EXIT_STALLED, sentence)
+        peers.current.announce_exit(EXIT_STALLED, sentence)
         os._exit(EXIT_STALLED)
 
 

@@ -64,7 +64,7 @@ class BatchSizes:
         self._refuse(self._seen)
         return {name: value for name, value in metrics.items() if name not in METRICS}
 
-    def look(self, packer: Packer, totals: list[list[float]]) -> None:
+    def check_totals(self, packer: Packer, totals: list[list[float]]) -> None:
         """Raises as `check` does, from the totals of each replica since the last check; before they are saved."""
         if METRICS[0] in packer.names:
             places = [packer.start_of(name) for name in METRICS]

@@ -315,7 +315,7 @@ class TaskLoop(TrainingLoop):
     def position(self) -> bytes | None:
         """See `TrainingLoop`."""
         if self._sizes and self.reducer.created:
-            self._sizes.look(self.reducer.packer, self.reducer.state().totals)
+            self._sizes.check_totals(self.reducer.packer, self.reducer.state().totals)
         data = self.data
         return data.stream.position(data.iterator) if data.iterator is not None else data.position
 

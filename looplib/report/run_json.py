@@ -281,14 +281,14 @@ class RunReport:
             self._begin(restored_from)
         self._traceback = ""
         self.write("running")
-        peers.current.let_note(self.write)
+        peers.current.report_exit_by(self.write)
         try:
             yield
         except Preempted:
             self.write("preempted")
             raise
         except BaseException as error:
-            peers.current.first_cause(0)  # ends here, and writes that cause, if it is known that another failed first
+            peers.current.exit_with_first_cause(0)  # if another worker is known to have failed first
             self._traceback = masked_text("".join(traceback.format_exception(error)))[-_MOST_TRACEBACK:]
             self.write("failed", gist(error))
             raise
