@@ -128,7 +128,9 @@ class TaskLoop(TrainingLoop):
         backend.check(stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.
-        self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=spec.guarded) if spec.training else None
+        self._optimizers = (
+            TrainingOptimizers(spec.task, spec.strategy, noted=bool(spec.watched_loss)) if spec.training else None
+        )
         if not spec.training and properties.unknown:
             self._check_for_a_batch()
         replicas = spec.strategy.num_replicas_in_sync
