@@ -43,8 +43,6 @@ _CONSEQUENCES = {
     "loop": "the last bits may differ from an uninterrupted run",
 }
 
-NUDGE = "LOOPLIB_NUDGE"  # of the environment: `looplib check replicas` changes initial weights by this number
-
 
 class Checkpointer:
     """The complete state of a run: the objects of its trainer and evaluators, the global step, and the run record.
@@ -166,8 +164,8 @@ class Checkpointer:
                     parts.trainer.initialize()
                 if start.warm_start:
                     plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
-                if os.environ.get(NUDGE):
-                    plugins.load("looplib.parts", "nudge")(strategy, objects)
+                if nudge := plugins.find("looplib.parts", "nudge"):
+                    nudge(strategy, objects)
         parts.renew_constants()
         if parts.trainer:
             parts.window.start = step

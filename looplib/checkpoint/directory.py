@@ -106,7 +106,6 @@ class RunDirectory:
       close: closes the controller, for another one of this process that is built for the directory.
 
     Attributes:
-      checkpoints: the path of the folder of the checkpoints; None without a `model_dir`.
       is_training: whether a training is under way.
       writable: whether metrics can be written to the directory.
       starts_from: the `Commit` that the run starts from, or None.
@@ -126,13 +125,11 @@ class RunDirectory:
         close: Callable[[], None],
     ) -> None:
         self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
-        self.is_training = False
+        self.is_training, self.writable = False, bool(model_dir)
         self._lock: RunLock | None = None
         self.mirror = _mirrors.get(model_dir, Mirror())
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
-        self.writable = bool(model_dir)
-        self.checkpoints = os.path.join(model_dir, "checkpoints") if model_dir else None
         self.starts_from: Commit | None = None
         if not model_dir:
             return
@@ -155,6 +152,11 @@ class RunDirectory:
                 self.mirror.refresh()
         self.starts_from = self._chosen_start()
         self._check_nothing_is_lost()
+
+    @property
+    def checkpoints(self) -> str | None:
+        """The path of the folder of the checkpoints; None without a `model_dir`."""
+        return os.path.join(self.model_dir, "checkpoints") if self.model_dir else None
 
     def _give_up(self, close: Callable[[], None]) -> None:
         """Closes the controller, because another one of the process is being built for its directory."""
