@@ -172,7 +172,7 @@ class Checkpointer:
         self._continued_from = step, step  # records of a run that was killed before its first save are void
 
     def _restore_start(self, path: str) -> None:
-        """Restores a checkpoint; another one in an evaluation whose training has meanwhile deleted it."""
+        """Restores a checkpoint; an evaluation takes another one if the training has deleted it meanwhile."""
         while True:
             try:
                 self.restore(path)
@@ -212,7 +212,7 @@ class Checkpointer:
                 self._saver.wait()
 
     def save_changed(self) -> str:
-        """Saves, and waits, also where this step is saved with other values; returns the path of the checkpoint.
+        """Saves and waits, also if this step is already saved with other values; returns the path of the checkpoint.
 
         Workers wait for each other.
 
@@ -416,7 +416,7 @@ class Checkpointer:
             )
 
     def _warn_of_changes(self, step: int, settings: Mapping[str, int | str | None]) -> None:
-        """Warns where the restored checkpoint was made with other settings that decide the numbers to come."""
+        """Warns if the restored checkpoint was made with other settings that affect the results."""
         for name, ours in settings.items():
             theirs = getattr(self.record, name)
             if theirs is not None and theirs != ours:
@@ -493,7 +493,7 @@ class Checkpointer:
         self._reporter.note_rollback(fault.resume_after, self.step, fault.what)
 
     def _not_finite(self) -> list[str]:
-        """Returns the names of the variables that are not finite here, or else on another worker."""
+        """Returns the names of the variables that are not finite on this worker, or, if none is, on another one."""
         names = self._state_check.find()
         return names or (["a variable on another worker"] if self.directory.workers.any_of(bool(names)) else [])
 

@@ -163,7 +163,7 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
 
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
-    """Returns the public name of a strategy's class; TensorFlow 2.21 and older have other ones for two of them."""
+    """Returns the public name of a strategy's class; TensorFlow up to 2.21 uses other names for two of them."""
     name = type(strategy).__name__.removesuffix("V2")
     return _STRATEGIES.get(name, name)
 

@@ -49,7 +49,7 @@ class Epoch:
     whole: bool = False
 
     def steps(self, size: int) -> float:
-        """Returns the steps of an epoch with global batches of some examples."""
+        """Returns the steps of an epoch with global batches of `size` examples."""
         return -(-self.examples // size) if self.whole or self.examples % size == 0 else float(self.examples / size)
 
     def after(self, examples: int, batches: int, size: int) -> int:

@@ -316,7 +316,7 @@ class Reducer(Accumulator):
             metric.reset_state()
 
     def state(self) -> State:
-        """See `Accumulator`; before the first step, the argument of `load`."""
+        """See `Accumulator`; before the first step, returns what `load` was given."""
         if not self.created:
             return self._pending[0] if self._pending else RunningTotals([], [])
         totals = [totals[: self.packer.size].tolist() for totals in self._totals_by_replica()]

@@ -43,7 +43,7 @@ class BatchSizes:
         self._seen = np.zeros(len(METRICS))
 
     def add_to(self, step_fn: Callable[[object], object]) -> Callable[[object], object]:
-        """Wraps a training step on one replica, so that its metrics have what `check` takes."""
+        """Wraps a training step on one replica, to add the sizes of its batches to its metrics, for `check`."""
 
         def measured(inputs: object) -> object:
             outputs = step_fn(inputs)

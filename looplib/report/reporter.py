@@ -1,4 +1,4 @@
-"""The reporter: all that a run says of itself, to its writers, in `run.json`, on its page and on the console."""
+"""The reporter of a run: to its writers, in `run.json`, on its page and on the console."""
 
 import collections
 import concurrent.futures
@@ -28,7 +28,7 @@ _ON_SCREEN = "console"  # the default writer that needs no run directory
 
 
 class Reporter:
-    """All that a run says of itself.
+    """Reports a run: to its writers, in `run.json`, on its page and on the console.
 
     Args:
       model_dir: the run directory, if it can be written; None reports on the console only.
