@@ -37,11 +37,11 @@ _HOMES = {
     "WeightAverages": "task.averages",
     "Writer": "report.writers",
     "all_gather": "task.reductions",
-    "checkpoints": "checkpoint.commits",
     "each": "task.reductions",
     "global_positions": "task.reductions",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
+    "list_checkpoints": "checkpoint.commits",
     "mean": "task.reductions",
     "total": "task.reductions",
 }

@@ -28,7 +28,7 @@ _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.L
 
 FETCHED = ("warm_start", "continue_from")  # flags that may be URLs, besides --model_dir
 PATHS = ("predictions", "export", *FETCHED)
-OF_THE_MACHINE = (  # the flags that `runtime.setup` takes
+SETUP_FLAGS = (  # the flags that `runtime.setup` takes
     "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",
     "tpu_replicas", "tpu_spmd", "join_limit")  # fmt: skip
 

@@ -32,7 +32,7 @@ def first_fault() -> str:
 
 
 @contextlib.contextmanager
-def swallowing(name: str = "the console") -> Iterator[None]:
+def noting_errors(name: str = "the console") -> Iterator[None]:
     """Notes an error of writing in a `with` block, and continues after the block."""
     try:
         yield
@@ -47,7 +47,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
     if stream is None:  # it was closed before the process started
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    with swallowing(getattr(stream, "name", "the console")):
+    with noting_errors(getattr(stream, "name", "the console")):
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
@@ -64,7 +64,7 @@ def last_line(line: str) -> None:
 
 
 def _try(action: Callable[[], Any]) -> None:
-    with swallowing():
+    with noting_errors():
         action()
 
 
@@ -94,7 +94,7 @@ def _is_own(stream: object, descriptor: int) -> bool:
 def _guarded(stream: io.TextIOWrapper, descriptor: int, undo: contextlib.ExitStack) -> io.TextIOWrapper:
     raw = _NonBlockingWriter(descriptor, stream.name)
     undo.callback(raw.release)  # it is not closed: others may have kept the stream
-    with swallowing(stream.name):
+    with noting_errors(stream.name):
         raw.check()  # now, before TensorFlow prints to it
         stream.flush()
     made = io.TextIOWrapper(
@@ -143,7 +143,7 @@ class _NonBlockingWriter(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         content = bytes(data)
-        with swallowing(self.name):
+        with noting_errors(self.name):
             self._write(content)
         return len(content)
 

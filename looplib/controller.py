@@ -390,7 +390,7 @@ class Controller:
                     checkpointer.save(wait=True)  # a checkpoint to go back to
                 yield
         except BaseException as error:
-            checkpointer.settle()
+            checkpointer.wait_and_log()
             if lost := lost_server(error):
                 raise lost from error
             raise
@@ -411,7 +411,7 @@ class Controller:
         loops, reporter = self._loops, self._reporter
         steps = task_loop.check_evaluation(loops.evaluations, steps)
         self._checkpointer.need_state()
-        with contextlib.nullcontext() if loops.training else self.report.of_a_start(self.restored_from):
+        with contextlib.nullcontext() if loops.training else self.report.recording_start(self.restored_from):
             results, step = {}, self.global_step
             reporter.last_evaluation = results  # now, for an action that exports
             with console.guarded(), notice.listening(), self._watchdog.watching():

@@ -11,7 +11,7 @@ EXIT_CODES = {  # of a binary
     EXIT_STALLED: "Ended by the watchdog, because nothing made progress.",
 }
 EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
-EXIT_CODES_OF_TOOLS = {
+TOOL_EXIT_CODES = {
     EXIT_DONE: "Done; what was compared is equal.",
     EXIT_DIFFERENT: "Two runs differ, or something is wrong.",
     EXIT_UNKNOWN: "The tool could not find out, or was used wrongly.",

@@ -59,7 +59,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def resolve(path: str | os.PathLike[str], what: str, fetch: bool = False) -> str:
-    """Returns the one name of a path that a user gives: absolute, so that a later `chdir` does not lead elsewhere.
+    """Returns the absolute form of a path that a user gives, so that a later `chdir` does not change its meaning.
 
     With `fetch`, it may be the URL of something that is only read, and the path is that of a local copy.
 
@@ -102,7 +102,7 @@ def _resolved(path: str) -> str:
 
 
 def refuse_patterns(what: str, path: str) -> None:
-    """Raises `UsageError` for a path of a checkpoint that TensorFlow does not take, or takes for a pattern."""
+    """Raises `UsageError` for a path that TensorFlow refuses, or takes for a pattern."""
     if found := sorted(_PATTERN & set(path)):
         raise FileError(
             f"{what} {path!r} has {' and '.join(map(ascii, found))} in its name, which TensorFlow interprets as a file "
@@ -166,7 +166,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def typed(value: Any, kind: Any) -> Any:
-    """Returns a JSON value as the type of a field: dataclasses are made of objects that have all their fields.
+    """Converts a JSON value to the type of a field; an object that has all fields becomes a dataclass.
 
     Raises:
       MisfitError: if it is not of that type.
@@ -235,7 +235,7 @@ def write_named(path: str, content: str | bytes) -> bool:
 
 @contextlib.contextmanager
 def _naming(path: str, new: str | None = None) -> Iterator[None]:
-    """Has an `OSError` of a `with` block name a file, and not its temporary name `new`, which a user does not know."""
+    """Makes an `OSError` in the `with` block name the file, not its temporary name `new`."""
     try:
         yield
     except OSError as error:
@@ -245,13 +245,13 @@ def _naming(path: str, new: str | None = None) -> Iterator[None]:
 
 
 def new_name(path: str) -> str:
-    """Returns a name beside a path that nobody has; of a long one its beginning."""
+    """Returns an unused temporary name beside a path; a long name is cut."""
     place, name = os.path.split(path)
     return os.path.join(place, f"{name[:50]}.{secrets.token_hex(8)}.new")
 
 
 def is_new_name(name: str, of: str | None = None) -> bool:
-    """Returns whether a name without directory is looplib's temporary name for a file `of`."""
+    """Returns whether a name without a directory is looplib's temporary name for the file `of`."""
     match = re.fullmatch(r"(.*)\.[0-9a-f]{16}\.new", name, re.DOTALL)
     return match is not None and (of is None or of[:50] == match[1])
 
@@ -390,7 +390,7 @@ def difference(path: str, size: int, sha256: str | None) -> str:
     A `sha256` of None compares the size alone.
 
     Raises:
-      CannotReadError: if it cannot be read now, for a reason that proves no damage.
+      CannotReadError: if it cannot be read now, which does not prove damage.
     """
     name = os.path.basename(path)
     try:

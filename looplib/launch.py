@@ -21,7 +21,7 @@ from absl import app, flags, logging
 from looplib import command_line, console, files, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster.collectives import Workers
-from looplib.command_line import FETCHED, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
+from looplib.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
@@ -172,7 +172,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
     session.earlier = run_json.read_report(session.report_path)
-    session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
+    session.strategy = runtime.setup(**{name: values[name] for name in SETUP_FLAGS})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
     session.controller = controller = _make_controller(binary, config, values, session.strategy)

@@ -23,7 +23,7 @@ from looplib.masks import masked_text
 from looplib.messages import cure_of, parse_error
 from looplib.report import run_json
 
-_THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0  # for the news of another worker, after an op failed for its lack or not
+_PEER_SECONDS, _OTHER_SECONDS = 30.0, 3.0  # to wait for news of another worker after a peer error, or any other error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def done(line: str) -> Outcome:
 
 
 def served(gone: CoordinatorGone, status: str) -> Outcome:
-    """Returns the outcome of a worker or parameter server, from the status that its run ended with."""
+    """Returns the outcome of a worker or parameter server whose run ended with a status."""
     status = "killed" if status == "running" else status
     code = {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(status, EXIT_FAILED)
     advice = "" if code == EXIT_DONE else "; restart all processes to resume"
@@ -92,7 +92,7 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
 
 
 def is_quit(error: Exception) -> bool:
-    """Returns whether an error is how a debugger ends the program that it has stopped."""
+    """Returns whether an error means that the user has quit a debugger."""
     return parse_error(error).kind == "BdbQuit"
 
 
@@ -169,13 +169,13 @@ class Session:
         sys.stdout.flush()
         if has_failed:
             _tf.log_errors_only()  # warnings as objects are deleted would come after the last line
-            peers.current.last_words(how.code, how.sentence)  # ends here if another worker failed first
+            peers.current.announce_exit(how.code, how.sentence)  # ends here if another worker failed first
             if self.page:
                 print(f"looplib: the page of the run is {self.page}", file=sys.stderr)
         if how.line:
             print(how.line, file=sys.stdout if how.is_news else sys.stderr, flush=True)
         if how.alone:
-            peers.current.last_words(how.code, how.sentence)  # has no effect the second time
+            peers.current.announce_exit(how.code, how.sentence)  # has no effect the second time
         peers.current.leave()  # has no effect after last words
         # TensorFlow would wait for other processes, or complain of those that have ended.
         if how.at_once or remote.connected() or peers.current.joined:
@@ -192,7 +192,7 @@ class Session:
 
     def _broken(self, error: Exception) -> Outcome:
         # Ends the process in here if the error is one that another worker's end has led to.
-        peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, PEER_ERRORS) else _OURS_SECONDS)
+        peers.current.exit_with_first_cause(_PEER_SECONDS if isinstance(error, PEER_ERRORS) else _OTHER_SECONDS)
         kept = self.controller and self.controller.latest_checkpoint
         loops = self.controller.loops.values() if self.controller else ()
         place = diagnosis().place_of(error) or next(filter(None, (loop.place_of(error) for loop in loops)), "")

@@ -51,7 +51,7 @@ def prepare_classifier(classifier: keras.Model, run_dir: str) -> None:
     """
     network = image_models.build("cnn", IMAGE_SHAPE, NUM_CLASSES)
     if run_dir:
-        saved = looplib.checkpoints(run_dir)
+        saved = looplib.list_checkpoints(run_dir)
         if not saved:
             raise UsageError(
                 f"--config.classifier={run_dir} has no checkpoint; expected a run directory, made by python -m "

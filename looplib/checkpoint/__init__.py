@@ -1,10 +1,10 @@
 """A run directory's checkpoints: when to save, what to keep, what proves them, and how a run starts from one.
 
 Names that other rooms may use, by file:
-    checkpointer: Checkpointer, NUDGE
+    checkpointer: Checkpointer
     choice: best, check, choose, divided, FINAL, final, LATEST
-    commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
-        read_marker, SET_ASIDE, UNFINISHED, verify
+    commits: begin, checkpoint_folder, Commit, commit, committed, latest_checkpoint, list_checkpoints, listing, newest,
+        path_of, read_marker, SET_ASIDE, UNFINISHED, verify
     directory: resolve, RunDirectory
     lock: acquire, LockHolder, holder, LockKind, RunLock
     mirror: Mirror

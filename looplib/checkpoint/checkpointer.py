@@ -43,8 +43,6 @@ _CONSEQUENCES = {
     "loop": "the last bits may differ from an uninterrupted run",
 }
 
-NUDGE = "LOOPLIB_NUDGE"  # of the environment: `looplib check replicas` changes initial weights by this number
-
 
 class Checkpointer:
     """The complete state of a run: the objects of its trainer and evaluators, the global step, and the run record.
@@ -166,15 +164,15 @@ class Checkpointer:
                     parts.trainer.initialize()
                 if start.warm_start:
                     plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
-                if os.environ.get(NUDGE):
-                    plugins.load("looplib.parts", "nudge")(strategy, objects)
+                if nudge := plugins.find("looplib.parts", "nudge"):
+                    nudge(strategy, objects)
         parts.renew_constants()
         if parts.trainer:
             parts.window.start = step
         self._continued_from = step, step  # records of a run that was killed before its first save are void
 
     def _restore_start(self, path: str) -> None:
-        """Restores a checkpoint; another one in an evaluation whose training has meanwhile deleted it."""
+        """Restores a checkpoint; an evaluation takes another one if the training has deleted it meanwhile."""
         while True:
             try:
                 self.restore(path)
@@ -214,7 +212,7 @@ class Checkpointer:
                 self._saver.wait()
 
     def save_changed(self) -> str:
-        """Saves, and waits, also where this step is saved with other values; returns the path of the checkpoint.
+        """Saves and waits, also if this step is already saved with other values; returns the path of the checkpoint.
 
         Workers wait for each other.
 
@@ -273,7 +271,7 @@ class Checkpointer:
         if self._saver:
             self._saver.wait()
 
-    def settle(self) -> None:
+    def wait_and_log(self) -> None:
         """Waits for a save under way, and logs its error; for a run that has another one."""
         try:
             self.wait()
@@ -418,7 +416,7 @@ class Checkpointer:
             )
 
     def _warn_of_changes(self, step: int, settings: Mapping[str, int | str | None]) -> None:
-        """Warns where the restored checkpoint was made with other settings that decide the numbers to come."""
+        """Warns if the restored checkpoint was made with other settings that affect the results."""
         for name, ours in settings.items():
             theirs = getattr(self.record, name)
             if theirs is not None and theirs != ours:
@@ -465,7 +463,7 @@ class Checkpointer:
         Raises:
           DivergenceError: if the policy is to halt, or the run may not or cannot go back.
         """
-        self.settle()  # a checkpoint under way may be the newest
+        self.wait_and_log()  # a checkpoint under way may be the newest
         kept, done, program = self.directory.latest, self.record.rollbacks, self._reporter.report.program
         self._reporter.ended_at = fault.resume_after  # unless there is a rollback
         advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"
@@ -495,7 +493,7 @@ class Checkpointer:
         self._reporter.note_rollback(fault.resume_after, self.step, fault.what)
 
     def _not_finite(self) -> list[str]:
-        """Returns the names of the variables that are not finite here, or else on another worker."""
+        """Returns the names of the variables that are not finite on this worker, or, if none is, on another one."""
         names = self._state_check.find()
         return names or (["a variable on another worker"] if self.directory.workers.any_of(bool(names)) else [])
 

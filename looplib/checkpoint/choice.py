@@ -17,7 +17,7 @@ _STEP = re.compile(r"\d{1,15}")
 
 
 def check(which: str | int, what: str) -> str | int:
-    """Returns a word or a step, which may be text; raises `UsageError`, naming `what` it is for, for others."""
+    """Returns a valid word, or a step as an int; raises `UsageError`, which names the setting `what`, for others."""
     if which in _WORDS:
         return which
     if isinstance(which, bool) or not _STEP.fullmatch(f"{which}"):
@@ -26,7 +26,7 @@ def check(which: str | int, what: str) -> str | int:
 
 
 def divided(path: str) -> tuple[str, str]:
-    """Returns the directory and the checkpoint that "<run directory>@<word or step>" names; "final" without one."""
+    """Splits "<run directory>@<word or step>"; the word is "final" if there is none."""
     directory, at, which = path.rpartition("@")
     if at and (which in _WORDS or _STEP.fullmatch(which)) and not os.path.exists(path):
         return directory, which
@@ -34,7 +34,7 @@ def divided(path: str) -> tuple[str, str]:
 
 
 def choose(folder: str, which: str | int, rule: KeepBest | None = None) -> Commit | None:
-    """Finds a checkpoint, and reads it through.
+    """Finds a checkpoint, and verifies it.
 
     Args:
       folder: the folder of the checkpoints.
@@ -46,7 +46,7 @@ def choose(folder: str, which: str | int, rule: KeepBest | None = None) -> Commi
       The `Commit`, or None if there is no checkpoint at all.
 
     Raises:
-      UsageError: if the one that is meant is not there, not known, or damaged.
+      UsageError: if the checkpoint does not exist, is not known, or is damaged.
     """
     which = check(which, "checkpoint")
     kept = commits.committed(folder)

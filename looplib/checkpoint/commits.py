@@ -82,7 +82,7 @@ class Commit:
 
 
 def files_of(prefix: str) -> re.Pattern[str]:
-    """Returns the pattern of the names of a checkpoint's files, without its marker; not a user's ckpt-4.index.bak."""
+    """Returns the regular expression of the names of a checkpoint's files, without its marker."""
     return re.compile(re.escape(prefix) + r"\.(index|data-\d+-of-\d+)")
 
 
@@ -103,7 +103,7 @@ def write_marker(done: Commit) -> None:
 
 
 def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
-    """Adds the metrics of an evaluation to a marker, those that are not finite as None; returns the new `Commit`."""
+    """Adds the metrics of an evaluation to a marker, with None for non-finite ones; returns the new `Commit`."""
     from looplib.task.plain import as_number  # imports TensorFlow, which tools that list checkpoints do without
 
     fields = _load(done.path)
@@ -259,13 +259,13 @@ def begin(path: str) -> None:
     files.write_whole(path + UNFINISHED, "looplib was writing, moving or deleting the files of this checkpoint\n")
 
 
-def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
+def list_checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
     """Lists the committed checkpoints of a run, newest first.
 
     Their files are not read, so a checkpoint may be damaged; `verify`, or `python -m looplib inspect --verify`, reads
     them.
 
-        best = max(looplib.checkpoints("/tmp/run"), key=lambda saved: saved.scores["eval/accuracy"])
+        best = max(looplib.list_checkpoints("/tmp/run"), key=lambda saved: saved.scores["eval/accuracy"])
         print(best.step, best.path)
 
     Args:
@@ -277,10 +277,10 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
     Raises:
       UsageError: if there is no such directory, or a newer looplib wrote a checkpoint in it.
     """
-    return committed(place_of(directory))
+    return committed(checkpoint_folder(directory))
 
 
-def place_of(directory: str | os.PathLike[str]) -> str:
+def checkpoint_folder(directory: str | os.PathLike[str]) -> str:
     """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself."""
     directory = files.resolve(directory, "the run directory", fetch=True)
     if not os.path.isdir(directory):
@@ -314,7 +314,7 @@ def foreign(directory: str) -> list[int]:
     return sorted(step for step, names in _by_step(directory).items() if not _is_own(names))
 
 
-def make_way(directory: str, step: int) -> None:
+def set_foreign_aside(directory: str, step: int) -> None:
     """Moves files of another program, which stand where a step's checkpoint is to be written, into `set_aside`."""
     if step in foreign(directory):
         place = set_aside(directory, step)
@@ -446,7 +446,7 @@ def set_aside(directory: str, step: int) -> str:
 
 
 def set_aside_before(directory: str) -> list[str]:
-    """Returns the places in `<directory>/set_aside` that hold a checkpoint which was once committed."""
+    """Returns the folders in `<directory>/set_aside` that hold a checkpoint that was once committed."""
     folder = os.path.join(directory, SET_ASIDE)
     places = [os.path.join(folder, name.rstrip("/")) for name in sorted(_names(folder))]
     return [place for place in places if any(name.endswith(".commit") for name in _names(place))]

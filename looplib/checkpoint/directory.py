@@ -107,7 +107,6 @@ class RunDirectory:
       close: closes the controller, for another one of this process that is built for the directory.
 
     Attributes:
-      checkpoints: the path of the folder of the checkpoints; None without a `model_dir`.
       is_training: whether a training is under way.
       writable: whether metrics can be written to the directory.
       starts_from: the `Commit` that the run starts from, or None.
@@ -127,13 +126,11 @@ class RunDirectory:
         close: Callable[[], None],
     ) -> None:
         self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
-        self.is_training = False
+        self.is_training, self.writable = False, bool(model_dir)
         self._lock: RunLock | None = None
         self.mirror = _mirrors.get(model_dir, Mirror())
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
-        self.writable = bool(model_dir)
-        self.checkpoints = os.path.join(model_dir, "checkpoints") if model_dir else None
         self.starts_from: Commit | None = None
         if not model_dir:
             return
@@ -156,6 +153,11 @@ class RunDirectory:
                 self.mirror.refresh()
         self.starts_from = self._chosen_start()
         self._check_nothing_is_lost()
+
+    @property
+    def checkpoints(self) -> str | None:
+        """The path of the folder of the checkpoints; None without a `model_dir`."""
+        return os.path.join(self.model_dir, "checkpoints") if self.model_dir else None
 
     def _give_up(self, close: Callable[[], None]) -> None:
         """Closes the controller, because another one of the process is being built for its directory."""
@@ -185,7 +187,7 @@ class RunDirectory:
         self.refuse_while_training("train")
 
     def need(self, what: str) -> None:
-        """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
+        """Raises `UsageError` if there is no `model_dir`, which the call `what` needs."""
         if not self.checkpoints:
             raise MissingPartError(
                 f"{what} needs a model_dir, but this controller has none; give Controller(model_dir=...)"
@@ -236,7 +238,7 @@ class RunDirectory:
         return self._verified_by_the_chief(lambda: choice.choose(self.checkpoints, which, self.policy.best))
 
     def peek(self) -> tuple[int, RunRecord]:
-        """Returns the global batches consumed by `starts_from` and its run record; 0 and an empty one without it."""
+        """Returns the global batches consumed at `starts_from` and its run record; 0 and an empty one without it."""
         if not self.starts_from:
             return 0, RunRecord()
         step, record = peek(self.starts_from.path)
@@ -288,10 +290,10 @@ class RunDirectory:
             )
 
     def wait_for_newer(self, than: str | None, timeout: float | None) -> str | None:
-        """Returns the path of the newest checkpoint, once it is another one, or None if none came in time.
+        """Waits for a checkpoint newer than a known one; returns its path, or None if none came in time.
 
         Args:
-          than: the path that is known; None for any.
+          than: the path of the known checkpoint; None waits for any.
           timeout: seconds to wait; None waits forever.
         """
         done = self._verified_by_the_chief(lambda: self._wait_for_newer(than, timeout))

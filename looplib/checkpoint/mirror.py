@@ -2,12 +2,12 @@
 
 
 class Mirror:
-    """Copies a run directory to where it belongs and back; this one is of a directory that is nowhere else."""
+    """Mirrors a run directory in an object store. This base class is for a local directory, and copies nothing."""
 
     directory = ""  # the local run directory
 
     def begin(self, trains: bool) -> None:
-        """Fetches what the chief needs; keeps other trainings away from one, and copies what is new from now on."""
+        """Fetches what the chief needs. For a training, takes the run in the store, and begins to copy what is new."""
 
     def refresh(self) -> None:
         """Fetches what is new, for a process that does not write checkpoints."""
@@ -19,14 +19,14 @@ class Mirror:
         """Copies a file of a checkpoint that a worker other than the chief has written."""
 
     def take(self, path: str) -> bool:
-        """Fetches a file that another worker has shared, unless it is here; returns whether that was possible."""
+        """Fetches a file that another worker has shared, unless it exists here; returns whether it does now."""
         return True
 
     def wait_for(self, checkpoint: tuple[int, int]) -> None:
-        """Fetches a checkpoint of the chief's, by `Commit.id`, once it is there, unless it is here."""
+        """Waits for a checkpoint of the chief, by `Commit.id`, and fetches it, unless it exists here."""
 
     def take_folder(self, name: str) -> None:
-        """Fetches the files of a folder of the run directory that this job writes, unless it is here."""
+        """Fetches a folder of the run directory to which this job writes, unless it exists here."""
 
     def end(self) -> None:
-        """Copies what is missing; called again, what was written since."""
+        """Copies what the store lacks; may be called again after further writes."""

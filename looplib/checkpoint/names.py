@@ -86,7 +86,7 @@ class LiveVariables:
         holder = tf.train.Checkpoint(**{name: value for name, value in objects.items() if name})
         objects = {**objects, **tf.train.TrackableView(holder).children(holder)}
         self.objects, self._recorded = objects, recorded
-        self.optimizers = {name for name, value in objects.items() if _is_of_optimizers(value)}
+        self.optimizers = {name for name, value in objects.items() if _has_optimizers(value)}
         roots = {name: self._number(value) for name, value in objects.items()}
         self._ways = _paths(self._children, roots)
         self.parts = [value for value in self._objects if _variable(value) is None]
@@ -109,12 +109,12 @@ class LiveVariables:
                             variable.dtype.is_floating, paths, variable)  # fmt: skip
                 self._of_variable[id(variable)] = leaf
                 named.append((path, leaf))
-            self._places.append((_shortest(_of_others(paths, self.optimizers)), leaf))
+            self._places.append((_shortest(_without_optimizers(paths, self.optimizers)), leaf))
         self._find_slots(named)
         self._find_old_slots()
         self.leaves = list(self._of_variable.values())
         for leaf in self.leaves:
-            leaf.paths = _of_others(leaf.paths, self.optimizers)
+            leaf.paths = _without_optimizers(leaf.paths, self.optimizers)
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
@@ -128,7 +128,7 @@ class LiveVariables:
         return [(name, self._number(child)) for name, child in found.items()]
 
     def leaf_of(self, value: Any) -> NamedVariable | None:
-        """Returns the variable of an object; None if it is no variable of these."""
+        """Returns the `NamedVariable` of an object; None if the object is not one of these variables."""
         return self._of_variable.get(id(_variable(value)))
 
     def _find_slots(self, named: list[tuple[str, NamedVariable]]) -> None:
@@ -213,7 +213,7 @@ class SavedVariables:
                 if leaf := self.leaves.get(slot.slot_variable_node_id):
                     leaf.kind, leaf.origin = slot.slot_name, self.leaves.get(slot.original_variable_node_id)
         for leaf in self.leaves.values():
-            leaf.paths = _of_others(leaf.paths, live.optimizers)
+            leaf.paths = _without_optimizers(leaf.paths, live.optimizers)
         variables = [key for key in self._shapes if _tf.is_variable_key(key)]
         self.attributes = {_tf.name_of_variable(key).partition("/")[0] for key in variables} - {"save_counter"}
 
@@ -226,7 +226,7 @@ class SavedVariables:
 
 
 class NameNormalizer:
-    """Takes out of names what Keras has counted in one process: `dense_7/kernel` becomes `dense/kernel`.
+    """Removes from names the numbers that Keras has counted in one process: `dense_7/kernel` becomes `dense/kernel`.
 
     The name of a model that is an attribute of the trainer is left out too: the attribute stands for it.
 
@@ -250,7 +250,7 @@ class NameNormalizer:
         return "/".join(parts[1:] if len(parts) > 2 and _base(parts[0]) in self._models else parts)
 
     def counted(self, names: Iterable[str]) -> Callable[[str], str]:
-        """Returns a function of a name that counts the layers that Keras has named from 0 on, in the order of names."""
+        """Returns a function that renumbers the names that Keras has numbered: from 0 on, in the order of `names`."""
         numbers: dict[str, dict[str, int]] = {}
         for part in (part for name in names for part in name.split("/") if self._is_made(part)):
             of_base = numbers.setdefault(_base(part), {})
@@ -263,7 +263,7 @@ class NameNormalizer:
         return lambda name: "/".join(map(count, name.split("/")))
 
     def given(self, name: str) -> str | None:
-        """Returns the normal name; None if Keras has made a part of it."""
+        """Returns the normal name; None if Keras has chosen a part of it."""
         name = self(name)
         return None if any(self._is_made(part) for part in name.split("/")) else name
 
@@ -272,7 +272,7 @@ class NameNormalizer:
 
 
 def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
-    """Returns variables by names that another start of the program gives them too, in their order.
+    """Returns the variables by names that are the same in every start of the program, in their order.
 
     Args:
       objects: dict from attribute name to trackable object, which hold the variables.
@@ -294,7 +294,7 @@ def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -
 
 
 class _Origins:
-    """The variables that slots may be kept for, with their names, by the names that optimizers make of theirs."""
+    """The variables that may have slots, with their names, by the names that optimizers derive from theirs."""
 
     def __init__(self, named: list[tuple[str, NamedVariable]]) -> None:
         self._whole = groups(named, lambda pair: pair[0])
@@ -305,7 +305,7 @@ class _Origins:
 
         Args:
           leaves: the variables, in the optimizer's order.
-          owner: the optimizer's class; None takes what the names of its variables say.
+          owner: the optimizer's class; None if only the names of its variables are known.
           kinds: the kinds that are possible; None for all.
         """
         for name, alike in groups(leaves, lambda leaf: leaf.name).items():
@@ -342,7 +342,7 @@ def _old_slot(optimizer: SlotOptimizer, variable: tf.Variable, kind: str) -> tf.
 
 
 def _paths(children: Callable[[int], list[tuple[str, int]]], roots: Mapping[str, int]) -> dict[int, _Paths]:
-    """Returns how each node is reached from each root, by a path with the fewest numbers."""
+    """Returns, for each node, the path from each root that has the fewest numbers."""
     found: dict[int, _Paths] = {}
     for root, start in roots.items():
         queue, seen = collections.deque([(start, 0, "")]), set()
@@ -363,8 +363,8 @@ def _shortest(paths: _Paths) -> str:
     return min((count, f"{root}/{path}".strip("/")) for root, (count, path) in paths.items())[1]
 
 
-def _of_others(paths: _Paths, optimizers: set[str]) -> _Paths:
-    """Returns the ways to a variable that do not lead through an optimizer, if there are any."""
+def _without_optimizers(paths: _Paths, optimizers: set[str]) -> _Paths:
+    """Returns the paths to a variable that do not lead through an optimizer; all paths if each of them does."""
     return {root: way for root, way in paths.items() if root not in optimizers} or paths
 
 
@@ -391,7 +391,7 @@ def in_order(path: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[/-]", path)]
 
 
-def _is_of_optimizers(value: Any) -> bool:
+def _has_optimizers(value: Any) -> bool:
     """Returns whether an attribute is an optimizer, or a list or dict of them."""
     if _keras.is_optimizer(value) or not isinstance(value, (list, tuple, dict)):
         return _keras.is_optimizer(value)
@@ -405,7 +405,7 @@ def _escaped(name: str) -> str:
 
 
 def _inner(name: str) -> str:
-    """Returns the name of the layer in a `Bidirectional`, which puts a word before it."""
+    """Returns the name of the layer inside a `Bidirectional`, without the prefix that this adds."""
     return name.removeprefix("forward_").removeprefix("backward_")
 
 

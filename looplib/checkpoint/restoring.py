@@ -29,7 +29,7 @@ _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of po
 
 
 class RestoreMode(enum.Enum):
-    """Which differences between a checkpoint and the objects here a restore allows."""
+    """The differences between a checkpoint and the objects here that a restore allows."""
 
     STRICT = enum.auto()  # none
     SUBSET = enum.auto()  # the checkpoint may hold more, such as the optimizer, which an evaluation does not have
@@ -80,7 +80,7 @@ def restore(
 def _compared(
     checkpoint: tf.train.Checkpoint, objects: Mapping[str, Any], path: str, shapes: bool
 ) -> dict[str, list[str]]:
-    """Returns what a checkpoint and the objects here have apart, by titles; {} where the names are not known.
+    """Returns the differences between a checkpoint and the objects here, by titles; {} if the names are not known.
 
     Raises `UsageError` if what no variable holds is not what the checkpoint was made with. Without `shapes` it looks
     only for other names at the same places.
@@ -138,7 +138,7 @@ def peek(path: str) -> tuple[int, RunRecord]:
             f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
             f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
         )
-    if record.global_batch_size is not None and not record.saved_batches.holds(step, step + record.input_offset):
+    if record.global_batch_size is not None and not record.saved_batches.is_possible(step, step + record.input_offset):
         raise CheckpointError(
             f"the run record in {path} has batches of {record.saved_batches} examples, of which no run comes to step "
             f"{step}; name another checkpoint"
@@ -181,7 +181,7 @@ def objects_of(graph: Any, checkpoint: Any) -> dict[int, Any]:
 
 
 def misplaced(saved: SavedVariables, objects: Mapping[int, Any]) -> list[str]:
-    """Lists the saved variables at whose place, there is another one now, as "la/kernel there, lb/kernel here"."""
+    """Lists the places that hold another variable now than in the checkpoint: "la/kernel there, lb/kernel here"."""
     live = saved.live
     normal = NameNormalizer(live)
     here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
@@ -202,7 +202,7 @@ def misplaced(saved: SavedVariables, objects: Mapping[int, Any]) -> list[str]:
 
 
 def differences(saved: SavedVariables) -> dict[str, list[str]]:
-    """Returns what a checkpoint and the objects here have apart: dict from a title to the names of variables.
+    """Returns the differences between a checkpoint and the objects here: dict from a title to names of variables.
 
     These are the names of layers, and not their places in lists, under the attribute of the trainer.
     """
@@ -234,7 +234,7 @@ def differences(saved: SavedVariables) -> dict[str, list[str]]:
 
 
 def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
-    """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
+    """Describes the differences between a checkpoint and objects as a phrase: titles with names; "" for none."""
     return "; ".join(f"{title}: {join_names(list(names), most=4)}" for title, names in differences.items() if names)
 
 
@@ -256,7 +256,7 @@ def contents_of(objects: Mapping[str, Any]) -> dict[str, Contents]:
 
 
 def check_contents(objects: Mapping[str, Any], record: RunRecord, path: str) -> None:
-    """Raises `UsageError` if the contents here are not those of a checkpoint, as far as both have the names."""
+    """Raises `UsageError` if a table or layer has other contents than the one of its name in a checkpoint."""
     if not record.contents:
         return
     for name, ours in contents_of(objects).items():
@@ -269,7 +269,7 @@ def check_contents(objects: Mapping[str, Any], record: RunRecord, path: str) -> 
 
 
 def _found_in(objects: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields (name, entries) of each, below every attribute."""
+    """Yields (name, entries) of each table and adapted layer below every attribute."""
     whole = tf.train.Checkpoint(**objects)
     for root, value in tf.train.TrackableView(whole).children(whole).items():  # with wrappers of lists and dicts
         seen: set[int] = set()
@@ -292,7 +292,7 @@ def _found_in(objects: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _entries(table: Any) -> list[Any]:
-    """Returns the keys of a table in the order of their values; with the values, where these are no numbers."""
+    """Returns the keys of a table in the order of their values; if the values are no numbers, with the values."""
     if not int(table.size()):
         return []  # of a layer that has not learned yet, it has no initial value
     exported = tf.raw_ops.LookupTableExportV2(

@@ -114,12 +114,12 @@ class Checkpoints:
         if self._workers.is_chief:
             self._check()
             self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
-            commits.make_way(self.directory, step)
+            commits.set_foreign_aside(self.directory, step)
             if self._workers.count > 1:
                 commits.begin(path)  # before any worker writes
         positions = write_position(path, position, self._workers, self._mirror)
         if not self._workers.is_chief:
-            self._read_along()
+            self._read_with_chief()
             return
         if not self._policy.in_background or self._snapshots is None:
             commits.begin(path)
@@ -140,7 +140,7 @@ class Checkpoints:
 
         self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
         self._thread.start()
-        peers.current.let_end(self._thread)
+        peers.current.wait_for_thread(self._thread)
 
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
@@ -162,7 +162,7 @@ class Checkpoints:
                 self._policy = dataclasses.replace(self._policy, in_background=False)
                 logging.info("only TensorFlow can save %s; training waits for each save", error)
 
-    def _read_along(self) -> None:
+    def _read_with_chief(self) -> None:
         """Reads all values together with the chief, because some of them are summed over workers when they are read."""
         if self._snapshots is not None:
             self._snapshots.take()

@@ -16,22 +16,22 @@ class Peers:
 
     joined: bool = False
 
-    def let_end(self, save: threading.Thread) -> None:
+    def wait_for_thread(self, save: threading.Thread) -> None:
         """Lets an exit for the failure of another worker wait until a save is written, for up to 20 seconds.
 
         The thread must need no other worker.
         """
 
-    def let_note(self, end: Callable[[str, str], None]) -> None:
+    def report_exit_by(self, end: Callable[[str, str], None]) -> None:
         """Lets an exit for the failure of another worker write how the run ended: its status, and a sentence."""
 
-    def first_cause(self, seconds: float) -> None:
-        """Waits some seconds for the news that another worker failed first, with whose cause this process exits here.
+    def exit_with_first_cause(self, seconds: float) -> None:
+        """Waits some seconds for the news that another worker failed first; if so, exits here with that cause.
 
         A frozen worker, or one that is cut off, is known after a limit of silence.
         """
 
-    def last_words(self, code: int, sentence: str) -> None:
+    def announce_exit(self, code: int, sentence: str) -> None:
         """Tells the others that this process ends; they exit with its code, and a line that says so.
 
         Returns once the chief has noted it. If the chief has another cause already, this process exits with that one.
@@ -45,7 +45,7 @@ current = Peers()  # the run's own, alone until `join` has met others
 
 
 def join(cluster: Cluster, join_limit: float) -> None:
-    """Meets the other workers of a cluster within some seconds, and begins to watch them; a worker alone has none."""
+    """Connects to the other workers of a cluster within some seconds, and begins to watch them."""
     global current
     if len(cluster.workers) > 1:
         current = plugins.load("looplib.parts", "peers")(cluster, join_limit)

@@ -39,7 +39,7 @@ class _ReplicaStep(_tf.ReplicaLocal):
     """The step that a replica does."""
 
     share: Share | None = None  # of the global batch; None for batches of a fixed size
-    factor: tf.Tensor | None = None  # what optimizers multiply gradients by, see `of_means`; None for nothing
+    factor: tf.Tensor | None = None  # what optimizers multiply gradients by, see `weighting_means`; None for nothing
     gradients: list[tuple[str, Gradient]] | None = None  # by variables' names, of optimizers; None: not watched
 
 
@@ -69,8 +69,8 @@ def counted(weights: tf.Tensor) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def of_means() -> Iterator[None]:
-    """Has optimizers weigh the gradients of the `with` block by this replica's part of the global batch.
+def weighting_means() -> Iterator[None]:
+    """Makes optimizers weight the gradients in the `with` block by this replica's share of the global batch.
 
     For a loss that is the mean over this replica's examples, or otherwise over a batch of these examples alone.
     """
@@ -84,8 +84,8 @@ def of_means() -> Iterator[None]:
 
 
 @tf.autograph.experimental.do_not_convert
-def weighed(gradients: Iterable[Gradient]) -> list[Gradient]:
-    """Returns gradients, times the factor of `of_means` if they are computed in one on several replicas."""
+def weighted(gradients: Iterable[Gradient]) -> list[Gradient]:
+    """Returns gradients times the factor that `weighting_means` sets; unchanged outside of its block."""
     return [times(gradient, _step.factor) for gradient in gradients]
 
 
@@ -116,7 +116,7 @@ def varies(gradient: Gradient) -> bool:
 
 
 def times(gradient: Gradient, factor: tf.Tensor | None) -> Gradient:
-    """Returns a gradient, dense or sparse, times a scalar; a None of either changes nothing."""
+    """Returns a dense or sparse gradient times a scalar; unchanged if either is None."""
     if gradient is None or factor is None:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

@@ -42,14 +42,14 @@ def _apply(
     optimizer: Any, plain: Callable, grads: Iterable, trainable_variables: Iterable | None = None, *,
     summed: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Does what `apply` of Keras 3 is to do."""
+    """Replaces the method `apply` of a Keras 3 optimizer, which is `plain`."""
     grads = list(grads)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     if tf.distribute.in_cross_replica_context() or _optimizers.is_summed():
         return plain(grads, trainable_variables, **kwargs)
     if not summed:
-        grads = replicas.weighed(grads)
+        grads = replicas.weighted(grads)
     if not _keras.scales_loss(optimizer):
         replicas.note_gradients(grads, trainable_variables)
     if _optimizers.num_replicas() > 1:
@@ -84,13 +84,13 @@ def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:
 def _apply_pairs(
     optimizer: Any, plain: Callable, grads_and_vars: Iterable, *args: Any, summed: bool = False, **kwargs: Any
 ) -> Any:
-    """Does what `apply_gradients` of tf_keras is to do."""
+    """Replaces the method `apply_gradients` of a tf_keras optimizer, which is `plain`."""
     pairs = list(grads_and_vars)
     if tf.distribute.in_cross_replica_context() or _optimizers.is_summed():
         return plain(pairs, *args, **kwargs)
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if not summed:
-        gradients = replicas.weighed(gradients)
+        gradients = replicas.weighted(gradients)
     if not _keras.scales_loss(optimizer):
         replicas.note_gradients(gradients, variables)
     names = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}
@@ -145,7 +145,7 @@ class TrainingOptimizers:
     def close(self) -> None:
         """Restores the original methods of the optimizers."""
         for replacement in reversed(self._replacements):
-            replacement.take_back()
+            replacement.undo()
 
     def _change(self, optimizer: Any, sums: bool, noted: bool) -> None:
         if _keras.family(optimizer) == "keras":

@@ -89,7 +89,7 @@ def tf_variable(variable: Any) -> tf.Variable:
 
 
 def value_now(value: Any) -> Any:
-    """Returns a value; a tensor in place of a variable of either family, or of TensorFlow, which may change later."""
+    """Returns a value; for a variable of either family or of TensorFlow, a tensor of its present value."""
     variable = tf_variable(value)
     return tf.convert_to_tensor(variable) if isinstance(variable, tf.Variable) else value
 
@@ -141,7 +141,7 @@ def inner_metrics(metric: Any) -> list[Any]:
 
 
 def _within(value: Any) -> Iterable[tuple[str, Any]]:
-    """Returns (name, item) of what a list or dict, layer or module of TensorFlow holds, to be searched last first.
+    """Returns (name, item) of what a list, dict, layer or `tf.Module` holds, in the reverse order of the search.
 
     A layer's private attributes come first, because Keras also has those of a user in some, and a model's own optimizer
     last.
@@ -242,7 +242,7 @@ def averaged(optimizer: Any, variables: Iterable[Any], with_updated: bool) -> li
 
 
 def rate_or_schedule(optimizer: Any, rate: Any) -> Any:
-    """Returns the rate or schedule of an optimizer of tf_keras. The public attribute is that of the last update."""
+    """Returns the rate or schedule of an optimizer of tf_keras, whose public attribute has the last update's rate."""
     return getattr(optimizer, "_learning_rate", rate)
 
 

@@ -37,10 +37,10 @@ _summed: set[tuple[int, int | None]] = set()  # strategies and replicas whose gr
 
 
 class Replacement:
-    """A method of one object in place of its class's, made from the one that it replaces.
+    """A method of one object that replaces its class's method and may call it.
 
     Attributes:
-      replaced: the object's own method.
+      replaced: the original method.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
@@ -56,7 +56,7 @@ class Replacement:
         """Calls the method that was made."""
         return self._method(*args, **kwargs)
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """Restores the original method, unless another training has replaced it since."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
@@ -65,7 +65,7 @@ class Replacement:
 
 
 def own_method(owner: Any, name: str) -> Callable:
-    """Returns a method of an object without what replaces it."""
+    """Returns the original method of an object, also where a `Replacement` stands in its place."""
     method = getattr(owner, name)
     return method.replaced if isinstance(method, Replacement) else method
 
@@ -129,7 +129,7 @@ def leave_out_sum(optimizer: Any) -> None:
     if vars(adapter)[_SUM].__module__ == __name__:
         return
     for name in (_SUM, *_UPDATES):
-        setattr(adapter, name, _heeding(adapter, name, vars(adapter)[name]))
+        setattr(adapter, name, _aware_of_sum(adapter, name, vars(adapter)[name]))
 
 
 def updates_conditionally(optimizer: Any) -> bool:
@@ -147,7 +147,7 @@ def variables_of(optimizer: Any) -> Iterable[Any]:
     return getattr(optimizer, "_trainable_variables", ())
 
 
-def _heeding(adapter: type, name: str, original: Callable) -> Callable:
+def _aware_of_sum(adapter: type, name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self: Any, *args: Any) -> Any:
         if num_replicas() == 1 or not is_summed():

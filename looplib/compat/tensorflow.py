@@ -163,7 +163,7 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
 
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
-    """Returns the public name of a strategy's class; TensorFlow 2.21 and older have other ones for two of them."""
+    """Returns the public name of a strategy's class; TensorFlow up to 2.21 uses other names for two of them."""
     name = type(strategy).__name__.removesuffix("V2")
     return _STRATEGIES.get(name, name)
 
@@ -194,7 +194,7 @@ def parse_profile(content: bytes) -> Any | None:
 
 
 def log_once() -> None:
-    """Has TensorFlow's warnings printed once: not by its own handler, if the root logger has one that prints them too.
+    """Makes TensorFlow print each warning once: mutes its own handler while the root logger has one.
 
     TensorFlow itself sees to that where the root logger has a handler when it is imported.
     """
@@ -260,7 +260,7 @@ _WRONG_LENGTH = re.compile(r"dataset was expected to contain (\d+) elements? but
 
 
 def lengths_of_a_wrong_epoch(error: BaseException) -> tuple[str, str] | None:
-    """Returns how many elements a data set was asserted to have, and had, where that is an error; else None."""
+    """Returns (the asserted cardinality of a data set, its actual one) from the error of a wrong one; else None."""
     found = _WRONG_LENGTH.search(str(error))
     return (found[1], found[2]) if found else None
 
@@ -393,7 +393,7 @@ def is_by_element(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_
 
 
 def _reads(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_other: bool) -> bool | None:
-    """Returns whether it reads origins by element; None for a branch that reads none, and may."""
+    """Returns whether a data set reads origins by element; None for a branch that reads none but is allowed."""
     if any(dataset is origin for origin in origins):
         return True
     found = [_reads(one, origins, any_other) for one in dataset._inputs()]
@@ -452,7 +452,7 @@ def message_without_op(error: tf.errors.OpError) -> str:
 
 
 class ReplicaLocal(threading.local):
-    """Values that belong to the step of one replica, for what this calls without handing them on.
+    """Values of one replica's step, for functions that it calls without passing them.
 
     tf.distribute keeps none for a replica, but traces and runs each in a thread of its own.
     """

@@ -49,11 +49,11 @@ class Epoch:
     whole: bool = False
 
     def steps(self, size: int) -> float:
-        """Returns the steps of an epoch with global batches of some examples."""
+        """Returns the steps of an epoch with global batches of `size` examples."""
         return -(-self.examples // size) if self.whole or self.examples % size == 0 else float(self.examples / size)
 
     def after(self, examples: int, batches: int, size: int) -> int:
-        """Returns the examples that have come after some, and after further batches of one size."""
+        """Returns how many examples have come once further batches of one size follow the first `examples`."""
         if not self.whole:
             return examples + batches * size
         first = self.batches(examples, self._next(examples), size)
@@ -63,7 +63,7 @@ class Epoch:
         return self._next(examples) + epochs * self.examples + rest * size
 
     def batches(self, examples: int, target: int | Fraction, size: int) -> int:
-        """Returns how many batches of one size it takes from some examples on, until a number of them has come."""
+        """Returns how many batches of one size it takes to get from `examples` to at least `target` examples."""
         end = self._next(examples)
         if not self.whole or target <= end:
             return -(-(target - examples) // size)
@@ -71,7 +71,7 @@ class Epoch:
         return self.batches(examples, end, size) + epochs * -(-self.examples // size) - (-rest // size)
 
     def _next(self, examples: int) -> int:
-        """Returns where the epoch that some examples lead into ends."""
+        """Returns the number of examples at the end of the epoch in which the next example is."""
         return (examples // self.examples + 1) * self.examples
 
 
@@ -86,7 +86,7 @@ class Batches:
     earlier: tuple[BatchSizePeriod, ...] = ()  # batches of other sizes, in their order
 
     def resized(self, size: int, step: int, batch: int) -> "Batches":
-        """Returns the batches of a run that continues with another size, at a step and after `batch` batches."""
+        """Returns the batches of a run that continues with another size from a step on, after `batch` batches."""
         if size == self.size:
             return self
         now = BatchSizePeriod(step, batch, self.size)
@@ -101,8 +101,8 @@ class Batches:
         earlier = (dataclasses.replace(span, step=min(span.step, step)) for span in self.earlier)
         return Batches(self.size, tuple(earlier))
 
-    def holds(self, step: int, batch: int) -> bool:
-        """Returns whether a run can be at a step and have consumed some global batches: a file may say anything."""
+    def is_possible(self, step: int, batch: int) -> bool:
+        """Returns whether a run can have consumed `batch` global batches at a step; for values from a file."""
         places = [(0, 0), *((span.step, span.batch) for span in self.earlier), (step, batch)]
         in_order = all(a <= c and b <= d for (a, b), (c, d) in zip(places, places[1:]))
         return 0 < self.size < _MOST_EXAMPLES and in_order and self.before(batch) < _MOST_POSITIONS
@@ -122,10 +122,10 @@ class Batches:
         return not epoch.whole or (epoch.examples % self.size == 0 == self.before(self.first, epoch) % self.size)
 
     def whole(self, batch: int) -> int:
-        """Returns how many batches of the present size have as many examples as come before a global batch.
+        """Returns the number of batches of the present size that hold all examples before a global batch.
 
         Raises:
-          UsageError: if no number of them does.
+          UsageError: if no whole number of them does.
         """
         examples = self.before(batch)
         if examples % self.size:
@@ -138,7 +138,7 @@ class Batches:
         return examples // self.size
 
     def before(self, batch: int, epoch: Epoch = _WITHOUT_END) -> int:
-        """Returns how many examples come before a global batch, by its number."""
+        """Returns how many examples come before the global batch of a number."""
         return self._examples(batch, [span.batch for span in self.earlier], epoch)
 
     def trained(self, step: int, epoch: Epoch = _WITHOUT_END) -> int:

@@ -30,7 +30,7 @@ class BadRecords:
 
 
 class Reads(Protocol):
-    """How the records of a data set are read, for which tf.data shows only a map. Its text names the reader."""
+    """How the records of a data set are read; tf.data itself shows only a map. `str` names the reader."""
 
     calls: list[int]  # of its stages
     records: int  # how many were read
@@ -66,7 +66,7 @@ class Reader(Protocol):
         """Returns checksums of a part of what is read, by the name of the file."""
 
     def name_of(self, number: int) -> str:
-        """Returns what an error calls the record that comes for an id of the first call."""
+        """Returns the name, for errors, of the record with an id of the first call."""
 
 
 @dataclasses.dataclass(kw_only=True)

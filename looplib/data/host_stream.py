@@ -87,7 +87,7 @@ class HostStream(Stream):
         return iterator
 
     def _read_from(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns what the iterator reads: a pipeline, or one that makes more of it."""
+        """Returns the data set that the iterator reads, made from a pipeline."""
         return dataset
 
     def _kind(self) -> tuple:
@@ -126,7 +126,7 @@ class HostStream(Stream):
         self._read_on(iterator, self.skipped)
 
     def _read_on(self, iterator: tf.data.Iterator, count: int) -> None:
-        """Reads batches that are left out; `Dataset.skip` would be part of the pipeline whose state is saved."""
+        """Reads and drops batches; `Dataset.skip` would become part of the pipeline whose state is saved."""
 
         @tf.function
         def skip(iterator: tf.data.Iterator, count: tf.Tensor) -> None:
@@ -151,7 +151,7 @@ class HostStream(Stream):
 
     @functools.cached_property
     def _fillers(self) -> Callable[[int], Any] | None:
-        """Makes what stands for a batch of some examples; None for elements of a kind that cannot be made up."""
+        """Makes a batch of zeros with some examples; None if the elements are not all dense tensors of known rank."""
         specs = tf.nest.flatten(self.dataset.element_spec)
         if not all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs):
             return None
@@ -214,7 +214,7 @@ class HostStream(Stream):
         return self._to_replicas(optional[0] if self.ahead else self._placed(self._values(optional[0])))
 
     def _values(self, optionals: tuple[tf.experimental.Optional, ...]) -> tuple:
-        """Returns the batches of a step that there is."""
+        """Returns the batches of a step that has data on at least one replica."""
         first, *others = optionals
         if not self.properties.may_be_empty:
             return tuple(part.get_value() for part in optionals)

@@ -71,7 +71,7 @@ class InputContext:
         self.asked = DatasetRequests()
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
-        """Returns a new context of the same pipeline; `only` are positions int64 `[n]` to make batches of one of."""
+        """Returns a new context of the same pipeline; `only`, int64 `[n]`, are positions, each a batch of its own."""
         return InputContext(
             global_batch_size=self.global_batch_size,
             num_replicas=self.num_replicas,
@@ -208,7 +208,7 @@ class InputContext:
         return derived_seed(self.seed, f"name {name}")
 
     def located(self, plan: Plan, seed: int) -> Locate:
-        """Returns `Plan.located` of this training, whose order has a seed, or of this evaluation."""
+        """Returns `Plan.located` for this training, in the order of a seed, or for this evaluation."""
         return plan.located(OrderKey(seed, self.places.sizes) if self.training else None)
 
     def records(
@@ -263,7 +263,7 @@ class InputContext:
     def positions_of(
         self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int
     ) -> tuple[tf.data.Dataset, DatasetCall]:
-        """Makes the positions of this pipeline's batches of a plan, for a method of that name with such arguments.
+        """Makes the positions of this pipeline's batches of a plan, for a `method` with these arguments.
 
         Returns chunks of at most `most` batches, int64 `[k, b]`, and the call, for the method to complete. A batch that
         may be smaller is a chunk of its own.

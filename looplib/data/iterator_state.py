@@ -12,11 +12,11 @@ _MOST_BYTES = 256 * 2**20
 _PIECES = 4
 _DIGEST_BYTES = 16
 # Which shuffle has ended, or not begun, in an epoch.
-_OF_FILES = (
+_FILE_SHUFFLE = (
     "such as that of list_files, which ends once all files are open; to resume from the state, repeat() directly "
     "behind that shuffle, in front of interleave"
 )
-_OF_PARTS = "such as that of a part of a concatenate, or one in front of a take"
+_OTHER_SHUFFLE = "such as that of a part of a concatenate, or one in front of a take"
 _FAIL = 2  # the op's policy: refuse what has state outside of the iterator
 # Stages that TensorFlow 2.20 and 2.21 restore exactly, by their names in its states, see tests/data/sources_test.py.
 TRIED = frozenset(
@@ -76,7 +76,7 @@ def save(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> tuple[bytes, s
         if seeds is None:
             raise UnsavableError("this version of TensorFlow does not tell which shuffles it repeats")
         if seeds.lacking(texts):
-            raise BetweenEpochsError(_OF_FILES if seeds.interleaved else _OF_PARTS)
+            raise BetweenEpochsError(_FILE_SHUFFLE if seeds.interleaved else _OTHER_SHUFFLE)
     if why := _tf.why_restored_wrongly(texts):
         raise UnsavableError(why)
     pieces, size = _pack(state, _MOST_BYTES)

@@ -60,7 +60,7 @@ class Plan(abc.ABC):
         """Returns the function from positions in an evaluation, 0 to `size` - 1, to examples."""
 
     def located(self, key: OrderKey | None) -> Locate:
-        """Returns the function from chunks of positions, int64 `[k, b]`, to examples; None: of an evaluation."""
+        """Returns the function from chunks of positions, int64 `[k, b]`, to examples; key None for an evaluation."""
         locate = self.once() if key is None else self.endless(key)
 
         def chunk(positions: tf.Tensor) -> Any:
@@ -104,7 +104,7 @@ class Ids(Plan):
         return lambda positions: positions
 
     def endless_in_xla(self, positions: tf.Tensor, seed: int) -> tf.Tensor:
-        """Returns what the function of `endless` returns for positions and the key's seed, by ops that XLA compiles."""
+        """Computes what the function of `endless` returns, by ops that XLA compiles; `seed` is the key's."""
         epoch, position = positions // self.size, positions % self.size
         return index_shuffle(position, (seed, epoch), self.size - 1, _ROUNDS) if self.shuffle else position
 

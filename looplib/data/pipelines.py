@@ -58,8 +58,8 @@ class Pipelines:
       start_step: global batches that the run has consumed.
       sizes: of the run's global batches.
       workers: the workers of the strategy.
-      on_host: whether the batches go through no iterator of tf.distribute.
-      whole: whether each makes global batches, which are then divided among the replicas.
+      on_host: whether plain iterators read the batches, and not those of tf.distribute.
+      whole: whether each pipeline makes global batches, which are then divided among the replicas.
       overfit_batch: whether each step gets the first batch.
     """
 

@@ -23,7 +23,7 @@ class SavedPosition:
         self._renew, self._count, self._note = renew, count, note
         self.obstacle = ""
         self._digest = b""  # of the pipeline, in front of its states
-        self._tried_out = self._said_between = False  # stages that are not known; that a state is not complete
+        self._tried_out = self._warned_between_epochs = False  # stages that are not known; that a state is not complete
 
     def begin(self, iterator: tf.data.Iterator, *kind: object) -> bool:
         """Takes a new iterator of a kind; returns whether its position can be saved, as far as is known."""
@@ -50,12 +50,12 @@ class SavedPosition:
                 self._tried_out = True
             return self._digest + packed
         except iterator_state.BetweenEpochsError as error:
-            if not self._said_between:
+            if not self._warned_between_epochs:
                 self._note(
                     "has a shuffle that has ended or not begun in this epoch, so that its state is not complete, and a "
                     f"run that resumes here will skip the data already used: {error}"
                 )
-            self._said_between = True
+            self._warned_between_epochs = True
             return None  # the next position can be saved again
         except iterator_state.UnsavableError as error:
             self._give_up(str(error))

@@ -13,7 +13,7 @@ from looplib.data.input_context import InputContext
 
 
 def counted_from_0(iterator: Any) -> Any:
-    """Returns an iterator, in a graph as another Python object.
+    """Returns an iterator; in a graph, as a new Python object.
 
     TensorFlow refuses to read one object more than 32 times in a graph, which it takes for an unintended Python loop. A
     chunk of steps on several replicas is such a loop, and intended.
@@ -77,7 +77,7 @@ class BatchProperties:
 
 @dataclasses.dataclass(kw_only=True)
 class Stream:
-    """The batches of a task, step by step: as tf.distribute's own iterators hand them out."""
+    """The batches of a task, step by step. This base class reads them by tf.distribute's own iterators."""
 
     strategy: tf.distribute.Strategy  # the strategy of the replicas
     # the data set, as `strategy.distribute_datasets_from_function` returned it
@@ -163,7 +163,7 @@ class Stream:
         raise NotImplementedError
 
     def share(self, stream: "Stream") -> None:
-        """Lets a loop that was traced to read another stream, of the same task, read this one's iterators."""
+        """Takes the state of another stream of the task, so that a loop traced for it can read this one's iterators."""
 
     @tf.autograph.experimental.do_not_convert
     def next_as_optional(self, iterator: Any) -> Any:

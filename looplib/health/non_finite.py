@@ -1,8 +1,8 @@
 """Guards against NaN and infinite values.
 
-In a step, on the device, these watch the losses (metrics with "loss" in their names) and every gradient that goes
-through a Keras optimizer. Between steps, before anything is committed, they check every floating-point variable of the
-state.
+In a step, on the device, these watch the losses (`Trainer.loss_name`, and metrics with "loss" in their names) and
+every gradient that goes through a Keras optimizer. Between steps, before anything is committed, they check every
+floating-point variable of the state.
 """
 
 from collections.abc import Sequence

@@ -27,11 +27,11 @@ from looplib.cluster import peers
 from looplib.errors import EXIT_PREEMPTED, Preempted
 from looplib.health.watchdog import RunningTime, debugger_holds_a_thread
 
-_OF_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)  # a program, or a library in C, may have a use of its own for them
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, *_OF_PROGRAMS)
+_USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # a program, or a library in C, may have a use of its own for them
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, *_USER_SIGNALS)
 # These come again by themselves (a closed terminal sends two, the limit of CPU time one each second, a cluster manager
 # and a job script one each), so a later one means nothing new. A program may be started to ignore them, as by nohup.
-_REPEATED = (signal.SIGHUP, signal.SIGXCPU, *_OF_PROGRAMS)
+_REPEATED = (signal.SIGHUP, signal.SIGXCPU, *_USER_SIGNALS)
 GRACE_SECONDS = 15.0
 _LIBC = ctypes.CDLL(None)
 _TICK = 0.2  # seconds between checks whether a step has ended
@@ -168,7 +168,7 @@ class PreemptionNotice:
             self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
             self._thread.start()
         heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
-        heard = [signum for signum in heard if signum not in _OF_PROGRAMS or _handler_in_c(signum) is None]
+        heard = [signum for signum in heard if signum not in _USER_SIGNALS or _handler_in_c(signum) is None]
         block.handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
         block.in_c = {signum: _handler_in_c(signum) for signum in heard}
         block.running = RunningTime(_TICK)
@@ -191,7 +191,7 @@ class PreemptionNotice:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop(threading.get_ident()))
 
     def in_a_fork(self) -> None:
-        """Leaves the signals of a fork of the process to it: the parent's pipe and handlers are not for them."""
+        """Gives a forked child signal handling of its own, without the parent's pipe and handlers."""
         if self._read is not None:
             os.close(self._read)
             os.close(self._write)
@@ -205,7 +205,7 @@ class PreemptionNotice:
 
     def _leave_what_the_program_has_taken(self) -> None:
         """Forgets the signals that the program has installed its own handler for since the start."""
-        for signum in _OF_PROGRAMS:
+        for signum in _USER_SIGNALS:
             if (signal.getsignal(signum), _handler_in_c(signum)) != (self._handle, self._block.in_c.get(signum)):
                 self._block.handlers.pop(signum, None)
 
@@ -317,7 +317,7 @@ def _handler_in_c(signum: int) -> int | None:
 
 def _leave(code: int, sentence: str) -> None:
     console.last_line(f"looplib: {sentence}")
-    peers.current.last_words(code, sentence)
+    peers.current.announce_exit(code, sentence)
     os._exit(code)
 
 

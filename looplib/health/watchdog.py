@@ -116,7 +116,7 @@ class Watchdog:
             self._depth -= 1
 
     def allowed(self, phase: str) -> float:
-        """Returns the seconds without progress that are granted in a phase now."""
+        """Returns how many seconds without progress a phase is allowed now."""
         if self._limit is not None:
             return self._limit
         return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
@@ -151,7 +151,7 @@ class Watchdog:
             f"above; {advice} (--stall_limit sets the limit)"
         )
         console.last_line(f"looplib: error: {sentence}")
-        peers.current.last_words(EXIT_STALLED, sentence)
+        peers.current.announce_exit(EXIT_STALLED, sentence)
         os._exit(EXIT_STALLED)
 
 

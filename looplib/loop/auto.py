@@ -32,7 +32,7 @@ class AutoLoop(InnerLoop):
 
     @property
     def traces(self) -> int:
-        """How often the loop was traced that was traced most often."""
+        """The traces of the loop with the most."""
         return max(self._graph.traces, self._chosen.traces)
 
     def trace(self, iterator: Iterator) -> None:
@@ -54,7 +54,7 @@ class AutoLoop(InnerLoop):
         total, self._iterator = LoopResult(0, True), iterator
         while self._trial and total.done != request.steps:
             rest = request.after(total.done)
-            self._used, steps = self._trial.part_of(rest)
+            self._used, steps = self._trial.next_part(rest)
             if steps == 0:
                 break
             started = time.perf_counter()
@@ -62,7 +62,7 @@ class AutoLoop(InnerLoop):
             total = total.then(ran)
             if not ran.finite or ran.done < steps:
                 return total
-            if self._trial.took(steps, time.perf_counter() - started):
+            if self._trial.note(steps, time.perf_counter() - started):
                 self.record, self._chosen, self._trial = self._trial.choice, self._trial.fastest, None
         if total.done == request.steps:
             return total

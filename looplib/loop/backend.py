@@ -62,9 +62,7 @@ class LocalReplicas(Backend):
     def reducer(self) -> Reducer:
         """See `Backend`."""
         spec = self._spec
-        return Reducer(
-            spec.strategy, spec.step_name, count_examples=not spec.training, guarded=spec.guarded, skips=spec.skips
-        )
+        return Reducer(spec.strategy, spec.step_name, not spec.training, spec.watched_loss, spec.skips)
 
     def tables(self, arrays: Any) -> Any:
         """See `Backend`."""

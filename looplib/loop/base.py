@@ -137,9 +137,9 @@ class Specification:
         return self.config.loop in ("auto", "xla") and self.strategy.num_replicas_in_sync == 1
 
     @property
-    def guarded(self) -> bool:
-        """Returns whether values that are not finite are looked for in each step."""
-        return self.non_finite != "off"
+    def watched_loss(self) -> str:
+        """Returns the name of the loss if values that are not finite are looked for in each step; else ""."""
+        return self.task.loss_name if isinstance(self.task, Trainer) and self.non_finite != "off" else ""
 
     @property
     def skips(self) -> bool:
@@ -242,7 +242,7 @@ class TrainingLoop(Loop):
         """Continues with the data after `step` global batches, where the last `run` failed in the middle."""
 
     @abc.abstractmethod
-    def left_whole(self, error: BaseException) -> bool:
+    def failed_between_steps(self, error: BaseException) -> bool:
         """Returns whether an error of the last `run` came between two steps, so that none has updated only a part."""
 
     def foresee_end(self, target: int) -> None:

@@ -208,7 +208,7 @@ class DeviceLoop(InnerLoop):
         self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
         stride: tf.Tensor, status: Status,
     ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
-        """`_repeat` in one loop, which does not end for each check."""
+        """Does what `_repeat` does in a single loop, which checks whether to stop without ending."""
         done = tf.constant(0, tf.int64)
         for _ in tf.range(tf.where(status.go, rounds, 0)):
             tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)

@@ -146,7 +146,7 @@ class Loops:
         return self.training.steps_per_epoch if self.training else None
 
     def steps_of(self, steps: int | None, epochs: float | None) -> int:
-        """Returns a number of steps that was given as such, or as epochs of known length; else raises `UsageError`."""
+        """Returns the step to train to, given by `steps` or by `epochs`; `UsageError` if it cannot be known."""
         if self.training is None:
             raise MissingPartError("this controller has no trainer; give Controller(trainer=...) to train")
         if (steps is None) == (epochs is None):
@@ -198,7 +198,7 @@ class Loops:
             request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step, show=boundary.shows)
             ran = self.training.run(request, "train")
         except BaseException as error:
-            self.torn = not self.training.left_whole(error)
+            self.torn = not self.training.failed_between_steps(error)
             raise
         self.check_count(step + ran.done, ran.counted)
         return ran

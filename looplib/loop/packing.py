@@ -64,9 +64,9 @@ class Packer:
         """Returns where the value of a metric begins in a contribution."""
         return next(slot.start for slot in self.slots if slot.name == name)
 
-    def losses(self) -> list[_Slot]:
-        """Returns the slots of the metrics that are losses by their names."""
-        return [slot for slot in self.slots if "loss" in slot.name.lower() and slot.kind != "last"]
+    def losses(self, name: str) -> list[_Slot]:
+        """Returns the slots of the loss of a name, and of other metrics with "loss" in their names."""
+        return [one for one in self.slots if one.kind != "last" and (one.name == name or "loss" in one.name.lower())]
 
     def replaced(self) -> list[bool]:
         """Returns for each element whether a step's value takes the place of the one before, a list of bool."""

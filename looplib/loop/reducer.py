@@ -61,8 +61,8 @@ class Reducer(Accumulator):
       strategy: the `tf.distribute.Strategy`.
       who: the user's method, such as "Digits.step_fn", for messages.
       count_examples: adds the total `examples`, from the first dimension of the inputs.
-      guarded: watches losses and gradients for values that are not finite. Accumulation stops at the first such step,
-        so that the totals identify the failing step and value.
+      watched_loss: the name of the loss; it, other losses and gradients are watched for values that are not finite.
+        Accumulation stops at the first such step, so that the totals identify the step and the value. "" for no watch.
       skips: counts steps that were undone, as `skipped_steps`.
 
     Attributes:
@@ -75,10 +75,10 @@ class Reducer(Accumulator):
         strategy: tf.distribute.Strategy,
         who: str,
         count_examples: bool,
-        guarded: bool = False,
+        watched_loss: str = "",
         skips: bool = False,
     ) -> None:
-        self._strategy, self._who, self._guarded = strategy, who, guarded
+        self._strategy, self._who, self._watched_loss = strategy, who, watched_loss
         self.packer = Packer(who, count_examples, skips)
         self._watched: list[str] = []  # names of the watched values
         self._totals = self._pending = None  # the second is what `load` was given too early
@@ -95,7 +95,7 @@ class Reducer(Accumulator):
           `looplib.each`, the tensor and `(whether there was an example, dict of these values)`; see `divided`.
         """
         batch = batch_size(inputs)
-        if self._guarded:
+        if self._watched_loss:
             with replicas.watching() as gradients:
                 outputs = step_fn(inputs)
             return self._watch(inputs, outputs, *non_finite.measure_gradients(gradients))
@@ -132,7 +132,7 @@ class Reducer(Accumulator):
     def _watch(self, inputs: Any, outputs: Any, names: list[str], measures: list[tf.Tensor]) -> Any:
         """Adds to a contribution [1 (steps), each of the watched values]."""
         contribution, collected = self.packer.pack(outputs, inputs)
-        losses = self.packer.losses()
+        losses = self.packer.losses(self._watched_loss)
         self._watched = [slot.name for slot in losses] + names
         parts = [tf.gather(contribution, [slot.start for slot in losses])] if losses else []
         watch = [tf.ones([1], tf.float64), *parts, *measures]
@@ -166,7 +166,7 @@ class Reducer(Accumulator):
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self.packer.keras.items():
             remote.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
-        size = self.packer.size + (1 + len(self._watched) if self._guarded else 0)
+        size = self.packer.size + (1 + len(self._watched) if self._watched_loss else 0)
         self._totals = self._make_totals(size)
         replaced = self.packer.replaced()
         self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
@@ -225,7 +225,7 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def joined(self, totals: tf.Tensor, contribution: tf.Tensor) -> tf.Tensor:
-        """Returns totals, float64 `[n]`, with the contribution `[n]` of the step, or steps, that follow."""
+        """Returns totals, float64 `[n]`, plus the contribution `[n]` of the next step or steps."""
         kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
         if not self._watched:
             return kept + contribution
@@ -316,7 +316,7 @@ class Reducer(Accumulator):
             metric.reset_state()
 
     def state(self) -> State:
-        """See `Accumulator`; before the first step, the argument of `load`."""
+        """See `Accumulator`; before the first step, returns what `load` was given."""
         if not self.created:
             return self._pending[0] if self._pending else RunningTotals([], [])
         totals = [totals[: self.packer.size].tolist() for totals in self._totals_by_replica()]
@@ -324,8 +324,8 @@ class Reducer(Accumulator):
 
     @property
     def steps(self) -> int:
-        """The finite steps that a guarded reducer has added up, for `first_bad`; 0 for any other."""
-        return int(self._totals_by_replica()[0, self.packer.size]) if self._guarded and self.created else 0
+        """The finite steps that a watching reducer has added up, for `first_bad`; 0 for any other."""
+        return int(self._totals_by_replica()[0, self.packer.size]) if self._watched_loss and self.created else 0
 
     def load(self, state: State, steps: int = 0) -> None:
         """Continues from a `state()` of some `steps`; from zero if that has metrics which are not here.

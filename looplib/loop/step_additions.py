@@ -28,9 +28,9 @@ METRICS = metric_names.BATCH_SIZES
 class BatchSizes:
     """Compares the sizes of training batches with what is expected.
 
-    A batch is as large as the first value per example that the step returns, else as its input. No batch may be larger.
-    A smaller one is right as the last one of the data or of an epoch, so that at least half of the batches have to be
-    full.
+    The size of a batch is that of the first value per example that the step returns, else that of its input. No batch
+    may be larger than expected. The last batch of the data or of an epoch may be smaller, so at least half of the
+    batches have to be full.
 
     Args:
       who: the class name of the user's trainer, for messages.
@@ -43,7 +43,7 @@ class BatchSizes:
         self._seen = np.zeros(len(METRICS))
 
     def add_to(self, step_fn: Callable[[object], object]) -> Callable[[object], object]:
-        """Wraps a training step on one replica, so that its metrics have what `check` takes."""
+        """Wraps a training step on one replica, to add the sizes of its batches to its metrics, for `check`."""
 
         def measured(inputs: object) -> object:
             outputs = step_fn(inputs)
@@ -57,15 +57,15 @@ class BatchSizes:
         return measured
 
     def check(self, metrics: dict[str, object]) -> dict[str, object]:
-        """Returns the metrics since the last check without the sizes; raises `UsageError` for batches of others."""
+        """Returns the metrics since the last check, without the sizes; raises `UsageError` for wrong batch sizes."""
         if METRICS[0] not in metrics:
             return metrics
         self._seen += [metrics[name] for name in METRICS]
         self._refuse(self._seen)
         return {name: value for name, value in metrics.items() if name not in METRICS}
 
-    def look(self, packer: Packer, totals: list[list[float]]) -> None:
-        """Raises as `check` does, from what each replica has added up since the last check, before it is saved."""
+    def check_totals(self, packer: Packer, totals: list[list[float]]) -> None:
+        """Raises as `check` does, from the totals of each replica since the last check; before they are saved."""
         if METRICS[0] in packer.names:
             places = [packer.start_of(name) for name in METRICS]
             self._refuse(self._seen + np.sum(totals, axis=0)[places])
@@ -114,7 +114,7 @@ def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
 
 
 def check_share(task: Trainer | Evaluator, step: Step) -> None:
-    """Raises `UsageError` if a traced step changes sums of a replica, as metrics are, that the task does not hold."""
+    """Raises `UsageError` if a traced step updates per-replica sums, such as metrics, that the task does not hold."""
     if isinstance(step.stream.element_spec, Share):
         used = [variable for variable in step.variables if is_summed(variable)]
         known = [*_metric_variables(vars(task)), *(variable for _, variable in variables_of(state_of(task)))]
@@ -164,7 +164,7 @@ def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training
 
 @tf.autograph.experimental.do_not_convert
 def _if(counts: tf.Tensor, value: Any) -> Any:
-    """Returns an output of a step, which weighs nothing unless it counts."""
+    """Returns an output of a step, with the weight 0 unless it `counts`."""
     if isinstance(value, tf.Tensor) and value.shape.rank != 0:
         value = reductions.mean(value)
     if not isinstance(value, Reduction):

@@ -122,7 +122,7 @@ def _read_by(kind: type) -> frozenset[str]:
 
 
 def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
-    """Checks metrics of classes that are not Keras's own, by two steps that change nothing in the end.
+    """Checks metrics of classes that are not Keras's own, by two trial steps that are undone.
 
     TensorFlow sums what replicas keep for a metric. That is the metric of the global batch only where every step adds
     to it, and adds a number that does not depend on the steps before: not for a maximum or a moving average.
@@ -164,7 +164,7 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
 
 
 def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:
-    """Yields the variables of metrics of other classes than Keras's own, which all keep sums."""
+    """Yields the variables of metrics that are not of Keras's own classes; those all keep sums."""
     for metric in metrics.values():
         for one in _keras.inner_metrics(metric):
             if not _keras.is_own_class(one):
@@ -172,7 +172,7 @@ def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:
 
 
 def is_summed(variable: tf.Variable) -> bool:
-    """Returns whether each replica keeps a value of a variable, and reading sums them."""
+    """Returns whether each replica keeps its own value of a variable, and reading it sums them."""
     sums = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
     return (variable.synchronization, variable.aggregation) == sums
 

@@ -128,7 +128,9 @@ class TaskLoop(TrainingLoop):
         backend.check(stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.
-        self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=spec.guarded) if spec.training else None
+        self._optimizers = (
+            TrainingOptimizers(spec.task, spec.strategy, noted=bool(spec.watched_loss)) if spec.training else None
+        )
         if not spec.training and properties.unknown:
             self._check_for_a_batch()
         replicas = spec.strategy.num_replicas_in_sync
@@ -315,7 +317,7 @@ class TaskLoop(TrainingLoop):
     def position(self) -> bytes | None:
         """See `TrainingLoop`."""
         if self._sizes and self.reducer.created:
-            self._sizes.look(self.reducer.packer, self.reducer.state().totals)
+            self._sizes.check_totals(self.reducer.packer, self.reducer.state().totals)
         data = self.data
         return data.stream.position(data.iterator) if data.iterator is not None else data.position
 
@@ -371,7 +373,7 @@ class TaskLoop(TrainingLoop):
             place = diagnosis().place_of_function(type(self.task).dataset)
         return place
 
-    def left_whole(self, error: BaseException) -> bool:
+    def failed_between_steps(self, error: BaseException) -> bool:
         """See `TrainingLoop`."""
         if isinstance(error, KeyboardInterrupt):
             return self._inner.ends_steps

@@ -26,7 +26,7 @@ _Wanted, _Took = tuple[DeviceLoop, int], tuple[int, float]
 class Trial:
     """Says what to run next, until it knows which loop is the fastest.
 
-    Its owner asks for a `part_of` each request, runs that, and tells how long it `took`.
+    Its owner asks for a `next_part` each request, runs that, and tells how long it took by `note`.
 
     Attributes:
       fastest: the graph loop, or once the trial has ended the loop that was fastest.
@@ -44,14 +44,14 @@ class Trial:
         self._rest = self._try_all()
         self._wanted: _Wanted = next(self._rest)
 
-    def part_of(self, request: Request) -> _Wanted:
+    def next_part(self, request: Request) -> _Wanted:
         """Returns the loop to measure next, and its steps; 0 if the request, or its data, is too short for them."""
         loop, wanted = self._wanted
         fits = request.sure if request.steps < 0 else min(request.sure, request.steps)
         self._longest, self._horizon = max(self._longest, fits), request.horizon
         return loop, min(wanted, fits) // loop.round_size * loop.round_size
 
-    def took(self, steps: int, seconds: float) -> bool:
+    def note(self, steps: int, seconds: float) -> bool:
         """Notes the seconds of a part; returns whether the trial has ended."""
         self._lasted += seconds
         try:

@@ -8,7 +8,7 @@ from looplib.task.plain import as_number
 
 
 class Window:
-    """The training steps since the last report, which the clock has as "train" and "input".
+    """The training steps since the last report. Their time is that of the clock's phases "train" and "input".
 
     Attributes:
       start: the step of the last report, or the one that the training continued from. The first is part of the state of

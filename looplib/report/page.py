@@ -14,7 +14,7 @@ class WrittenPage(Protocol):
 
 
 class Page:
-    """The page of a run. This one stands where none is written.
+    """The page of a run. This base class writes none.
 
     Attributes:
       path: the path of the file; "" before it is written.

@@ -1,4 +1,4 @@
-"""The reporter: all that a run says of itself, to its writers, in `run.json`, on its page and on the console."""
+"""The reporter of a run: to its writers, in `run.json`, on its page and on the console."""
 
 import collections
 import concurrent.futures
@@ -28,7 +28,7 @@ _ON_SCREEN = "console"  # the default writer that needs no run directory
 
 
 class Reporter:
-    """All that a run says of itself.
+    """Reports a run: to its writers, in `run.json`, on its page and on the console.
 
     Args:
       model_dir: the run directory, if it can be written; None reports on the console only.
@@ -42,7 +42,7 @@ class Reporter:
     Attributes:
       report: `run.json`, with the page of the run.
       writers: all writers as one.
-      pace: how fast the training goes.
+      speed_meter: measures the speed of the training.
       last_evaluation: the metrics of the last evaluation, by evaluator.
       end: the step that the newest training goes to; None before it starts, and where it is not known.
       ended_at: the step at which the newest training has ended; None while one trains.
@@ -92,7 +92,7 @@ class Reporter:
         """
         self.ended_at = None
         try:
-            with self.report.of_a_start(restored_from):
+            with self.report.recording_start(restored_from):
                 self.writers.settings(settings_of(flags, self.report.settings.config))
                 try:
                     yield

@@ -32,7 +32,7 @@ from looplib.report.page import Page, WrittenPage
 from looplib.report.program import DIFF, Program, this_process
 from looplib.report.writers import Setting
 
-OF_TRAINING = "run.json"
+TRAINING_REPORT = "run.json"
 MOST_STARTS = 200  # that are kept: the first one and the newest; each has up to 50 kB
 _LARGEST = 2**63 - 1
 _MOST_POINTS = 100
@@ -90,7 +90,7 @@ class Report(StartRecord, total=False):
 
 def path_of(model_dir: str, trains: bool) -> str:
     """Returns the path of the report of a training, or of an evaluation job, in a run directory."""
-    return os.path.join(model_dir, OF_TRAINING if trains else "run_eval.json")
+    return os.path.join(model_dir, TRAINING_REPORT if trains else "run_eval.json")
 
 
 def saved_step(model_dir: str | None, trains: bool) -> int | None:
@@ -268,8 +268,8 @@ class RunReport:
         return self.page.show()
 
     @contextlib.contextmanager
-    def of_a_start(self, restored_from: str | None) -> Iterator[None]:
-        """Writes that a training, or an evaluation job, runs inside a `with` block, and how it ended.
+    def recording_start(self, restored_from: str | None) -> Iterator[None]:
+        """Writes that a training or an evaluation job is running, in the `with` block, and how it ended.
 
         The first block adds this start to the history, and says in one line which settings differ from those of the
         last start.
@@ -281,14 +281,14 @@ class RunReport:
             self._begin(restored_from)
         self._traceback = ""
         self.write("running")
-        peers.current.let_note(self.write)
+        peers.current.report_exit_by(self.write)
         try:
             yield
         except Preempted:
             self.write("preempted")
             raise
         except BaseException as error:
-            peers.current.first_cause(0)  # ends here, and writes that cause, if it is known that another failed first
+            peers.current.exit_with_first_cause(0)  # if another worker is known to have failed first
             self._traceback = masked_text("".join(traceback.format_exception(error)))[-_MOST_TRACEBACK:]
             self.write("failed", gist(error))
             raise
@@ -308,9 +308,9 @@ class RunReport:
             "restored_from": restored_from,
             "changed": {name: list(values) for name, values in changed.items()},
         }
-        if self.program and self.program.commit and os.path.basename(self.path or "") == OF_TRAINING:
+        if self.program and self.program.commit and os.path.basename(self.path or "") == TRAINING_REPORT:
             self._write_diff(os.path.join(os.path.dirname(self.path), DIFF), self.program.diff)
-        if changed and restored_from and os.path.basename(self.path or "") == OF_TRAINING:
+        if changed and restored_from and os.path.basename(self.path or "") == TRAINING_REPORT:
             unused = "not used, because the run has a checkpoint"
             texts = [
                 f"{name}={shown(new)} ({unused if name in _FOR_NEW_RUNS else f'was {shown(old)}'})"

@@ -1,7 +1,7 @@
 """What a user subclasses, what a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
-    actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_other_memories
+    actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_unused_memories
     adapter: Adapter, OwnLoop, rates_of
     averages: WeightAverages
     checks: build_optimizers, check_kinds, check_settings, check_tasks, check_together, collect_state

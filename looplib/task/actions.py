@@ -233,18 +233,18 @@ class ActionStates:
                     f"{key} cannot load its memory from the checkpoint, which is {state!r:.200} ({gist(error)}); name "
                     "another checkpoint, or give the action another name to start without this memory"
                 ) from error
-        warn_of_other_memories("actions", self._actions.keys() - states.keys(), states.keys() - self._actions.keys())
+        warn_of_unused_memories("actions", self._actions.keys() - states.keys(), states.keys() - self._actions.keys())
 
 
-def warn_of_other_memories(of: str, without: Iterable[str], left: Iterable[str]) -> None:
+def warn_of_unused_memories(owners: str, without: Iterable[str], left: Iterable[str]) -> None:
     """Logs in one line which memories of a checkpoint do not fit the actions of this start.
 
     Args:
-      of: what has the memories, in the plural.
-      without: the names of those that the checkpoint has no memory of.
-      left: the names in the checkpoint that this start does not have.
+      owners: what has the memories, as a plural noun.
+      without: the names of owners whose memory the checkpoint lacks.
+      left: the names in the checkpoint that no owner of this start has.
     """
     parts = [f"without a memory in it, these start with a fresh one: {', '.join(sorted(without))}"] if without else []
     parts += [f"memories in it that are not used: {console.printable(', '.join(sorted(left)))}"] if left else []
     if parts:
-        logging.warning("the %s differ from those of the checkpoint; %s", of, "; ".join(parts))
+        logging.warning("the %s differ from those of the checkpoint; %s", owners, "; ".join(parts))

@@ -15,7 +15,7 @@ from looplib.errors import SettingError
 
 @dataclasses.dataclass(frozen=True)
 class _Averaged:
-    """The averaged variables, which are not part of the averages, so that TensorFlow does not track this object."""
+    """The averaged variables. TensorFlow does not track this object, because they are no part of the averages."""
 
     variables: list[tf.Variable]
     made: list[int]  # checksums of the values that the averages were made with
@@ -62,7 +62,7 @@ class WeightAverages(tf.Module):
 
     @property
     def unchanged(self) -> list[tuple[tf.Variable, tf.Variable]]:
-        """(variable, its average) of the averages that have the values they were made with."""
+        """(variable, its average) of each average that still has its initial value."""
         made = zip(self._averaged.variables, self.values, self._averaged.made)
         return [(variable, average) for variable, average, checksum in made if _checksum(average) == checksum]
 

@@ -16,7 +16,7 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.state import state_of
 from looplib.task.trainer import Trainer
 
-_OF_ADAPTERS = ("own_actions", "rates", "own_steps_per_loop")
+_ADAPTER_NAMES = ("own_actions", "rates", "own_steps_per_loop")
 
 
 @runtime_checkable
@@ -48,7 +48,7 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
             )
     for task in (trainer, *evaluators.values()):
-        defined = [name for name in _OF_ADAPTERS if any(name in vars(kind) for kind in type(task).__mro__)]
+        defined = [name for name in _ADAPTER_NAMES if any(name in vars(kind) for kind in type(task).__mro__)]
         if defined and not isinstance(task, Adapter):
             raise TaskError(
                 f"{type(task).__name__} defines {join_names(defined)}, which the controller reads of a "
@@ -182,7 +182,7 @@ def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> 
 
 
 def _variables(value: Any) -> list[Any]:
-    """Returns the variables, of Keras or TensorFlow, that an attribute holds; vocabularies of tf_keras are none."""
+    """Returns the variables of Keras or TensorFlow that an attribute holds, without vocabularies of tf_keras."""
     if isinstance(value, tf.Variable):
         return [value]
     if isinstance(value, (list, tuple)):

@@ -55,7 +55,7 @@ def _pairs(trainer: Trainer, objects: Mapping[str, Any], restores: bool) -> list
 
 
 class Constants:
-    """The constants that layers have made of their variables, or of data, such as the mean of a `Normalization`.
+    """The constants that layers derive from their variables or from data, such as the mean of a `Normalization`.
 
     A step or a data set computes with those of the time when it was traced. `objects` is the state of the run, by
     attribute name, whose steps have just been traced.
@@ -77,7 +77,7 @@ class Constants:
 
 
 def _sources(layer: Any) -> list[Any]:
-    """Returns what tells whether the constants of a layer are others: its variables' checksums, its tables."""
+    """Returns what the constants of a layer are made of, for comparison: checksums of its variables, its tables."""
     checksums = [zlib.crc32(as_bytes(as_array(variable))) for _, variable in variables_of({"layer": layer})]
     tables = [value for value in held_by({"layer": layer}) if isinstance(value, tf.lookup.StaticHashTable)]
     return [*checksums, *tables, *_keras.given_constants(layer)]

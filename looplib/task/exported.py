@@ -34,7 +34,7 @@ class Exported:
 
 
 def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Exported:
-    """Returns what the Keras model of a task of a class exports: its outputs in inference for batches of inputs."""
+    """Returns the default export of a task of the class `who`: the model's outputs in inference, for any batch size."""
     signature = _keras.input_specs(model) if _keras.is_model(model) else None
     if signature is None:
         found = "a model without Input layers" if _keras.is_model(model) else "no Keras model as its attribute model"

@@ -14,7 +14,7 @@ _SMALL = 1e-3  # the least norm of a unit's weights in adaptive clipping, so tha
 
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-    """Limits for gradients; what is not None is applied, in the order of the attributes.
+    """Limits for gradients, applied in the order of the attributes; None is no limit.
 
     Attributes:
       value: limit for the absolute value of each element.

@@ -87,7 +87,7 @@ def learning_rate(optimizer: Any) -> tf.Tensor:
 
 
 def updating(optimizer: object) -> object:
-    """Returns the optimizer that updates: the one inside of an optimizer that scales the loss."""
+    """Returns the optimizer that updates the weights: inside of a loss-scaling optimizer, the inner one."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 

@@ -14,7 +14,7 @@ _HIGHER_IS_BETTER = frozenset("accuracy acc auc precision recall f1 bleu iou dic
 
 
 def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None:
-    """Raises `UsageError` if a metric that `who` returned has the name of looplib's, or of `Adapter.rates`."""
+    """Raises `UsageError` if `who` returned a metric with a name of looplib's own metrics or of `Adapter.rates`."""
     for found, others, of in (
         (names, _OWN, "looplib adds to reports"),
         (rates, _OWN, "looplib adds to reports"),
@@ -25,7 +25,7 @@ def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None
 
 
 def check_finished(who: str, before: Mapping[str, Any], after: Mapping[str, Any], rates: Collection[str] = ()) -> None:
-    """Raises `UsageError` if a `loop_end` has made a metric with such a name, or changed looplib's."""
+    """Raises `UsageError` if a `loop_end` added a metric with a name that `check` refuses, or changed looplib's."""
     kept = {name for name in _OWN & before.keys() & after.keys() if after[name] == before[name]}
     check(f"{who}.loop_end", after.keys() - kept, rates)
 

@@ -54,7 +54,7 @@ def summed(
 
 
 def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: bool) -> list[tf.Tensor]:
-    """Calls a function; in XLA with those tensors of the part that it uses, which may not be strings."""
+    """Calls a function; in XLA, with only those tensors of the part that it uses. These may not be strings."""
     if not jit_compile:
         return compute(part)
     compiled = tf.function(lambda: compute(part), jit_compile=True).get_concrete_function()
@@ -73,7 +73,7 @@ def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: boo
 
 
 def _divided(inputs: Any, count: int) -> Callable[[tf.Tensor], Any]:
-    """Returns the function that gives a part of the batch, by the number of the part."""
+    """Returns a function from the number of a part to that part of the batch."""
     for leaf in tf.nest.flatten(inputs):
         if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor)):
             raise StepError(

@@ -93,7 +93,7 @@ def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
 
 
 def layers_of(model: Any, variables: Collection[int]) -> list[Any]:
-    """Returns the layers whose trainable variables, of which they have some, are all among these, given by id."""
+    """Returns the layers that have trainable variables, all of them among `variables`, which are given by id."""
     own = [(layer, layer.trainable_variables) for layer in (nested_layers(model) if variables else ())]
     return [layer for layer, held in own if held and all(id(variable) in variables for variable in held)]
 

@@ -11,7 +11,7 @@ from looplib.errors import MetricError
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Returns a value as a numpy array; one of its name for what has no shape, such as a ragged list."""
+    """Returns a value as a numpy array; if it has no shape, such as a ragged list, an array of its type's name."""
     value = _keras.tf_variable(value)
     try:
         # Numpy cannot convert a scalar tensor of a type that is not its own, such as bfloat16.
@@ -22,7 +22,7 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def as_bytes(array: np.ndarray) -> bytes:
-    """Returns bytes that arrays of one type and shape have in common if their elements are equal; also for strings."""
+    """Returns bytes by which arrays of one type and shape are compared; also for strings."""
     return repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
 
 

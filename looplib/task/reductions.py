@@ -96,9 +96,9 @@ def each(value: Any) -> Reduction:
 def all_gather(value: Any) -> tf.Tensor:
     """Concatenates the values of all replicas, in the order of the global batch; in `step_fn` or `loss_fn`.
 
-    For losses that compare the examples of all replicas, such as contrastive ones. The gradient of a value is
-    summed over the replicas that used it. A loss over this replica's examples, divided by the global batch size, so has
-    the gradient of the loss of the global batch on one replica.
+    For losses that compare the examples of all replicas, such as contrastive ones. The gradient of a value is summed
+    over the replicas that used it. So a loss over this replica's examples, divided by the global batch size, has the
+    gradient of the loss of the global batch on one replica.
 
     Args:
       value: tensor `[per_replica_batch, ...]`.

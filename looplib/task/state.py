@@ -150,7 +150,7 @@ def no_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:
 
 
 def state_of(task: Any) -> dict[str, Any]:
-    """Returns the attributes of a trainer or evaluator, or of one of Orbit's, that belong into a checkpoint, by name.
+    """Returns the attributes to save of a trainer or evaluator, of looplib or of Orbit, by name.
 
     Where TensorFlow cannot track an object of Keras 3, or all that it holds, its state, or the rest of it as
     `<name>_untracked`, is a list of variables and optimizers. Lists and dicts are searched.
@@ -205,7 +205,7 @@ def unheld(
     objects: Mapping[str, Any],
     own: Iterable[Any] = (),
 ) -> list[str]:
-    """Returns the names of the variables that some objects, by name, do not hold, and that are not among `own`."""
+    """Returns the names of those variables that neither the objects nor `own` hold."""
     held = [*(variable for _, variable in variables_of(objects)), *own]
     parts_of = strategy.experimental_local_results  # also of a variable that is traced: a generator of tf_keras has one
     known = {_tf.identity_of(part) for variable in held for part in parts_of(variable)}
@@ -219,7 +219,7 @@ def tables_of(objects: Mapping[str, Any]) -> list[Any]:
 
 
 def held_by(objects: Mapping[str, Any]) -> list[Any]:
-    """Lists all that some objects, by name, hold for a checkpoint."""
+    """Lists everything below some objects, by name, that a checkpoint of them holds."""
     root = tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
     return tf.train.TrackableView(root).descendants()
 

@@ -32,7 +32,7 @@ class Trainer(abc.ABC):
       batch_size_varies: bool, whether `dataset` makes batches of other sizes than `per_replica_batch_size`, such
         as by tokens; the loss is then not for `global_mean`. Default False: other sizes end the run, static
         ones before the first step.
-      loss_name: str, the training metric that the guards against jumps and large values look at; default "loss".
+      loss_name: str, the training metric that the guards look at; default "loss".
 
     Example:
         ```python

@@ -80,7 +80,7 @@ def test_the_best_is_remembered_over_restarts(tmp_path):
     assert run_scored(tmp_path, 3, *keep) == [2, 3]
     assert run_scored(tmp_path, 7, *keep) == [2, 7]
     marker = json.loads((tmp_path / "checkpoints" / "ckpt-2.commit").read_text())
-    assert [(done.step, done.scores["eval/score"]) for done in looplib.checkpoints(tmp_path)] == [
+    assert [(done.step, done.scores["eval/score"]) for done in looplib.list_checkpoints(tmp_path)] == [
         (7, SCORES[7]), (2, SCORES[2])
     ]  # fmt: skip
     assert marker["scores"]["eval/score"] == SCORES[2] and "eval/accuracy" in marker["scores"]
@@ -397,14 +397,14 @@ def test_a_bad_evaluation_leaves_the_best_checkpoint_where_it_is(tmp_path):
 @pytest.mark.slow
 def test_programs_find_checkpoints_with_paths_steps_and_scores(tmp_path):
     steps = run_scored(tmp_path, 5, KeepLast(5))
-    found = looplib.checkpoints(tmp_path)
+    found = looplib.list_checkpoints(tmp_path)
     assert [done.step for done in found] == steps[::-1]
     assert [done.scores["eval/score"] for done in found] == [SCORES[step] for step in steps[::-1]]
-    assert looplib.checkpoints(tmp_path / "checkpoints") == found
+    assert looplib.list_checkpoints(tmp_path / "checkpoints") == found
     for done in found:
         assert tf.train.load_checkpoint(done.path).get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE") == done.step
     with pytest.raises(RunDirectoryError, match="nowhere"):
-        looplib.checkpoints(tmp_path / "nowhere")
+        looplib.list_checkpoints(tmp_path / "nowhere")
     trainer = toy.Regression()
     policy = looplib.CheckpointPolicy(keep=(KeepLast(5), KeepBest("eval/score", "max")))
     settings = dict(model_dir=tmp_path, checkpoints=policy)
@@ -431,7 +431,7 @@ def test_a_marker_of_a_newer_format_is_refused_by_name_and_nothing_is_moved(tmp_
     with pytest.raises(CheckpointError, match=message):
         toy.controller(make_strategy("default"), None, evaluator, model_dir=tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        looplib.checkpoints(tmp_path)
+        looplib.list_checkpoints(tmp_path)
     assert cli(["inspect", str(tmp_path)]) == 2
     assert "has the format 3" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -67,7 +67,7 @@ def test_positions_and_epochs_are_those_of_examples_that_are_counted_one_by_one(
     length = life[0]
     stream, batches, epoch, read = live(*life)
     assert all(ours == counted for ours, counted in read)
-    assert batches.holds(len(stream.sizes), stream.batch)
+    assert batches.is_possible(len(stream.sizes), stream.batch)
     came = [0, *itertools.accumulate(stream.sizes)]
     if not stream.whole:  # those of whole epochs are counted without the gaps of rollbacks
         assert [batches.trained(step, epoch) for step in range(len(came))] == came
@@ -370,8 +370,8 @@ class Noting(looplib.KerasTrainer):
 
 
 def test_a_record_of_batches_that_no_run_has_is_refused():
-    assert not Batches(8, (BatchSizePeriod(4, 4, 8), BatchSizePeriod(3, 3, 16))).holds(9, 9)
-    assert not Batches(8, (BatchSizePeriod(4, 4, 2**30), BatchSizePeriod(5, 2**40, 2**30))).holds(2**41, 2**41)
+    assert not Batches(8, (BatchSizePeriod(4, 4, 8), BatchSizePeriod(3, 3, 16))).is_possible(9, 9)
+    assert not Batches(8, (BatchSizePeriod(4, 4, 2**30), BatchSizePeriod(5, 2**40, 2**30))).is_possible(2**41, 2**41)
     assert OrderKey(3, Batches(8, (BatchSizePeriod(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
 
 

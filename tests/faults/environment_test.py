@@ -139,7 +139,7 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
     with pytest.raises(FileError, match=f"model_dir '{tmp_path}/r\\?un' has"):
         run_directory.resolve(pathlib.Path("~/r?un"))
     with pytest.raises(RunDirectoryError, match=f"{tmp_path}/run"):
-        looplib.checkpoints("~/run")
+        looplib.list_checkpoints("~/run")
     with pytest.raises(FileError, match="x is 'gs://bucket/run//', .* URL"):
         files.resolve("gs://bucket/run//", "x")
     assert files.resolve("/a://b", "x") == "/a:/b"

@@ -44,7 +44,7 @@ def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anythi
         try:
             found = commits.newest_intact(str(run / "checkpoints"), tidy=True)
             outcomes["none" if found is None else {6: "newest", 4: "older"}[found.step]] += 1
-            for saved in looplib.checkpoints(run):
+            for saved in looplib.list_checkpoints(run):
                 commits.remove(saved)
         except UsageError as error:  # a higher format number, with a checksum that fits
             outcomes["refused"] += 1

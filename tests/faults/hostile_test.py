@@ -87,7 +87,7 @@ def test_a_marker_names_files_of_its_own_checkpoint_only(folder, victim, caplog)
     controller = train(folder, 12, keep=1)
     assert controller.global_step == 12
     assert "the checkpoint of step 6 is invalid: its marker cannot be read" in caplog.text
-    assert [saved.step for saved in looplib.checkpoints(folder)] == [12]
+    assert [saved.step for saved in looplib.list_checkpoints(folder)] == [12]
 
 
 def test_a_size_that_no_file_has_is_damage(folder):
@@ -311,7 +311,7 @@ def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
         controller.restore_checkpoint(checkpoints / "ckpt-4")  # what came after is void
         controller.train_and_evaluate(10, 2)
         controller.save_checkpoint()
-    assert [saved.step for saved in looplib.checkpoints(folder)] == [10, 8]
+    assert [saved.step for saved in looplib.list_checkpoints(folder)] == [10, 8]
     aside = {name: content for name, content in contents(checkpoints / "set_aside" / "ckpt-8").items()}
     assert aside == {name.split("/")[1]: expected.pop(name) for name in list(expected) if "/ckpt-8." in name}
     assert len(aside) == 2 and "files of ckpt-8 without looplib's marker blocked a save; moved to" in caplog.text

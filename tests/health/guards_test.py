@@ -153,6 +153,21 @@ def test_halt_names_the_step_and_the_value_and_commits_nothing_bad(where, place,
     assert all_finite(tmp_path)
 
 
+class NamedLoss(Poisoned):
+    """With a bad value in the loss that it reports, under a name of its own, and in no gradient."""
+
+    loss_name = "nll"
+
+    def step_fn(self, inputs):
+        return {"nll": tf.where(inputs[3], np.nan, super().step_fn(inputs)["loss"])}
+
+
+def test_the_loss_that_the_trainer_names_is_watched_whatever_its_name():
+    with toy.controller(make_strategy("default"), NamedLoss(), steps_per_loop=5) as controller:
+        with pytest.raises(looplib.DivergenceError, match=f"at step {BAD_STEP}, nll.* not finite"):
+            controller.train(20)
+
+
 def test_a_nan_that_a_relu_hides_from_the_loss_is_found_in_the_gradient(tmp_path):
     """In a tf.function on a CPU, TensorFlow 2.20 makes 0 of relu(NaN), and the loss stays finite."""
     trainer = build(make_strategy("default"), "input")
@@ -461,7 +476,7 @@ def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_d
     ) as controller:
         with pytest.raises(looplib.DivergenceError) as caught:
             controller.train(50)
-    newest = looplib.checkpoints(tmp_path)[0]
+    newest = looplib.list_checkpoints(tmp_path)[0]
     assert newest.step == 8 and newest.path in str(caught.value)
     assert "the policy rollback to continue automatically (--on_spike)" in str(caught.value)
 

@@ -54,7 +54,7 @@ def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_sa
     assert voided == [r for r in before if r["step"] > 4]
     aside = {path.name for path in (tmp_path / "checkpoints" / "set_aside").iterdir()}
     assert aside == {"ckpt-6", "ckpt-8"}
-    assert [saved.step for saved in looplib.checkpoints(tmp_path)] == [6, 4, 2]
+    assert [saved.step for saved in looplib.list_checkpoints(tmp_path)] == [6, 4, 2]
     text = caplog.text
     assert 0 < text.index("the checkpoint of step 8 was superseded by this run") < text.index("records of ")
     assert [event.step for event in board.events(tmp_path / "train")] == [*range(1, 7)]
@@ -78,7 +78,7 @@ def test_restoring_to_evaluate_and_training_to_a_step_that_is_there_change_nothi
 
 def newest_holds(folder, kernel):
     """Whether the newest checkpoint holds a kernel, and its step."""
-    newest = looplib.checkpoints(folder)[0]
+    newest = looplib.list_checkpoints(folder)[0]
     reader = tf.train.load_checkpoint(newest.path)
     names = [name for name, shape in tf.train.list_variables(newest.path) if shape == [5, 3]]
     return any(np.array_equal(reader.get_tensor(name), kernel) for name in names), newest.step
@@ -141,7 +141,7 @@ def test_a_second_controller_of_a_directory_that_is_trained_in_is_refused(tmp_pa
 
     with build(tmp_path, actions=[build_another]) as controller:
         controller.train(2)
-    assert len(errors) == 2 and [saved.step for saved in looplib.checkpoints(tmp_path)] == [2]
+    assert len(errors) == 2 and [saved.step for saved in looplib.list_checkpoints(tmp_path)] == [2]
 
 
 def test_a_directory_is_free_after_a_controller_whose_building_failed(tmp_path):
@@ -204,7 +204,7 @@ def test_what_a_checkpoint_calls_reported_is_on_the_disk_before_its_marker_is(tm
         def sync(self):
             super().sync()
             records = [r["step"] for r in read_jsonl(str(tmp_path / "metrics.jsonl"))]
-            synced.append((records[-1], [saved.step for saved in looplib.checkpoints(tmp_path)]))
+            synced.append((records[-1], [saved.step for saved in looplib.list_checkpoints(tmp_path)]))
 
     with build(tmp_path, writers=[Writer(str(tmp_path / "metrics.jsonl"))]) as controller:
         controller.train(6)
@@ -241,7 +241,7 @@ def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(name, tmp_path):
     with toy.controller(strategy, trainer, model_dir=tmp_path, checkpoints=policy) as controller:
         with pytest.raises(StepError, match="global_step"):
             controller.train(4)
-    assert looplib.checkpoints(tmp_path) == []
+    assert looplib.list_checkpoints(tmp_path) == []
 
 
 # Actions with a memory.

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from conftest import repetitions
 
-from looplib.checkpoint.checkpointer import NUDGE
 from looplib.extras.tools.compare import compare, decided_by_rounding, first_moved_by_rounding
+from looplib.extras.tools.perturbation import VARIABLE
 from looplib.report.records import read_jsonl
 
 RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
@@ -35,7 +35,7 @@ def folders(nursery, cases, tmp_path_factory):
         replicas, nudge = RUNS[name]
         flags = [f"--model_dir={folder}", f"--config.kind={kind}", f"--train_steps={steps}", "--steps_per_loop=1"]
         flags += ["--loop=eager"] if steps < 100 else []  # saves the tracing
-        environment = {NUDGE: nudge} if nudge else {}
+        environment = {VARIABLE: nudge} if nudge else {}
         life = nursery.life_of("divided", *flags, f"--num_virtual_devices={replicas}", environment=environment)
         assert life.code() == 0, life.output()[-2000:]
         return job, folder

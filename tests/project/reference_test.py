@@ -148,7 +148,7 @@ def helps() -> Iterator[tuple[str, str]]:
 def exit_codes() -> str:
     """Returns the page of the exit codes."""
     rows = [f"| {code} | {text} |" for code, text in sorted(errors.EXIT_CODES.items())]
-    tools = [f"| {code} | {text} |" for code, text in sorted(errors.EXIT_CODES_OF_TOOLS.items())]
+    tools = [f"| {code} | {text} |" for code, text in sorted(errors.TOOL_EXIT_CODES.items())]
     head = "| code | meaning |\n|---|---|\n"
     return (
         f"# Exit codes\n\n## Of a binary\n\n{head}" + "\n".join(rows) + "\n\nThe last line of a binary that failed says what "

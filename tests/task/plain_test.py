@@ -168,7 +168,7 @@ def test_a_run_reports_every_kind_of_number_and_continues(tmp_path):
     assert report["metrics"]["eval"]["converged"] == 1 and report["metrics"]["train"]["converged"] == 1
     rows = list(csv.DictReader((tmp_path / "csv" / "train.csv").open()))
     assert [row["converged"] for row in rows] == ["1"] * 4
-    assert all(s.scores["eval/converged"] == 1 for s in looplib.checkpoints(tmp_path))
+    assert all(s.scores["eval/converged"] == 1 for s in looplib.list_checkpoints(tmp_path))
     step, record = peek(controller.latest_checkpoint)
     assert step == 4 and all(record.train[name] == 1 for name in ones["train"])
 

@@ -291,8 +291,8 @@ def test_a_port_in_use_is_named(network, tmp_path):
 def test_one_worker_alone_needs_nobody():
     peers.join(Cluster(("127.0.0.1:1",)), join_limit=60.0)
     assert not peers.current.joined
-    peers.current.first_cause(0)
-    peers.current.last_words(1, "nobody hears it")
+    peers.current.exit_with_first_cause(0)
+    peers.current.announce_exit(1, "nobody hears it")
     peers.current.leave()
 
 

@@ -33,11 +33,11 @@ def main(join_limit, silence_limit):
     for line in sys.stdin:
         order, _, rest = line.strip().partition(" ")
         if order == "fail":
-            peers.first_cause(float(rest or 0))
-            peers.last_words(1, "ValueError: a bad shape")
+            peers.exit_with_first_cause(float(rest or 0))
+            peers.announce_exit(1, "ValueError: a bad shape")
             sys.exit("looplib: error: ValueError: a bad shape")
         elif order == "preempted":
-            peers.last_words(75, "SIGTERM came")
+            peers.announce_exit(75, "SIGTERM came")
             print("saved", flush=True)
             sys.exit(75)
         elif order == "leave":
@@ -54,7 +54,9 @@ def main(join_limit, silence_limit):
                 os._exit(0)
             print("forked", flush=True)
         elif order == "note":  # in a file, or for ever
-            peers.let_note(lambda *end: pathlib.Path(rest).write_text(" | ".join(end)) if rest else time.sleep(1000))
+            peers.report_exit_by(
+                lambda *end: pathlib.Path(rest).write_text(" | ".join(end)) if rest else time.sleep(1000)
+            )
             print("notes", flush=True)
         elif order == "hang":  # for ever in a write, which holds the lock of standard output
             print("hangs", flush=True)

@@ -18,7 +18,7 @@ def alone() -> Iterator[None]:
 
     Keras divides its own losses by the number of replicas, but not what a loss function returns as a scalar, what a
     layer adds, or what a `train_step` computes by itself. Where it sees one replica it divides nothing: each replica's
-    loss, metrics and gradients are those of a training on its examples alone, and `replicas.of_means` weighs them.
+    loss, metrics and gradients are those of a training on its examples alone, weighted by `replicas.weighting_means`.
 
     Neither Keras nor TensorFlow has a setting for this. TensorFlow's own code, except for TPUs, reads another
     attribute than the one that is changed here.

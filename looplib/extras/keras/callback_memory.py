@@ -10,7 +10,7 @@ from absl import logging
 
 from looplib.errors import CallbackError
 from looplib.extras.keras import callback_kinds
-from looplib.task.actions import warn_of_other_memories
+from looplib.task.actions import warn_of_unused_memories
 from looplib.task.plain import as_json
 
 _SETTINGS = ("min_delta",)  # Keras 3 changes their sign, once it knows which values are better
@@ -137,7 +137,7 @@ class Memories:
             memory.load(saved.get(name, {}))
         ours = {name for name, _ in self._named}
         new = [name for name, memory in self._named if memory.names - self._common and name not in saved]
-        warn_of_other_memories("callbacks", new, [name for name in saved if saved[name] and name not in ours])
+        warn_of_unused_memories("callbacks", new, [name for name in saved if saved[name] and name not in ours])
 
     def _refuse_equal_names(self) -> None:
         names = [name for name, _ in self._named]

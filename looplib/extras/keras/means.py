@@ -172,7 +172,7 @@ class _Runs:
             name = "apply" if _keras.family(optimizer) == "keras" else "apply_gradients"
             taken = self._takes_gradients if name == "apply" else self._takes_pairs
             replacement = Replacement(optimizer, name, lambda _, taken=taken: taken)
-            self._replaced.callback(replacement.take_back)
+            self._replaced.callback(replacement.undo)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -142,7 +142,7 @@ class KerasTrainer(Adapter, Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
-        with replicas.of_means(), alone():
+        with replicas.weighting_means(), alone():
             return self._keras_results.of_step(self._keras_data.whole(inputs), self.global_step)
 
     def export(self) -> Exported:

@@ -242,7 +242,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
                 f"the policy skip undoes a step, but {self.who} has its own loop, of which looplib sees only the end; "
                 "use halt, rollback or off (--non_finite)"
             )
-        self._guarded = spec.guarded
+        self._guarded = bool(spec.watched_loss)
         self._step = spec.strategy.experimental_local_results(step)[0] if step is not None else None
         self._objects: dict[str, Any] = {}
         self._known: set[int] | None = None
@@ -296,7 +296,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
     def resume(self, step: int) -> None:
         """Does nothing: how much of the data a failed call has read is unknown."""
 
-    def left_whole(self, error: BaseException) -> bool:
+    def failed_between_steps(self, error: BaseException) -> bool:
         """Returns False: it is unknown whether the variables are those of a complete step."""
         return False
 

@@ -172,4 +172,6 @@ def rows_of(values: np.ndarray, splits: Sequence[np.ndarray]) -> list[Row]:
     return [RaggedRow(part, example) for part in parts]
 
 
-KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = dict(zip(PREDICTIONS, (_jsonl, _tfrecord, _parquet)))
+KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = dict(
+    zip(PREDICTIONS, (_jsonl, _tfrecord, _parquet), strict=True)
+)

@@ -93,9 +93,7 @@ class ParameterServers(Backend):
     def reducer(self) -> RemoteReducer:
         """See `Backend`."""
         spec = self._spec
-        return RemoteReducer(
-            spec.strategy, spec.step_name, count_examples=not spec.training, guarded=spec.guarded, skips=spec.skips
-        )
+        return RemoteReducer(spec.strategy, spec.step_name, not spec.training, spec.watched_loss, spec.skips)
 
     def tables(self, arrays: Any) -> Any:
         """See `Backend`; the arrays become a part of the program that is sent to the workers."""

@@ -46,8 +46,8 @@ class WatchedPeers(Peers):
       try:
           train()
       except Exception as error:
-          peers.first_cause(seconds=5)  # does not return if another worker failed first
-          peers.last_words(1, f"{type(error).__name__}: {error}")
+          peers.exit_with_first_cause(seconds=5)  # does not return if another worker failed first
+          peers.announce_exit(1, f"{type(error).__name__}: {error}")
           raise
       peers.leave()
 
@@ -77,34 +77,34 @@ class WatchedPeers(Peers):
         self._thread = threading.Thread(target=self._watch, name="looplib-peers", daemon=True)
         self._thread.start()
 
-    def let_end(self, save: threading.Thread) -> None:
+    def wait_for_thread(self, save: threading.Thread) -> None:
         """See `Peers`."""
         self._save = save
 
-    def let_note(self, end: Callable[[str, str], None]) -> None:
+    def report_exit_by(self, end: Callable[[str, str], None]) -> None:
         """See `Peers`."""
         self._note = end
 
-    def first_cause(self, seconds: float) -> None:
+    def exit_with_first_cause(self, seconds: float) -> None:
         """See `Peers`; silence is noticed after `silence_limit`."""
         self._thread.join(seconds)  # it ends when no other worker is left
         if self._named.is_set():
             self._thread.join()  # it ends the process
 
-    def last_words(self, code: int, sentence: str) -> None:
+    def announce_exit(self, code: int, sentence: str) -> None:
         """See `Peers`."""
         if self._begin("last words"):
             what = f"was preempted: {sentence}" if code == EXIT_PREEMPTED else f"failed: {sentence}"
             self._order(lambda: self._report(_Cause(self.cluster.index, code, what)))
             self._done.wait(2 * _DRAIN)
-        self.first_cause(0)
+        self.exit_with_first_cause(0)
 
     def leave(self, seconds: float | None = None) -> None:
         """See `Peers`; waits for `silence_limit` if no seconds are given."""
         if self._begin("goodbye"):
             self._order(self._say_goodbye)
             self._done.wait(self.silence_limit if seconds is None else seconds)
-            self.first_cause(0)
+            self.exit_with_first_cause(0)
             self._order(self._stop)
             self._thread.join(2 * _DRAIN)
 

@@ -46,7 +46,7 @@ def average(
     if statistics_steps is not None:
         whole_number("--statistics_steps", statistics_steps)
         run = Replayable(directory)
-    folder = commits.place_of(directory)
+    folder = commits.checkpoint_folder(directory)
     end = choice.choose(folder, choice.check(checkpoint, "--checkpoint"))
     found = [done for done in commits.committed(folder) if end and done.step <= end.step and not commits.verify(done)]
     found = sorted(found, key=lambda done: done.step)[-last:]

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib import files, folders
-from looplib.checkpoint.checkpointer import NUDGE
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CheckError
-from looplib.extras.tools import example_checksum, preflight
+from looplib.extras.tools import example_checksum, perturbation, preflight
 from looplib.extras.tools.children import temporary_folder
 from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
@@ -185,7 +184,7 @@ def _rounding(
     found = []
     for seed in range(1, _NUDGES + 1):
         nudged = os.path.join(folder, f"last_bit_{seed}")
-        environment = {example_checksum.VARIABLE: "1", NUDGE: str(seed)}
+        environment = {example_checksum.VARIABLE: "1", perturbation.VARIABLE: str(seed)}
         run_to_the_end(command, nudged, timeout, environment)
         found.append(compare(reference, nudged, rtol, atol))
     return found

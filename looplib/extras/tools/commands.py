@@ -229,13 +229,13 @@ def _check_inspect(options: argparse.Namespace) -> None:
 
     if options.verify and files.is_remote(options.directory):  # what is in the store, and not what was intact once
         options.directory = plugins.load("looplib.parts", "fetched")(options.directory, unchecked=True)
-    options.directory = commits.place_of(options.directory)
+    options.directory = commits.checkpoint_folder(options.directory)
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:
     from looplib.checkpoint import commits
 
-    commits.place_of(options.directory)
+    commits.checkpoint_folder(options.directory)
 
 
 def _check_replay(options: argparse.Namespace) -> None:

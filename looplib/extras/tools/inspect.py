@@ -25,7 +25,7 @@ def inspect(directory: str, verify: bool = False) -> int:
     Raises:
       UsageError: if there is no such directory.
     """
-    folder = commits.place_of(directory)
+    folder = commits.checkpoint_folder(directory)
     rows, damaged, good = [("step", "size", "age", "verdict", "scores")], 0, 0
     for found in commits.listing(folder):
         step, done = found.step, found.commit

@@ -8,22 +8,22 @@ import os
 import numpy as np
 import tensorflow as tf
 
-from looplib.checkpoint.checkpointer import NUDGE
 from looplib.task.state import variables_of
 
+VARIABLE = "LOOPLIB_NUDGE"  # of the environment; a whole number, which decides the signs
 _BITS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 52}  # of the fraction
 
 
 def nudge(strategy: tf.distribute.Strategy, objects: dict[str, object]) -> None:
-    """Changes each trainable weight by about one unit in the last place, up or down at random.
-
-    The environment has a whole number, which decides the signs.
+    """Changes each trainable weight by about one unit in the last place, up or down at random, if `VARIABLE` is set.
 
     Args:
       strategy: under whose scope the weights were made.
       objects: dict from name to trackable object, the state of a run.
     """
-    random = np.random.default_rng(int(os.environ[NUDGE]))
+    if not (number := os.environ.get(VARIABLE)):
+        return
+    random = np.random.default_rng(int(number))
     with strategy.scope():
         for _, variable in variables_of(objects):
             if variable.trainable and variable.dtype in _BITS:

@@ -69,7 +69,7 @@ class ConsoleWriter(Writer):
         if progress is None:
             self._take_away()
             return
-        with console.swallowing():
+        with console.noting_errors():
             if self._bar is None:
                 self._bar = _make_bar(self._stream, progress)
         changed = before is None or before.evaluating != progress.evaluating
@@ -86,7 +86,7 @@ class ConsoleWriter(Writer):
         now = self._progress
         steps = f"{now.step:,}/{now.end:,}" if now.end else f"step {now.step:,}"
         rate = f"{format_number(now.rate)} steps/s" if now.rate else ""
-        with console.swallowing():
+        with console.noting_errors():
             self._bar.total, self._bar.n = now.end, now.step
             self._bar.set_description_str(self._fitting(steps, rate, forecast(now).split(", ")), refresh=False)
             self._bar.refresh()
@@ -105,7 +105,7 @@ class ConsoleWriter(Writer):
         if self._bar is None:
             console.say(line, self._stream)
             return
-        with console.swallowing():
+        with console.noting_errors():
             self._bar.write(line, file=self._stream)
             console.bar_is_drawn.set()
 
@@ -117,13 +117,13 @@ class ConsoleWriter(Writer):
     def _take_away(self) -> None:
         bar, self._bar, self._headline = self._bar, None, ""
         if bar is not None:
-            with console.swallowing():
+            with console.noting_errors():
                 bar.close()
         self._print_held()
 
     def flush(self) -> None:
         """Flushes the stream."""
-        with console.swallowing():
+        with console.noting_errors():
             if self._stream is not None:
                 self._stream.flush()
 
