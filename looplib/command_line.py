@@ -60,8 +60,7 @@ class FlagPlugin(abc.ABC):
 @functools.cache
 def flag_plugins() -> Sequence[FlagPlugin]:
     """Returns the installed plug-ins."""
-    found = [plugins.find("looplib.flags", name) for name in plugins.names("looplib.flags")]
-    return tuple(kind() for kind in found if kind is not None)
+    return tuple(kind() for name in plugins.names("looplib.flags") if (kind := plugins.find("looplib.flags", name)))
 
 
 def all_flags() -> list[Flag]:
