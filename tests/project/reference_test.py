@@ -30,17 +30,15 @@ RUN = [sys.executable, "tests/project/reference_test.py", "--write"]
 
 def flags() -> str:
     """Returns the page of the flags."""
-    groups: dict[str, list[Flag]] = {f"`looplib.{kind.__name__}`": flags_of(kind) for kind in SETTINGS}
-    known = {flag.name for group in groups.values() for flag in group}
+    known = {flag.name for kind in SETTINGS for flag in flags_of(kind)}
     groups = {
         "The job and its devices": [flag for flag in command_line.all_flags() if flag.name not in known],
-        **groups,
+        "Settings of the program": list(config.FLAGS),
     }
-    groups["Settings of the program"] = list(config.FLAGS)
     parts = [
-        "# Flags\n\nEvery binary, a program that calls `looplib.launch.run`, takes these flags. `--helpfull` lists them, with the "
-        "defaults of the program. The program's own settings are `--config.<field>=<value>` ([settings](../settings.md)). The "
-        "sections are named after the classes that take the same values [in code](settings.md).\n"
+        "# Flags\n\nEvery binary, a program that calls `looplib.launch.run`, takes these flags and those on the page of "
+        "[settings](settings.md). `--helpfull` lists them all, with the defaults of the program. The "
+        "program's own settings are `--config.<field>=<value>` ([more](../settings.md)).\n"
     ]
     for title, group in groups.items():
         rows = [f"| `--{flag.name}` | {default_of(flag.default)} | {text_of(flag)} |" for flag in group]
@@ -59,16 +57,19 @@ def text_of(flag: Flag) -> str:
 def settings() -> str:
     """Returns the page of the settings in code."""
     parts = [
-        "# Settings in code\n\n`looplib.Controller(RunConfig(...), checkpoints=CheckpointPolicy(...), start=Start(...), "
-        "guards=Guards(...))` takes these dataclasses. They check their values when they are made.\n"
+        "# Settings and their flags\n\n`looplib.Controller(RunConfig(...), checkpoints=CheckpointPolicy(...), start=Start(...), "
+        "guards=Guards(...))` takes these dataclasses. They check their values when they are made. A binary has a flag for each "
+        "field that names one here.\n"
     ]
     for kind in SETTINGS:
         texts = described(kind)
-        flag_names = {field.name: flag.name for field, flag in zip(with_flag(kind), flags_of(kind), strict=True)}
+        named = {field.name: flag for field, flag in zip(with_flag(kind), flags_of(kind), strict=True)}
         parts.append(f"## {kind.__name__}\n\n{inspect.getdoc(kind).partition(chr(10))[0]}\n")
         rows = []
         for field in dataclasses.fields(kind):
-            flag = f", `--{flag_names[field.name]}`" if field.name in flag_names else ""
+            flag = f", `--{named[field.name].name}`" if field.name in named else ""
+            if field.name in named and (given := named[field.name].default) not in (field.default, None):
+                flag += f" with default {default_of(given)}"
             default = f"default `{field.default!r}`" if field.default is not dataclasses.MISSING else "required"
             if field.default_factory is not dataclasses.MISSING:
                 default = f"default `{field.default_factory()!r}`"
