@@ -7,10 +7,12 @@ Names that other rooms may use, by file:
     flag: none
     media: histogram, image, text
     media_writer: none
+    metrics_port: none
     mlflow_models: none
     mlflow_writer: MlflowWriter
     newest: none
     numbers: none
+    prometheus_writer: none
     registered: console, csv, media, mlflow, tensorboard, wandb
     tensorboard_writer: TensorBoardWriter
     tracked: none

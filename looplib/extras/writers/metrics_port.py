@@ -1,0 +1,48 @@
+"""MetricsPortFlag: --metrics_port, where Prometheus finds the newest metrics of a training."""
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from looplib.command_line import TRAINING_MODES, FlagPlugin
+from looplib.errors import FlagError, PluginError
+from looplib.extras.writers.prometheus_writer import PrometheusWriter
+from looplib.report.writers import Writer
+from looplib.settings import Flag
+
+_HIGHEST = 65_535
+
+
+class MetricsPortFlag(FlagPlugin):
+    """The flag --metrics_port."""
+
+    flags = (
+        Flag("metrics_port", str, None, "PORT or HOST:PORT that serves metrics to Prometheus; none: no server."),
+    )  # fmt: skip
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises `UsageError` for what is no port, a job that does not train, or a missing package."""
+        if not (text := values["metrics_port"]):
+            return
+        _parse(text)
+        if values["mode"] not in TRAINING_MODES:
+            mode = values["mode"]
+            raise FlagError(f"--metrics_port is for trainings, and --mode={mode} does not train; leave it out")
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise PluginError("--metrics_port needs the package prometheus-client: pip install 'looplib[prometheus]'")
+
+    def writers(self, values: Mapping[str, Any]) -> Sequence[Writer]:
+        """Returns the writer with the server."""
+        if not (text := values["metrics_port"]):
+            return ()
+        host, port = _parse(text)
+        return (PrometheusWriter(values["model_dir"], port, host),)
+
+
+def _parse(text: str) -> tuple[str, int]:
+    """Returns the address, "" for all, and the port."""
+    found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):)?(\d{1,5})", text)
+    if not found or not 1 <= int(found[2]) <= _HIGHEST:
+        raise FlagError(f"--metrics_port is {text!r:.100}; expected PORT or HOST:PORT, such as 9100 or 127.0.0.1:9100")
+    return (found[1] or "").strip("[]"), int(found[2])
