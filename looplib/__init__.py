@@ -65,6 +65,7 @@ _PARTS = (  # of plug-ins
     "Profile",
     "ReduceOnPlateau",
     "TensorBoardWriter",
+    "TimedSaves",
     "WandbWriter",
     "WarmStart",
     "WeightRule",

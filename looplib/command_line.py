@@ -37,16 +37,12 @@ PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML
 
 
 class FlagPlugin(abc.ABC):
-    """Flags that a plug-in of the group `looplib.flags` adds to every binary, and what they ask for."""
+    """Flags that a plug-in of the group `looplib.flags` adds to every binary; `values` has all flags, by name."""
 
     flags: Sequence[Flag]
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raises `UsageError` for values that no run can have; before TensorFlow starts.
-
-        Args:
-          values: dict from name to value of all flags, also in the other methods.
-        """
+        """Raises `UsageError` for values that no run can have; before TensorFlow starts."""
 
     def actions(self, values: Mapping[str, Any]) -> Sequence[Action]:
         """Returns the actions of a training, by default none."""

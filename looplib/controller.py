@@ -510,6 +510,10 @@ class Controller:
         """
         self._reporter.show(split, self.global_step, as_shown(media))
 
+    def agree(self, number: int) -> int:
+        """Waits for the other workers; returns the chief's whole number, for an action that decides by the time."""
+        return self._directory.workers.agree(number)
+
     def stop(self) -> None:
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
         self._stopped = True
@@ -538,8 +542,8 @@ class Controller:
         self._checkpointer.need_state()
         return export(self._loops, self._checkpointer, self._reporter, directory, averages, formats, license)
 
-    def save_checkpoint(self) -> str:
-        """Saves the complete state now, and waits until it is committed.
+    def save_checkpoint(self, wait: bool = True) -> str:
+        """Saves the complete state now; with `wait`, returns when it is committed.
 
         Nothing is written if a checkpoint of this step holds these values already. If it holds others, because weights
         were assigned since then, it is moved into `checkpoints/set_aside`, and so are checkpoints of later steps.
@@ -551,7 +555,7 @@ class Controller:
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
         self._loops.refuse_if_unfit("save_checkpoint", self.latest_checkpoint)
-        path = self._checkpointer.save_changed()
+        path = self._checkpointer.save_changed(wait)
         announce_saves(self._actions, self._checkpointer.take_committed(), self)
         return path
 

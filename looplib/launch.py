@@ -58,8 +58,7 @@ def run(
 ) -> NoReturn:
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
-    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM, SIGINT, SIGHUP, SIGXCPU, SIGUSR1, SIGUSR2 or --max_time and
-    saved, to be run again; 76 ended by the watchdog. A failure's last line on standard error says what to do.
+    For exit codes see `looplib.errors.EXIT_CODES`. A failure's last line on standard error says what to do.
 
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where

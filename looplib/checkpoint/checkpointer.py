@@ -211,8 +211,8 @@ class Checkpointer:
             elif wait:
                 self._saver.wait()
 
-    def save_changed(self) -> str:
-        """Saves and waits, also if this step is already saved with other values; returns the path of the checkpoint.
+    def save_changed(self, wait: bool) -> str:
+        """Saves also if this step is already saved with other values; returns the path. For `wait` see `save`.
 
         Workers wait for each other.
 
@@ -228,7 +228,7 @@ class Checkpointer:
         if self.saved_step == self.step and self.directory.workers.any_of(self._saver.differs(self.step)):
             self.saved_step = None
         try:
-            self.save(wait=True)
+            self.save(wait)
         except Diverged as fault:
             raise DivergenceError(f"{fault.what}; it is not saved") from None
         return commits.path_of(self.directory.checkpoints, self.step)

@@ -5,4 +5,6 @@ Names that other rooms may use, by file:
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     profile_flag: none
     profiling: Profile
+    timed_saves: TimedSaves
+    timed_saves_flags: none
 """

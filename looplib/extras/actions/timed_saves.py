@@ -1,0 +1,85 @@
+"""TimedSaves: saves by time, or by what saves cost."""
+
+import datetime
+import time
+from collections.abc import Callable
+from typing import Any
+
+from looplib.errors import ActionError, MissingPartError
+from looplib.messages import duration
+from looplib.task.actions import Action, Event
+
+_LEAST_SECONDS = 1.0  # between two saves by a budget, whose cost is small
+
+
+class TimedSaves(Action):
+    """Saves after a time, or as often as a share of the time allows; beside the saves by steps of `CheckpointPolicy`.
+
+    A save comes with a report, so that it is at a multiple of `steps_per_loop`. Where several workers train, the chief
+    decides for all. A save for another reason counts too: the time to the next one starts with it.
+
+    Args:
+      every: seconds, a `datetime.timedelta` or text such as "10m" between two saves; None for a budget.
+      budget: share of the time that the training may be stopped by saves, such as 0.01; None for a time. The first
+        report saves, to measure how long it takes. The time to the next save is then the mean stop divided by the
+        budget, and not shorter than a save takes until it is committed.
+      now: returns the time in seconds.
+
+    Raises:
+      UsageError: for bad input; when a training starts, without a run directory.
+
+    Example:
+        ```python
+        looplib.Controller(..., model_dir="/tmp/run", actions=[looplib.TimedSaves(every="10m")])
+        ```
+    """
+
+    def __init__(
+        self,
+        every: float | str | datetime.timedelta | None = None,
+        budget: float | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if (every is None) == (budget is None):
+            raise ActionError("TimedSaves needs one of every, a time such as '10m', and budget, a share such as 0.01")
+        if budget is not None and not (isinstance(budget, (int, float)) and 0 < budget < 1):
+            raise ActionError(f"the budget of TimedSaves is {budget!r:.100}; expected a share such as 0.01, for 1%")
+        self._every, self._budget, self._now = duration("every of TimedSaves", every), budget, now
+        self._last = now()  # when the training began, or was saved last
+        self._saves, self._stopped, self._longest = 0, 0.0, 0.0
+        self._committing: dict[str, float] = {}  # when a save of this action began, by path
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two saves; 0 while their cost is not known."""
+        if self._budget is None:
+            return self._every
+        if not self._saves:
+            return 0.0
+        return max(self._stopped / self._saves / self._budget, self._longest, _LEAST_SECONDS)
+
+    def on_start(self, controller: Any) -> None:
+        """Refuses a run without a directory; the time counts from here."""
+        if not controller.model_dir:
+            raise MissingPartError("TimedSaves needs a run directory to save to; give Controller(model_dir=...)")
+        self._last = self._now()
+
+    def on_save(self, path: str, controller: Any) -> None:
+        """Notes that a checkpoint is committed, and how long that took."""
+        now = self._now()
+        if (began := self._committing.pop(path, None)) is not None:
+            self._longest = max(self._longest, now - began)
+        else:
+            self._last = now
+
+    def __call__(self, event: Event) -> None:
+        """Saves, if it is time."""
+        if event.split != "train" or event.ending or event.evaluation_due:  # which save anyway
+            return
+        controller = event.controller
+        if not controller.agree(self._now() - self._last >= self.interval):
+            return
+        before, self._last = controller.clock.of("save"), self._now()
+        self._committing[controller.save_checkpoint(wait=False)] = self._last
+        self._saves += 1
+        self._stopped += controller.clock.of("save") - before
