@@ -18,6 +18,7 @@ from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalize
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.console import printable
 from looplib.errors import CheckpointError, MismatchError, NoCheckpointError, UsageError
 from looplib.messages import gist, join_names
 from looplib.task.record import Contents, RunRecord
@@ -88,8 +89,7 @@ def _compared(
     reader = tf.train.load_checkpoint(path)
     record = RunRecord.in_checkpoint(reader, path)
     check_contents(objects, record, path)
-    graph = _tf.object_graph(reader)
-    if graph is None:
+    if (graph := _tf.object_graph(reader)) is None:
         return {}
     saved = SavedVariables(reader, graph, record.names, objects)
     moved = {"other names": sorted(misplaced(saved, objects_of(graph, checkpoint)))}
@@ -235,7 +235,9 @@ def differences(saved: SavedVariables) -> dict[str, list[str]]:
 
 def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
     """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
-    return "; ".join(f"{title}: {join_names(list(names), most=4)}" for title, names in differences.items() if names)
+    return printable(
+        "; ".join(f"{why}: {join_names(list(names), most=4)}" for why, names in differences.items() if names)
+    )
 
 
 def contents_of(objects: Mapping[str, Any]) -> dict[str, Contents]:

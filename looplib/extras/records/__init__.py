@@ -12,6 +12,6 @@ Names that other rooms may use, by file:
     order: none
     plans: Kept
     reader: RecordReader
-    reading: measure
+    reading: measure, without_lists
     sources: open_records
 """
