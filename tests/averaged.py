@@ -19,6 +19,7 @@ Y = X.sum(axis=1, keepdims=True)
 class Config:
     family: str = "keras"
     normalizes: bool = True
+    average_decay: float = 0.0  # none
 
 
 class Net(looplib.GradientTrainer):
@@ -29,7 +30,7 @@ class Net(looplib.GradientTrainer):
         parts += [layers.Dense(3, name="second"), norm(name="norm_2"), layers.Dense(1, name="last")]
         family = keras if config.family == "keras" else tf_keras
         phases = [looplib.Phase(until=7, train="last"), looplib.Phase(learning_rate=0.04)]
-        super().__init__(family.Sequential(parts), family.optimizers.Adam(0.05), phases=phases)
+        super().__init__(family.Sequential(parts), family.optimizers.Adam(0.05), phases=phases, average_decay=config.average_decay or None)  # fmt: skip
 
     def dataset(self, context):
         return context.indices(EXAMPLES, shuffle=False).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))

@@ -5,7 +5,7 @@ Names that other rooms may use, by file:
     choice: best, check, choose, divided, FINAL, final, LATEST
     commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
         read_marker, SET_ASIDE, UNFINISHED, verify
-    directory: resolve, RunDirectory
+    directory: CONTENTS, resolve, RunDirectory
     lock: acquire, LockHolder, holder, LockKind, RunLock
     mirror: Mirror
     names: groups, in_order, NamedVariable, LiveVariables, NameNormalizer, SavedVariables

@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     callbacks: none
     data: none
     means: none
-    models: none
+    models: is_batch_normalization
     python_data: python_batches
     results: none
     rows: none

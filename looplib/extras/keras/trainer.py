@@ -23,7 +23,6 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.exported import Exported, of_model
 from looplib.task.trainer import Trainer
 
-
 _ELSEWHERE = {  # arguments that have another place: of `fit`, and of `GradientTrainer`
     "phases": "phases are a setting of looplib.GradientTrainer, whose step takes the trained variables of each phase",
     "batch_size": "looplib.RunConfig has it as global_batch_size",
