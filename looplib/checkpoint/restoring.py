@@ -84,7 +84,7 @@ def _compared(
     """Returns what a checkpoint and the objects here have apart, by titles; {} where the names are not known.
 
     Raises `UsageError` if what no variable holds is not what the checkpoint was made with. Without `shapes` it looks
-    only for other names at the same places.
+    only for other names at the same places, which are named if nothing else differs.
     """
     reader = tf.train.load_checkpoint(path)
     record = RunRecord.in_checkpoint(reader, path)
@@ -93,7 +93,7 @@ def _compared(
         return {}
     saved = SavedVariables(reader, graph, record.names, objects)
     moved = {"other names": sorted(misplaced(saved, objects_of(graph, checkpoint)))}
-    return {**differences(saved), **moved} if shapes else moved
+    return (shapes and {why: names for why, names in differences(saved).items() if names}) or moved
 
 
 def _mismatch(

@@ -89,7 +89,8 @@ def _moving_averages(path: str, values: dict[str, tf.Tensor]) -> dict[str, tf.Te
     """Returns the averages in a checkpoint by the keys of the weights that they are of."""
     reader = tf.train.load_checkpoint(path)
     graph, names = _tf.object_graph(reader), RunRecord.in_checkpoint(reader, path).names
-    roots = {child.local_name: tf.train.Checkpoint() for child in graph.nodes[0].children} if graph else {}
+    attributes = {child.local_name for child in graph.nodes[0].children} - {"save_counter"} if graph else set()
+    roots = {name: tf.train.Checkpoint() for name in attributes}
     leaves = SavedVariables(reader, graph, names, roots).leaves.values() if names and roots else []
     found = {leaf.origin.key: values[leaf.key] for leaf in leaves if leaf.kind == "average" and leaf.origin}
     if not found:
