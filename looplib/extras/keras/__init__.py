@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     callbacks: none
     data: none
     means: none
-    models: is_batch_normalization
+    models: none
     python_data: python_batches
     results: none
     rows: none

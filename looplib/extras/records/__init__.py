@@ -12,6 +12,6 @@ Names that other rooms may use, by file:
     order: none
     plans: Kept
     reader: RecordReader
-    reading: measure, without_lists
+    reading: measure
     sources: open_records
 """

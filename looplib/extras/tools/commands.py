@@ -55,7 +55,7 @@ def average(tools: Any) -> None:
     _add_checkpoint(parser, "the last of them", "latest")
     text = "compute statistics of batch normalization from N training batches, by the run's command"
     parser.add_argument("--statistics_steps", type=int, metavar="N", help=f"{text} (default: average them)")
-    text = "write the moving averages of the weights that the last of them has, not the mean"
+    text = "write the moving averages of the last one, not the mean"
     parser.add_argument("--averages", action="store_true", help=text)
     parser.set_defaults(tool=Command(_average, _check_checkpoints))
 
