@@ -235,9 +235,7 @@ def differences(saved: SavedVariables) -> dict[str, list[str]]:
 
 def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
     """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
-    return printable(
-        "; ".join(f"{why}: {join_names(list(names), most=4)}" for why, names in differences.items() if names)
-    )
+    return "; ".join(f"{why}: {printable(join_names([*them], most=4))}" for why, them in differences.items() if them)
 
 
 def contents_of(objects: Mapping[str, Any]) -> dict[str, Contents]:
