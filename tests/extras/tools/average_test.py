@@ -98,8 +98,8 @@ def test_the_command_writes_moving_averages_with_statistics_of_their_own(nursery
         np.testing.assert_allclose(of(read(own), name)[2:], expected, rtol=1e-4, atol=1e-5)
     exporting = nursery.life_of("averaged", f"--model_dir={own}", "--config.average_decay=0.8", "--mode=export")
     assert exporting.code() == 0 and "may fit them badly" not in exporting.output(), exporting.output()
-    serve = tf.saved_model.load(str(own / "export" / "step-16" / "saved_model")).serve
-    np.testing.assert_allclose(serve(averaged.X), read(own)(averaged.X, training=False), rtol=1e-5, atol=1e-6)
+    loaded = tf.saved_model.load(str(own / "export" / "step-16" / "saved_model"))
+    np.testing.assert_allclose(loaded.serve(averaged.X), read(own)(averaged.X, training=False), rtol=1e-5, atol=1e-6)
     assert main(["average", str(run), str(tmp_path / "no"), "--averages", "--last=2"]) == 2
 
 
