@@ -136,7 +136,7 @@ class Controller:
             "checkpoint_interval": policy.every_steps,
             "keep_best": str(policy.best) if policy.best else None,
             "guards": dataclasses.asdict(self.guards),
-            **(trainer.training_phases.as_flags() if trainer and trainer.training_phases else {}),
+            "phases": trainer.training_phases.as_flags() if trainer and trainer.training_phases else None,
         }
         self._reporter = Reporter(
             model_dir if directory.writable else None,

@@ -200,6 +200,12 @@ FAULTS = [
     Fault("weights from a file: HDF5 leads nowhere else", "extras/weights/hdf5_contents.py",
           "not isinstance(link := group.get(name, getlink=True), h5py.HardLink)",
           "isinstance(link := group.get(name, getlink=True), bytes)", "hostile_weights"),
+    Fault("weights from a file: a layer is taken whole or not at all", "extras/weights/pairing.py",
+          "layer(taken) in torn and", "False and", "whole_layers"),
+    Fault("data in Python: a loader that is longer than its length is said", "extras/keras/python_data.py",
+          "if not self._said and next(rest, None) is not None:", "if False:", "python_data"),
+    Fault("an export writes into no folder of the run", "extras/outputs/new_folder.py",
+          "if parts[0] in written and", "if False and", "extras/outputs/export_formats"),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Names that other rooms may use, by file:
     choice: best, check, choose, divided, FINAL, final, LATEST
     commits: begin, checkpoint_folder, Commit, commit, committed, latest_checkpoint, list_checkpoints, listing, newest,
         path_of, read_marker, SET_ASIDE, UNFINISHED, verify
-    directory: resolve, RunDirectory
+    directory: CONTENTS, resolve, RunDirectory
     lock: acquire, LockHolder, holder, LockKind, RunLock
     mirror: Mirror
     names: groups, in_order, NamedVariable, LiveVariables, NameNormalizer, SavedVariables

@@ -18,6 +18,7 @@ from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalize
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.console import printable
 from looplib.errors import CheckpointError, MismatchError, NoCheckpointError, UsageError
 from looplib.messages import gist, join_names
 from looplib.task.record import Contents, RunRecord
@@ -83,17 +84,16 @@ def _compared(
     """Returns the differences between a checkpoint and the objects here, by titles; {} if the names are not known.
 
     Raises `UsageError` if what no variable holds is not what the checkpoint was made with. Without `shapes` it looks
-    only for other names at the same places.
+    only for other names at the same places, which are named if nothing else differs.
     """
     reader = tf.train.load_checkpoint(path)
     record = RunRecord.in_checkpoint(reader, path)
     check_contents(objects, record, path)
-    graph = _tf.object_graph(reader)
-    if graph is None:
+    if (graph := _tf.object_graph(reader)) is None:
         return {}
     saved = SavedVariables(reader, graph, record.names, objects)
     moved = {"other names": sorted(misplaced(saved, objects_of(graph, checkpoint)))}
-    return {**differences(saved), **moved} if shapes else moved
+    return (shapes and {why: names for why, names in differences(saved).items() if names}) or moved
 
 
 def _mismatch(
@@ -235,7 +235,7 @@ def differences(saved: SavedVariables) -> dict[str, list[str]]:
 
 def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
     """Describes the differences between a checkpoint and objects as a phrase: titles with names; "" for none."""
-    return "; ".join(f"{title}: {join_names(list(names), most=4)}" for title, names in differences.items() if names)
+    return "; ".join(f"{why}: {printable(join_names([*them], most=4))}" for why, them in differences.items() if them)
 
 
 def contents_of(objects: Mapping[str, Any]) -> dict[str, Contents]:

@@ -96,6 +96,10 @@ def check_replaced(needs: dict[str, str], controller: Any) -> None:
 
 def _check_family(model: Any, callback: Any) -> None:
     base = models.callbacks_of(model).Callback
+    if isinstance(callback, (list, tuple)):
+        raise CallbackError(
+            f"callbacks has {callback!r:.200} among its entries; expected a flat list of callbacks, each alone"
+        )
     if not isinstance(callback, base):
         raise CallbackError(
             f"the callback {callback!r:.200} is no {base.__module__}.{base.__name__}, as the model's family needs; "

@@ -12,6 +12,7 @@ from absl import logging
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError
 from looplib.extras.keras import models, python_data, rows
+from looplib.extras.records.reading import without_lists
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
 _SINGLE = "the data set of KerasTrainer has single examples; batch it by the global batch size"
@@ -51,6 +52,7 @@ class KerasData:
             )
         self._blanks = rows.OmittedParts(())
         self._generated: python_data.Generated | None = None
+        python_data.check_sized(x)
         self._batches = python_data.as_batches(x, self._float_type)
         self._examples = x if self._batches is None and python_data.is_numbered(x) else None
         others = self._batches is not None or self._examples is not None
@@ -70,6 +72,9 @@ class KerasData:
             self._counted = False
             if self._examples is not None:
                 self._length = len(x)
+                if not self._length:
+                    raise DatasetError(f"{type(x).__name__} has no example; check where the data is read from")
+                python_data.check_example(type(x).__name__, x[0])
             elif self._batches is not None:
                 self._length = self._batches.count
             return
@@ -80,6 +85,11 @@ class KerasData:
             )
         if isinstance(x, list) and x and all(isinstance(text, str) for text in x):
             x = np.asarray(x)
+        if y is None and isinstance(x, list) and x and all(type(part) is tuple for part in x):
+            raise DatasetError(
+                "KerasTrainer got a list of tuples as x; expected arrays as x and y, or a function that makes a "
+                "generator of batches, such as lambda: iter(batches)"
+            )
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
         self._arrays = tf.nest.map_structure(lambda array: rows.as_array(array, self._float_type), parts)
         lengths = {array.shape[0] if array.shape else None for array in tf.nest.flatten(self._arrays)}
@@ -208,7 +218,7 @@ class KerasData:
         if self._batches is not None:
             return self._batches.once()
         if self._examples is not None:
-            few = [self._examples[number] for number in range(min(_FEW, self._length))]
+            few = [without_lists(self._examples[number]) for number in range(min(_FEW, self._length))]
             stacked = tf.nest.map_structure(lambda *each: np.stack([np.asarray(one) for one in each]), *few)
             numbers = tf.data.Dataset.range(len(few)).batch(len(few))
             picked = numbers.map(lambda ids: tf.nest.map_structure(lambda part: tf.gather(part, ids), stacked))

@@ -4,7 +4,7 @@ import abc
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,6 +17,7 @@ from looplib.data.order import Ids, Locate, OrderKey, Plan
 from looplib.errors import BatchSizeError, DatasetError
 from looplib.extras.keras import rows
 from looplib.extras.keras.batch_format import BatchFormat
+from looplib.messages import shown
 
 _LOOKED_AT = 2  # batches, for the sizes that they have in common
 
@@ -124,6 +125,30 @@ def is_loader(data: Any) -> bool:
     """Returns whether data gives batches in passes, and not by number."""
     others = (ByNumber, set, frozenset, Mapping)
     return isinstance(data, Loader) and not isinstance(data, others) and not rows.is_array(data)
+
+
+def check_sized(data: Any) -> None:
+    """Raises `UsageError` for a loader that does not say how many batches a pass has."""
+    if isinstance(data, Iterable) and not isinstance(data, Sized) and not callable(data) and not rows.is_array(data):
+        kind = type(data).__name__
+        raise DatasetError(
+            f"{kind} has __iter__ and no __len__, so that its passes and epochs have no known end; give it a __len__ "
+            "of the batches of a pass, or give KerasTrainer a function that makes a generator, such as "
+            f"lambda: iter(loader) of the {kind}"
+        )
+
+
+def check_example(who: str, example: Any) -> None:
+    """Raises `UsageError` for an example with a list of numbers, which may be an array or a structure of numbers."""
+    if isinstance(example, Mapping):
+        example = tuple(example.values())
+    if isinstance(example, list) and example and all(isinstance(part, (int, float)) for part in example):
+        raise DatasetError(
+            f"{who}.__getitem__ returns a list of numbers, {shown(example)}, which may be an array, or inputs and "
+            "targets; return numpy.asarray of each array, in a tuple of inputs and targets"
+        )
+    for part in example if isinstance(example, (list, tuple)) else ():
+        check_example(who, part)
 
 
 class PythonBatches(abc.ABC):
@@ -244,7 +269,7 @@ class LoaderBatches(PythonBatches):
     """
 
     def __init__(self, data: Any, float_type: str) -> None:
-        self._data = data
+        self._data, self._said = data, False
         super().__init__(type(data).__name__, len(data), itertools.islice(self._begun(0), _LOOKED_AT), float_type)
         firsts = [self._format.flat(next(self._begun(0))) for _ in range(2)]
         if not all(map(_equal, *firsts)):
@@ -273,6 +298,8 @@ class LoaderBatches(PythonBatches):
                     batches = itertools.islice(self._begun(epoch), index, None)
                 following = number + 1
                 for batch in batches:
+                    if index == self.count - 1:
+                        self._end(batches, epoch)
                     return batch
             raise DatasetError(
                 f"{type(self._data).__name__} has {self.count} batches by its len(), and ended before the batch "
@@ -280,6 +307,16 @@ class LoaderBatches(PythonBatches):
             )
 
         return read
+
+    def _end(self, rest: Iterator[Any], epoch: int) -> None:
+        """Says once that a pass is longer than its length."""
+        if not self._said and next(rest, None) is not None:
+            self._said = True
+            logging.warning(
+                "%s has %d batches by its len(), and epoch %d has more; looplib leaves out what is beyond the len() in "
+                "each epoch: give it the length that its passes have",
+                type(self._data).__name__, self.count, epoch + 1,
+            )  # fmt: skip
 
     def order(self, shuffle: bool) -> Ids | None:
         """See `PythonBatches`: its passes have the order that it gives them."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.data.input_context import InputContext
-from looplib.errors import BatchSizeError, DatasetError, ModelError, StrategyError
+from looplib.errors import BatchSizeError, DatasetError, ModelError, SettingError, StrategyError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.batch_logs import BatchLogs
@@ -17,10 +17,23 @@ from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import KerasResults
+from looplib.messages import shown
 from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.exported import Exported, of_model
 from looplib.task.trainer import Trainer
+
+_ELSEWHERE = {  # arguments that have another place: of `fit`, and of `GradientTrainer`
+    "phases": "phases are a setting of looplib.GradientTrainer, whose step takes the trained variables of each phase",
+    "batch_size": "looplib.RunConfig has it as global_batch_size",
+    "epochs": "controller.train and train_and_evaluate take epochs",
+    "steps_per_epoch": "an epoch is a pass over the data; controller.train takes steps",
+    "initial_epoch": "a run with a model_dir continues where it was",
+    "validation_split": "divide the arrays, and give the held-out part as validation_data",
+    "validation_freq": "controller.train_and_evaluate takes eval_interval, in steps",
+    "validation_batch_size": "looplib.RunConfig has global_batch_size",
+    "verbose": "the writers of the Controller show the progress",
+}
 
 
 class KerasTrainer(Adapter, Trainer):
@@ -45,6 +58,7 @@ class KerasTrainer(Adapter, Trainer):
         nor write the weights. They are called for each batch, with its logs, once the epoch has ended; on one replica.
       per_replica: bool, whether each replica may compute the loss of its own examples alone also where that
         differs from their part in the loss of the global batch, such as a contrastive loss. By default it is refused.
+      **others: refused, with the place that an argument of `fit` has.
 
     Raises:
       UsageError: for a model that is not compiled, data that does not fit together, a callback that cannot work, or, on
@@ -75,7 +89,12 @@ class KerasTrainer(Adapter, Trainer):
         callbacks: Sequence[Any] = (),
         observes_batches: bool = False,
         per_replica: bool = False,
+        **others: Any,
     ) -> None:
+        if others:
+            name = next(iter(others))
+            cure = _ELSEWHERE.get(name, "leave it out: docs/from_keras_differences.md says what differs from fit")
+            raise SettingError(f"KerasTrainer got {name}={shown(others[name])}, which it does not take; {cure}")
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
             found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
             raise ModelError(f"KerasTrainer got {found}; expected a Keras model after model.compile(optimizer, loss)")
@@ -204,5 +223,12 @@ class KerasEvaluator(Evaluator):
 
 
 def _as_arguments(data: Any) -> tuple:
-    """Returns validation data as the arguments x, y and sample_weight."""
+    """Returns validation data as the arguments x, y and sample_weight; raises `UsageError` for a list of batches."""
+    of_batches = isinstance(data, list) and data and all(type(part) is tuple for part in data)
+    if of_batches or (isinstance(data, (tuple, list)) and not 0 < len(data) <= 3):
+        what = "a list of tuples" if of_batches else f"a {type(data).__name__} of {len(data)} parts"
+        raise DatasetError(
+            f"validation_data is {what}; expected (x, y), (x, y, sample_weight), or a data set of batches: give a "
+            "tf.data.Dataset, or a function that makes a generator of them, such as lambda: iter(batches)"
+        )
     return tuple(data) if isinstance(data, (tuple, list)) else (data,)

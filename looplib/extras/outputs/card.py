@@ -17,6 +17,7 @@ from looplib.extras.outputs.int8 import Int8Cost
 from looplib.report.writers import Setting
 
 _OF_THE_CLOCK = ("steps_per_second", "epoch")  # metrics of a training that say nothing of its model
+_OF_FLOAT = "The metrics above are those of the model in floating-point numbers."
 _LONGEST = 200  # characters of a setting
 _LIBRARIES = {"keras": "keras", "tf_keras": "tf-keras", None: "tensorflow"}
 _TAGS = {"safetensors": "safetensors", "onnx": "onnx", "tflite": "tflite", "int8": "tflite"}
@@ -167,7 +168,7 @@ class Card:
         ]
         text = "A difference is the largest one from the trained model, of outputs for random inputs or of weights.\n"
         parts = [_table(("file", "bytes", "difference", "load it by"), rows), text]
-        return parts + [f"`model.int8.tflite` is {self.int8}.\n"] if self.int8 else parts
+        return parts + [f"`model.int8.tflite` is {self.int8}. {_OF_FLOAT}\n"] if self.int8 else parts
 
 
 def _table(head: tuple[str, ...], rows: Any) -> str:

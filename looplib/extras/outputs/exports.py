@@ -2,22 +2,25 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import tempfile
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib import files, folders
 from looplib.checkpoint.checkpointer import Checkpointer
+from looplib.compat import keras as _keras
 from looplib.errors import ExportError, UsageError
+from looplib.extras.keras.models import is_batch_normalization
 from looplib.extras.outputs import facts
 from looplib.extras.outputs.card import Card
 from looplib.extras.outputs.formats import CARD, FORMATS, KERAS, SAVED_MODEL, check_export
 from looplib.extras.outputs.int8 import Int8Cost
-from looplib.extras.outputs.new_folder import alone, new_folder
+from looplib.extras.outputs.new_folder import alone, check_free, new_folder
 from looplib.extras.outputs.parts import Parts, WhatIsExported
 from looplib.extras.outputs.samples import ModelInputs, take_samples
 from looplib.extras.writers.mlflow_models import register
@@ -77,6 +80,7 @@ def export(
         inside = folders.make_folder(inside, "export") if chief else inside
         directory = os.path.join(inside, f"step-{step}")
     directory = os.path.abspath(directory)
+    check_free(directory, checkpointer.directory.model_dir, _INNER, loops.evaluations)
     if chief:
         _check(directory)
     # A mounted directory has to stay where it is, as has one whose parent this user may not write.
@@ -87,44 +91,46 @@ def export(
     task = task or loops.training.task
     exported = _named(task.export())
     own = not type(task).export.__module__.startswith("looplib.")
-    what = WhatIsExported(exported, own, functools.partial(_samples, loops, split, task, exported))
+    samples = _samples(loops, split, task, exported) if "int8" in formats else None
     averages = averages and exported.averages is not None
     # Where several workers train, all read the variables, and all but the chief drop what they write.
     named = os.path.join(directory, _INNER) if stays else directory
-    new = new_folder(named) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-")
-    try:
-        with new as place:
-            with exported.averages.in_use() if averages else contextlib.nullcontext():
-                parts = Parts(what, place)
-                parts.write(formats, chief)
-            if chief:
-                weights = "averages" if averages else "last"
-                start = os.path.basename(checkpointer.restored_from) if checkpointer.restored_from else None
-                card = Card(
-                    model=exported.model,
-                    signature=exported.signature,
-                    step=step,
-                    weights=weights,
-                    license=license.strip(),
-                    evaluated=facts.evaluated(loops, checkpointer, reporter),
-                    data=facts.training_data(loops, checkpointer),
-                    settings=facts.settings(checkpointer, reporter),
-                    versions=facts.versions(),
-                    sizes=parts.sizes(),
-                    differences=parts.differences,
-                    int8=parts.int8,
-                )
-                files.write_whole(os.path.join(place, CARD), card.text(), durable=False)
-                record = ExportRecord(
-                    step, weights, start, parts.sizes(), parts.left_out, parts.differences, parts.int8
-                )
-                files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-                _appear(place, directory, named)
-                reporter.say(_sentence(record, directory))
-                if checkpointer.directory.model_dir:
-                    register(checkpointer.directory.model_dir, directory, step)
-    except (OSError, tf.errors.OpError) as error:
-        raise ExportError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
+    if averages and chief:
+        _warn_of_statistics(exported)
+    with exported.averages.in_use() if averages else contextlib.nullcontext():
+        parts = Parts(WhatIsExported(exported, own, samples))
+        try:
+            with new_folder(named) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-") as place:
+                parts.write(place, formats, chief)
+                if chief:
+                    weights = "averages" if averages else "last"
+                    start = os.path.basename(checkpointer.restored_from) if checkpointer.restored_from else None
+                    card = Card(
+                        model=exported.model,
+                        signature=exported.signature,
+                        step=step,
+                        weights=weights,
+                        license=license.strip(),
+                        evaluated=facts.evaluated(loops, checkpointer, reporter),
+                        data=facts.training_data(loops, checkpointer),
+                        settings=facts.settings(checkpointer, reporter),
+                        versions=facts.versions(),
+                        sizes=parts.sizes(),
+                        differences=parts.differences,
+                        int8=parts.int8,
+                    )
+                    files.write_whole(os.path.join(place, CARD), card.text(), durable=False)
+                    record = ExportRecord(
+                        step, weights, start, parts.sizes(), parts.left_out, parts.differences, parts.int8
+                    )
+                    text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+                    files.write_whole(os.path.join(place, _RECORD), text)
+                    _appear(place, directory, named)
+                    reporter.say(_sentence(record, directory))
+                    if checkpointer.directory.model_dir:
+                        register(checkpointer.directory.model_dir, directory, step)
+        except (OSError, tf.errors.OpError) as error:
+            raise ExportError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
     return directory
 
 
@@ -135,6 +141,18 @@ def _samples(loops: Loops, split: str, task: Trainer | Evaluator, exported: Expo
     except UsageError as error:
         return str(error)
     return found if found.batches else f"the data of {type(task).__name__} has no example"
+
+
+def _warn_of_statistics(exported: Exported) -> None:
+    """Says that averages are exported with the statistics of batch normalization of other weights."""
+    layers = _keras.sublayers([exported.model]) if _keras.is_layer(exported.model) else []
+    pairs = exported.averages.pairs if any(map(is_batch_normalization, layers)) else []
+    if any(not np.array_equal(tf.identity(variable), tf.identity(average)) for variable, average in pairs):
+        logging.warning(
+            "the averaged weights are exported with the statistics of batch normalization of the last weights, which "
+            "may fit them badly; python -m looplib average DIR OUTPUT --averages --statistics_steps=100 writes the "
+            "averages with statistics of their own: export them by --mode=export --model_dir=OUTPUT"
+        )
 
 
 def _check(directory: str) -> None:

@@ -3,9 +3,11 @@
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from looplib import files, folders
+from looplib.checkpoint.directory import CONTENTS
+from looplib.errors import RunDirectoryError
 
 _MARK = "looplib"  # a file in a temporary directory, whose name somebody else's may have too
 
@@ -37,6 +39,29 @@ def new_folder(path: str) -> Iterator[str]:
     finally:
         folders.remove(place, os.path.basename(new))
         os.close(held)
+
+
+def check_free(directory: str, model_dir: str | None, own: str, splits: Iterable[str]) -> None:
+    """Refuses a directory in a folder of the run directory that the run writes.
+
+    Args:
+      directory: a local path, where something is to be written.
+      model_dir: the run directory; None for none.
+      own: the folder in it whose folders may be written.
+      splits: the names of the evaluators, which have folders of their names.
+
+    Raises:
+      UsageError: if it lies in such a folder.
+    """
+    if not model_dir:
+        return
+    parts = os.path.relpath(os.path.realpath(directory), os.path.realpath(model_dir)).split(os.sep)
+    written = {name.partition("/")[0] for name in CONTENTS if "/" in name} | {*splits}
+    if parts[0] in written and not (parts[0] == own and len(parts) > 1):
+        raise RunDirectoryError(
+            f"{directory} is in {os.path.join(model_dir, parts[0])}, which the run itself writes; name another "
+            f"directory, such as {os.path.join(model_dir, own, 'mine')}"
+        )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import math
 import os
@@ -27,6 +26,7 @@ from looplib.extras.weights.safetensors import SafetensorsFile
 from looplib.extras.weights.writing import named_weights, write_safetensors
 from looplib.messages import gist
 from looplib.task.exported import Exported
+from looplib.task.state import variables_of
 
 CLOSE = 1e-3  # difference of two models that compute the same, relative to the largest number
 _SIGNATURE = "serving_default"
@@ -39,20 +39,19 @@ class WhatIsExported:
     Attributes:
       exported: the function, its signature whose specs have names, and the model.
       own_export: whether the program defines the function, and not looplib as the model's outputs in inference.
-      samples: returns examples for int8; a sentence why there are none.
+      samples: examples for int8; a sentence why there are none; None if they are not needed.
     """
 
     exported: Exported
     own_export: bool
-    samples: Callable[[], ModelInputs | str]
+    samples: ModelInputs | str | None
 
 
 class Parts:
-    """The files of an export.
+    """The files of an export. Making it computes the function, whose errors are its own and not those of files.
 
     Args:
       what: what they are of.
-      folder: where they are written.
 
     Attributes:
       left_out: why a part is not there, by its name.
@@ -60,8 +59,8 @@ class Parts:
       int8: what the int8 file costs; None without one.
     """
 
-    def __init__(self, what: WhatIsExported, folder: str) -> None:
-        self._what, self._exported, self._folder = what, what.exported, folder
+    def __init__(self, what: WhatIsExported) -> None:
+        self._what, self._exported, self._folder = what, what.exported, ""
         self.left_out: dict[str, str] = {}
         self.differences: dict[str, float] = {}
         self.int8: Int8Cost | None = None
@@ -69,26 +68,28 @@ class Parts:
         batch = tf.nest.map_structure(random_batch, self._exported.signature)
         self._inputs = dict(zip([spec.name for spec in specs], tf.nest.flatten(batch)))
         self._batch = batch
+        self._expected = tf.nest.flatten(self._exported.function(batch))
         self._serve: Any = None  # of the SavedModel, once it is loaded
 
-    def write(self, formats: Sequence[str], is_chief: bool) -> None:
+    def write(self, folder: str, formats: Sequence[str], is_chief: bool) -> None:
         """Writes the parts.
 
         Args:
+          folder: where to.
           formats: which ones, besides a SavedModel and a Keras file.
           is_chief: whether this process keeps them. All workers read the variables, and the chief alone converts files.
         """
+        self._folder = folder
         loaded = self._write_saved_model()
         self._serve = loaded.signatures[_SIGNATURE]
         if _keras.is_model(self._exported.model):
             self._write_keras()
-        samples = self._what.samples() if "int8" in formats else None
         writers: dict[str, Callable[[str], None]] = {
             "safetensors": self._write_safetensors,
             "weights.h5": self._write_h5,
             "onnx": self._write_onnx,
             "tflite": self._write_tflite,
-            "int8": functools.partial(self._write_int8, samples),
+            "int8": self._write_int8,
         }
         for name in formats:
             if is_chief or name in ("safetensors", "weights.h5", "onnx"):
@@ -98,7 +99,12 @@ class Parts:
         path = os.path.join(self._folder, SAVED_MODEL)
         _save(self._exported, path)
         loaded = tf.saved_model.load(path)
-        self._expected = tf.nest.flatten(self._exported.function(self._batch))
+        if _is_distributed(self._exported.model):
+            # TensorFlow saves a variable of several replicas with its parts. Readers of sessions, such as TensorFlow
+            # Serving and the converter to TFLite, then take other moving statistics than the mean of the replicas.
+            folders.remove(self._folder, SAVED_MODEL)
+            tf.saved_model.save(loaded, path, signatures=loaded.signatures)
+            loaded = tf.saved_model.load(path)
         self.differences[SAVED_MODEL] = difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
         return loaded
 
@@ -191,7 +197,8 @@ class Parts:
         expected = self._serve(**self._inputs)
         self._keep(name, [found[key] for key in expected], expected.values(), "its interpreter computes")
 
-    def _write_int8(self, samples: ModelInputs | str | None, name: str) -> None:
+    def _write_int8(self, name: str) -> None:
+        samples = self._what.samples
         found, reason = (None, samples) if isinstance(samples, str) else (samples, "")
         try:
             content, kind, refused = int8.quantize(os.path.join(self._folder, SAVED_MODEL), found)
@@ -231,6 +238,11 @@ def _save(exported: Exported, path: str) -> None:
     module.model = exported.model
     module.serve = tf.function(exported.function, input_signature=[exported.signature])
     tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
+
+
+def _is_distributed(model: Any) -> bool:
+    """Returns whether a Keras model or a module has variables of several replicas."""
+    return any(isinstance(one, tf.distribute.DistributedValues) for _, one in variables_of({"model": model}))
 
 
 def _convert(exported: Exported, path: str) -> None:

@@ -16,6 +16,7 @@ from looplib.compat import keras as _keras
 from looplib.errors import PredictionError
 from looplib.extras.outputs import pieces
 from looplib.extras.outputs.folder import PredictionFolder, PredictionSource, unwritable
+from looplib.extras.outputs.new_folder import check_free
 from looplib.extras.outputs.prediction import Prediction
 from looplib.loop import task_loop
 from looplib.loop.base import Request
@@ -65,6 +66,7 @@ def predict(
         )
     found = {}
     for name, task in able.items():
+        check_free(os.path.join(*place, name), run_directory.model_dir, "predictions", loops.evaluations)
         if directory is None and run_directory.workers.is_chief:
             run_directory.mirror.take_folder(f"predictions/{name}")
         folder_of = _opened((*place, name)) if run_directory.workers.is_chief else contextlib.nullcontext()

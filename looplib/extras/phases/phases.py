@@ -113,9 +113,9 @@ class PhasedTraining:
                 found.update(dict.fromkeys(names, float(np.float32(rate))))  # as the optimizers keep it
         return found
 
-    def as_flags(self) -> dict[str, list[dict[str, Any]]]:
+    def as_flags(self) -> list[dict[str, Any]]:
         """Returns the phases as a setting of the run, for `run.json`."""
-        return {"phases": [dataclasses.asdict(phase) for phase in self._phases]}
+        return [dataclasses.asdict(phase) for phase in self._phases]
 
     def step_fn(self, trainer: GradientTrainer, number: int) -> Callable[[Any], dict[str, Any]]:
         """Returns the `step_fn` of a trainer in a phase."""

@@ -207,6 +207,13 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
     return np.concatenate(found)
 
 
+def without_lists(structure: Any) -> Any:
+    """Returns a structure with tuples in place of lists, which tf.data takes for arrays."""
+    if isinstance(structure, Mapping):
+        return {name: without_lists(part) for name, part in structure.items()}
+    return tuple(map(without_lists, structure)) if type(structure) in (list, tuple) else structure
+
+
 class _Pieces:
     """The pieces of a source that are in use, read by threads before they are needed.
 
@@ -268,7 +275,7 @@ class _Element:
     def __init__(self, source: Source) -> None:
         parts = source.sources if isinstance(source, Chain) else [source]
         firsts = [_first_of(part) for part in parts if len(part)] or [_first_of(source)]
-        self._like = firsts[0]
+        self._like = without_lists(firsts[0])
         structures = [_structure(record) for record in firsts]
         other = next((number for number, found in enumerate(structures) if found != structures[0]), None)
         if other is not None:

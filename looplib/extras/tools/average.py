@@ -10,16 +10,24 @@ import tensorflow as tf
 from looplib import folders
 from looplib.checkpoint import choice, commits
 from looplib.checkpoint.commits import Commit
-from looplib.errors import EXIT_DONE, MismatchError, NoCheckpointError, RunDirectoryError
+from looplib.checkpoint.names import SavedVariables
+from looplib.compat import tensorflow as _tf
+from looplib.errors import EXIT_DONE, CommandError, MismatchError, NoCheckpointError, RunDirectoryError
 from looplib.extras.tools.player import Order
 from looplib.extras.tools.replay import Replayable
 from looplib.messages import whole_number
+from looplib.task.record import RunRecord
 
 _MOVING = "/moving_variance"  # in the key of a statistic of batch normalization
 
 
 def average(
-    directory: str, output: str, last: int = 5, checkpoint: str = choice.LATEST, statistics_steps: int | None = None
+    directory: str,
+    output: str,
+    last: int | None = None,
+    checkpoint: str = choice.LATEST,
+    statistics_steps: int | None = None,
+    averages: bool = False,
 ) -> int:
     """Writes the mean of successive checkpoints of a run as a run directory of its own.
 
@@ -29,10 +37,12 @@ def average(
     Args:
       directory: a run directory, or one that holds checkpoints; unchanged.
       output: the new directory.
-      last: number of checkpoints.
+      last: number of checkpoints; None for 5.
       checkpoint: the last of them: "latest", "final", "best" or a step, see `choice.choose`.
       statistics_steps: how many batches of the training data the moving statistics of batch normalization are computed
         from, by the run's own command, see `normalization.recompute`; None averages them too.
+      averages: whether to write, in place of the mean, the moving averages of the weights (`WeightAverages`) that the
+        last checkpoint has, as its weights.
 
     Returns:
       The exit code.
@@ -41,7 +51,9 @@ def average(
       UsageError: if there are fewer intact checkpoints, they are of different models, `output` has files, or the run's
         command cannot compute the statistics.
     """
-    whole_number("--last", last)
+    if averages and last is not None:
+        raise CommandError(f"--averages takes the moving averages of one checkpoint; leave out --last={last}")
+    last = 1 if averages else whole_number("--last", 5 if last is None else last)
     run = None
     if statistics_steps is not None:
         whole_number("--statistics_steps", statistics_steps)
@@ -59,14 +71,31 @@ def average(
     if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
         raise RunDirectoryError(f"{output} is not empty; name a new directory for the average")
     values, note = _mean([done.path for done in found]), ""
+    values |= _moving_averages(found[-1].path, values) if averages else {}
     if run:
         values |= _statistics(run, found[-1], values, statistics_steps)
         note = f", with statistics of batch normalization from {statistics_steps} batches"
+    elif any(_MOVING in key for key in values) and averages:
+        note = ", with the statistics of batch normalization of the last weights; --statistics_steps=N computes others"
     elif any(_MOVING in key for key in values):
         note = ", also of the statistics of batch normalization; --statistics_steps=N computes them from data"
     path = _write(output, found[-1].step, values)
-    print(f"wrote the mean of {', '.join(os.path.basename(done.path) for done in found)} to {path}{note}")
+    what = "moving averages" if averages else "mean"
+    print(f"wrote the {what} of {', '.join(os.path.basename(done.path) for done in found)} to {path}{note}")
     return EXIT_DONE
+
+
+def _moving_averages(path: str, values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Returns the averages in a checkpoint by the keys of the weights that they are of."""
+    reader = tf.train.load_checkpoint(path)
+    graph, names = _tf.object_graph(reader), RunRecord.in_checkpoint(reader, path).names
+    attributes = {child.local_name for child in graph.nodes[0].children} - {"save_counter"} if graph else set()
+    roots = {name: tf.train.Checkpoint() for name in attributes}
+    leaves = SavedVariables(reader, graph, names, roots).leaves.values() if names and roots else []
+    found = {leaf.origin.key: values[leaf.key] for leaf in leaves if leaf.kind == "average" and leaf.origin}
+    if not found:
+        raise MismatchError(f"{path} has no averages of weights (average_decay, WeightAverages); leave out --averages")
+    return found
 
 
 def _statistics(run: Replayable, last: Commit, values: dict[str, tf.Tensor], steps: int) -> dict[str, tf.Tensor]:

@@ -51,10 +51,12 @@ def average(tools: Any) -> None:
     parser.add_argument(
         "output", type=path, help="the new directory, for --mode=eval --model_dir=... and --warm_start=..."
     )
-    parser.add_argument("--last", type=int, default=5, help="number of checkpoints (default %(default)s)")
+    parser.add_argument("--last", type=int, help="number of checkpoints (default 5)")
     _add_checkpoint(parser, "the last of them", "latest")
     text = "compute statistics of batch normalization from N training batches, by the run's command"
     parser.add_argument("--statistics_steps", type=int, metavar="N", help=f"{text} (default: average them)")
+    text = "write the moving averages of the last one, not the mean"
+    parser.add_argument("--averages", action="store_true", help=text)
     parser.set_defaults(tool=Command(_average, _check_checkpoints))
 
 

@@ -88,10 +88,12 @@ def _compare(
             lacking.pop(form.name, None)
             axes = form.transpose or tuple(range(len(one.shape)))
             now = tuple(one.shape[axis] for axis in axes) if len(axes) == len(one.shape) else one.shape
-            fits = now == here[form.name].shape or form.reshape
-            note = "" if fits else f", of the shape {_shape(here[form.name])}"
+            shapes_fit = now == here[form.name].shape or form.reshape
+            types_fit = one.floating and here[form.name].floating or one.dtype == here[form.name].dtype
+            note = "" if shapes_fit else f", of the shape {_shape(here[form.name])}"
+            note += "" if types_fit else f", of the type {_type(here[form.name])}"
             rows.append((name, _shape(one), _type(one), f"{form.name}{note}"))
-            if not fits:
+            if note:
                 free[form.name], lacking[form.name] = one.shape, here[form.name]
         elif name in whole:
             layer = form.name.rpartition("/")[0]

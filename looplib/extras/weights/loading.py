@@ -15,11 +15,12 @@ from looplib.checkpoint.names import NamedVariable, SavedVariables
 from looplib.checkpoint.restoring import check_contents, describe_differences, objects_of
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.console import printable
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
 from looplib.extras.weights.checkpoints import by_unique_name
 from looplib.extras.weights.matching import Match
 from looplib.extras.weights.opening import open_weights
-from looplib.extras.weights.pairing import pair
+from looplib.extras.weights.pairing import pair, whole_layers
 from looplib.extras.weights.rules import WeightRule, apply, given
 from looplib.extras.weights.taking import LoadedValues, take, weights_only
 from looplib.extras.weights.targets import Targets
@@ -79,7 +80,9 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
     live = saved.live
     if weights:
         weights_only(live)
-    everything = list(live.leaves)
+    everything, targets = list(live.leaves), Targets(live)
+    for leaf in saved.leaves.values():
+        leaf.name = printable(leaf.name)
     named = by_unique_name(saved)
     ruled = apply(rules, named, path)
     touched = {id(named[name]) for name in ruled}
@@ -87,14 +90,14 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
     def match(rest: list[NamedVariable]) -> Match:
         return Match([leaf for leaf in saved.leaves.values() if id(leaf) not in touched], live, record.optimizers)
 
-    pairs = pair(named, ruled, Targets(live), match, path)
-    found, reshaped = {}, []
-    for taken in pairs:
-        found[id(taken.here)] = taken.there.key
-        if taken.fits:
-            assign(taken.here.variable, taken.formed(reader.get_tensor(taken.there.key)))
-        else:
-            reshaped.append(taken.there.name)
+    pairs = pair(named, ruled, targets, match, path)
+    for name, leaf in named.items():  # for the log, as rules know them
+        leaf.name = name
+    found = {id(taken.here): taken.there.key for taken in pairs}
+    types = reader.get_variable_to_dtype_map()
+    whole = whole_layers(pairs, live, touched, lambda taken: types[taken.there.key].name)
+    for taken in whole.taken:
+        assign(taken.here.variable, taken.formed(reader.get_tensor(taken.there.key)))
     left_out = {named[name].key for name, form in ruled.items() if form.name is None}
     done, unused = {*found.values(), *left_out}, []
     states = objects_of(graph, objects.get("") or tf.train.Checkpoint(**objects))
@@ -110,7 +113,7 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
     missing = [leaf for leaf in everything if id(leaf) not in found]
     known = {"save_counter", *(taken.there.name for taken in pairs)}  # a variable may be in two places
     others = [name for _, name in sorted(unused) if name not in known]
-    return LoadedValues(len(found) - len(reshaped), missing, reshaped, others)
+    return LoadedValues(len(whole.taken), missing, whole.misfits, others, targets)
 
 
 def warm_start(objects: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -192,7 +195,7 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
         ) from error
     ids = {id(variable) for _, variable in variables_of(needed)}
     missing = [leaf.name for leaf in taken.missing if id(leaf.variable) in ids]
-    if missing or taken.reshaped:
+    if missing or taken.misfits:
         differences = describe_differences({**taken.others, "only here": missing})
         raise WarmStartError(
             f"the run cannot continue from {path}, because its model or optimizer differs ({differences}); use "

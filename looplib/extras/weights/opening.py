@@ -3,6 +3,7 @@
 import os
 
 from looplib import files
+from looplib.console import printable
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
 from looplib.extras.weights.hdf5 import Hdf5Part, Hdf5Weights
 from looplib.extras.weights.safetensors import SafetensorsFile, SafetensorsShards
@@ -44,7 +45,8 @@ def _only(folder: str) -> str | None:
         shards = files_of(os.path.join(folder, index), kind_of(index))
         found = [name for name in found if name not in shards]
     if len(found) > 1:
-        raise NoCheckpointError(f"{folder} has several files of weights: {', '.join(found)}; name one of them")
+        names = printable(", ".join(found))
+        raise NoCheckpointError(f"{folder} has several files of weights: {names}; name one of them")
     return found[0] if found else None
 
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from looplib.checkpoint.names import NamedVariable
+from looplib.checkpoint.names import LiveVariables, NamedVariable
+from looplib.compat import keras as _keras
 from looplib.errors import WarmStartError
 from looplib.extras.weights.rules import RuledName
 from looplib.extras.weights.targets import Targets
@@ -48,9 +49,7 @@ class Taken:
 
     @property
     def fits(self) -> bool:
-        """Whether the variable has the shape of the value, and both have floating-point numbers or others."""
-        if self.there.floating != self.here.floating:
-            return False
+        """Whether the variable has the shape of the value."""
         if self.form.transpose and len(self.form.transpose) != len(self.there.shape):
             return False
         if self.form.reshape:
@@ -62,6 +61,59 @@ class Taken:
         if self.form.transpose:
             value = value.transpose(self.form.transpose)
         return value.reshape(self.here.shape) if self.form.reshape else value
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeLayers:
+    """The pairs of the layers that are taken, each as a whole.
+
+    Attributes:
+      taken: the pairs.
+      misfits: the saved names of the others, by the reason.
+    """
+
+    taken: list[Taken]
+    misfits: dict[str, list[str]]
+
+
+def whole_layers(
+    pairs: Sequence[Taken], live: LiveVariables, ruled: Container[int], type_there: Callable[[Taken], str]
+) -> WholeLayers:
+    """Divides pairs by what fits; a layer of Keras with a misfit takes nothing of equal names, with its slots.
+
+    Args:
+      pairs: the pairs.
+      live: the variables here.
+      ruled: the ids of the saved values that rules have touched.
+      type_there: returns the name of the type of a saved value.
+    """
+    layers: dict[int, int] = {}  # of a variable here, the innermost layer that has it
+    sizes: dict[int, int] = {}
+    for part in live.parts:
+        if _keras.is_layer(part) and not _keras.is_model(part):
+            own = [leaf for variable in part.variables if (leaf := live.leaf_of(variable))]
+            for leaf in own:
+                if id(leaf) not in sizes or len(own) < sizes[id(leaf)]:
+                    layers[id(leaf)], sizes[id(leaf)] = id(part), len(own)
+
+    def layer(taken: Taken) -> int | None:
+        return layers.get(id(taken.here.origin or taken.here))
+
+    def reason(taken: Taken) -> str:
+        there, here = taken.there, taken.here
+        equal = there.floating and here.floating or type_there(taken) == here.variable.dtype.name
+        return "" if equal and taken.fits else "of another shape" if equal else "of another type"
+
+    reasons = {id(taken): reason(taken) for taken in pairs}
+    torn = {layer(taken) for taken in pairs if reasons[id(taken)]} - {None}
+    found = WholeLayers([], {})
+    for taken in pairs:
+        beside = "with these in a layer" if layer(taken) in torn and id(taken.there) not in ruled else ""
+        if why := reasons[id(taken)] or beside:
+            found.misfits.setdefault(why, []).append(taken.there.name)
+        else:
+            found.taken.append(taken)
+    return WholeLayers(found.taken, dict(sorted(found.misfits.items())))
 
 
 def pair(
@@ -94,7 +146,7 @@ def pair(
         other = filled.setdefault(id(taken.here), taken)
         if other is not taken:
             raise _twice(targets.shown(taken.here), other.there.name, taken.there.name, path)
-        if not taken.fits:
+        if not taken.fits or taken.there.floating != taken.here.floating:
             raise _misfit(taken, targets.shown(taken.here), path)
     rest = [leaf for name, leaf in saved.items() if name not in ruled]
     for leaf in rest:

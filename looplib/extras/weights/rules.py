@@ -159,6 +159,11 @@ def given(start: str | os.PathLike[str]) -> WarmStart:
     """
     if isinstance(start, WarmStart):
         return start
+    if not isinstance(start, (str, os.PathLike)):
+        raise SettingError(
+            f"warm_start got {shown(start)}; expected the path of a file of weights, a checkpoint or a run, or a "
+            "looplib.WarmStart"
+        )
     path = os.fspath(start)
     if not isinstance(path, str) or not path.endswith(_ENDINGS):
         return WarmStart(path)

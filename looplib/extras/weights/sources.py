@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from looplib.console import printable
 from looplib.errors import WarmStartError
 
 MOST_TENSORS = 200_000  # of a file
@@ -38,6 +39,11 @@ class StoredTensor:
     owned: bool = False
 
     @property
+    def floating(self) -> bool:
+        """Whether it has floating-point numbers; of numpy's kinds, V are bfloat16 and the types of 8 bits."""
+        return self.dtype is not None and self.dtype.kind in "fV"
+
+    @property
     def bytes(self) -> int:
         """Its size."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else 0)
@@ -63,7 +69,7 @@ class WeightsSource(Protocol):
 
 def refusal(path: str, reason: str, cure: str = "save the weights again, or copy the file again") -> WarmStartError:
     """Returns the error of a file that is not what it should be."""
-    return WarmStartError(f"{path} is not taken: {reason}; {cure}")
+    return WarmStartError(printable(f"{path} is not taken: {reason}; {cure}"))
 
 
 def are_sizes(value: Any) -> bool:

@@ -9,17 +9,16 @@ from absl import logging
 
 from looplib.checkpoint.names import LiveVariables, NamedVariable, groups
 from looplib.compat import keras as _keras
+from looplib.console import printable
 from looplib.errors import WarmStartError
 from looplib.extras.weights import rules, values
 from looplib.extras.weights.hdf5 import Hdf5Weights
 from looplib.extras.weights.layers import NumberedVariables, ordered
 from looplib.extras.weights.matching import Match
-from looplib.extras.weights.pairing import Matched, Taken, pair
+from looplib.extras.weights.pairing import Matched, Taken, pair, whole_layers
 from looplib.extras.weights.safetensors import SafetensorsFile
 from looplib.extras.weights.sources import StoredTensor, WeightsSource
 from looplib.extras.weights.targets import EqualNames, Targets
-
-_FLOATING = "fV"  # kinds of numpy; V are bfloat16 and the types of 8 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +28,22 @@ class LoadedValues:
     Attributes:
       count: how many values.
       missing: the variables here that got none.
-      reshaped: the names of those that have another shape there, or another type.
+      misfits: the names of those that have another shape or type there, or are in a layer with one; by the reason.
       unused: the names of what the checkpoint has besides.
+      targets: the names here.
     """
 
     count: int
     missing: list[NamedVariable]
-    reshaped: list[str]
+    misfits: dict[str, list[str]]
     unused: list[str]
+    targets: Targets
 
     @property
     def others(self) -> dict[str, list[str]]:
         """What was not taken: dict from a reason to names."""
-        missing = [name for _, name in sorted((leaf.owned, leaf.name) for leaf in self.missing)]  # weights first
-        return {"only here": missing, "only there": self.unused, "of another shape": self.reshaped}
+        missing = sorted((leaf.owned, self.targets.shown(leaf)) for leaf in self.missing)  # weights first
+        return {"only here": [name for _, name in missing], "only there": self.unused, **self.misfits}
 
 
 def weights_only(live: LiveVariables) -> None:
@@ -51,9 +52,12 @@ def weights_only(live: LiveVariables) -> None:
 
 
 def unique_names(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Returns the keys of the values that are weights, by names of which each means one; by the key if need be."""
+    """Returns the keys of the values that are weights, by names of which each means one; by the key if need be.
+
+    Characters that a terminal would take for a command are escaped in the names.
+    """
     alike = groups(((key, tensor) for key, tensor in tensors.items() if not tensor.owned), lambda item: item[1].name)
-    return {name if len(items) == 1 else key: key for name, items in alike.items() for key, _ in items}
+    return {printable(name if len(items) == 1 else key): key for name, items in alike.items() for key, _ in items}
 
 
 def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmStart) -> LoadedValues:
@@ -84,30 +88,30 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
     pairs = pair(saved, ruled, targets, match, path)
     if views:
         _check_numbers(pairs, source.tensors, views, path)
-    reshaped, done = [], set()
-    rounded: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def type_there(taken: Taken) -> str:
+        return str(source.tensors[taken.there.key].dtype or "text")
+
     for taken in pairs:
-        tensor = source.tensors[taken.there.key]
-        fits = taken.fits and (taken.here.floating or taken.here.variable.dtype.name == str(tensor.dtype))
-        if not fits and taken.there.name in ruled:
-            types = f"{tensor.dtype or 'text'} there and {taken.here.variable.dtype.name} here"
+        equal = taken.here.floating or taken.here.variable.dtype.name == type_there(taken)
+        if not equal and taken.there.name in ruled:
+            types = f"{type_there(taken)} there and {taken.here.variable.dtype.name} here"
             raise WarmStartError(
                 f"{taken.there.name} of {path} is {types}, for {targets.shown(taken.here)}; leave it out by a rule "
                 "with null (None)"
             )
-        done.add(id(taken.there))
-        if not fits:
-            reshaped.append(taken.there.name)
-            continue
+    rounded: collections.Counter[tuple[str, str]] = collections.Counter()
+    whole = whole_layers(pairs, live, {id(saved[name]) for name in ruled}, type_there)
+    for taken in whole.taken:
         values.assign(taken.here.variable, taken.formed(source.read(taken.there.key)))
-        rounded[str(tensor.dtype), taken.here.variable.dtype.name] += 1
+        rounded[type_there(taken), taken.here.variable.dtype.name] += 1
     for (there, here), count in rounded.items():
         if there != here:
             logging.info("%d values of %s were %s there and are %s here", count, path, there, here)
-    found = {id(taken.here) for taken in pairs}
+    found, done = {id(taken.here) for taken in pairs}, {id(taken.there) for taken in pairs}
     left = [name for name, leaf in saved.items() if id(leaf) not in done and not _is_left_out(ruled.get(name))]
     missing = [leaf for leaf in everything if id(leaf) not in found]
-    return LoadedValues(len(pairs) - len(reshaped), missing, reshaped, sorted(left))
+    return LoadedValues(len(whole.taken), missing, whole.misfits, sorted(left), targets)
 
 
 def _is_left_out(form: rules.RuledName | None) -> bool:
@@ -138,9 +142,8 @@ def _views(source: WeightsSource, live: LiveVariables) -> dict[str, NumberedVari
 
 
 def _saved(name: str, key: str, tensor: StoredTensor, views: Mapping[str, NumberedVariables]) -> NamedVariable:
-    floating = tensor.dtype is not None and tensor.dtype.kind in _FLOATING
     way = (len(tensor.listed), ordered((*tensor.layer, tensor.number), tensor.listed))
-    return NamedVariable(name, tensor.shape, floating, dict.fromkeys(views, way), key=key)
+    return NamedVariable(name, tensor.shape, tensor.floating, dict.fromkeys(views, way), key=key)
 
 
 def _match_numbered(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
-from looplib.errors import BatchSizeError, DatasetError
+from looplib.errors import BatchSizeError, DataError, DatasetError, SettingError
 
 BATCH, EPOCHS = 8, 3
 X = np.random.default_rng(0).normal(size=(36, 3))  # float64; the last of 5 batches has 4
@@ -170,6 +170,45 @@ def test_a_loader_that_shuffles_without_being_told_the_epoch_is_said(caplog):
     assert "begin with different batches" in caplog.text
 
 
+class Uneven(Loader):
+    """Has passes of another length than its `len()` from the third on, which are those of a training."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def __iter__(self):
+        self.passes += 1
+        return map(batch, [*range(STEPS), 0][: STEPS + self.extra * (self.passes > 5)])
+
+
+def test_a_loader_whose_passes_have_another_length_than_its_len_is_said(caplog):
+    model, _, _ = trained(Uneven(1))
+    assert_equal_weights(model, fitted(X, Y)[0])
+    (said,) = [one.message for one in caplog.records if "has more" in one.message]
+    assert f"Uneven has {STEPS} batches by its len()" in said
+    with pytest.raises(DataError, match=f"Uneven has {STEPS} batches.*ended before the batch {STEPS}"):
+        trained(Uneven(-1))
+
+
+class Listed(Examples):
+    """Gives what `form` makes of an example, such as lists."""
+
+    def __init__(self, form):
+        self.form = form
+
+    def __getitem__(self, number):
+        return self.form(*super().__getitem__(number))
+
+
+def test_examples_in_lists_of_arrays_are_structures_and_lists_of_numbers_are_refused():
+    model, _, _ = trained(Listed(lambda x, y: [x, [y]]))
+    assert_equal_weights(model, fitted(X, Y)[0])
+    for form in (lambda x, y: [list(x), y], lambda x, y: (x, list(y)), lambda x, y: ({"x": list(x)}, y)):
+        with pytest.raises(DatasetError, match=r"Listed.__getitem__ returns a list of numbers, \[.*numpy.asarray"):
+            looplib.KerasTrainer(build(), Listed(form))
+
+
 @pytest.mark.slow
 def test_a_resume_of_a_generator_says_that_it_reads_all_again(tmp_path, caplog):
     trained(generator, epochs=1.4, model_dir=tmp_path)
@@ -226,6 +265,9 @@ REFUSED = {
     "structures": (lambda: lambda: iter([batch(0), {"x": X}]), "different structures"),
     "types": (lambda: lambda: iter([batch(0), (X.astype(int), Y)]), "types"),
     "a list": (lambda: lambda: [1, 2], "generator of batches"),
+    "a list of batches": (lambda: [batch(0), batch(1)], "list of tuples as x.*generator of batches"),
+    "no length": (lambda: type("Endless", (), {"__iter__": lambda self: generator()})(), "Endless.*no __len__"),
+    "no example": (lambda: type("Empty", (Examples,), {"__len__": lambda self: 0})(), "Empty has no example"),
 }
 
 
@@ -234,6 +276,21 @@ def test_what_cannot_be_batches_is_refused_with_what_to_use(case):
     make, said = REFUSED[case]
     with pytest.raises(DatasetError, match=said):
         looplib.KerasTrainer(build(), make())
+
+
+@pytest.mark.parametrize("data", [[(X, Y)], [batch(0), batch(1)], (X, Y, Y, Y)])
+def test_validation_data_of_another_form_is_refused(data):
+    with pytest.raises(DatasetError, match=r"expected \(x, y\), \(x, y, sample_weight\), or a data set"):
+        looplib.KerasTrainer(build(), X, Y, validation_data=data).evaluator()
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [("phases", "GradientTrainer"), ("epochs", "controller.train"), ("batch_size", "global_batch_size"), ("x_", "fit")],
+)
+def test_an_argument_of_fit_or_of_another_trainer_is_refused_with_its_place(name, said):
+    with pytest.raises(SettingError, match=f"KerasTrainer got {name}=3.*{said}"):
+        looplib.KerasTrainer(build(), X, Y, **{name: 3})
 
 
 def test_another_batch_size_and_batches_of_replicas_are_refused(tmp_path):

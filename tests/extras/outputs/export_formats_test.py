@@ -17,9 +17,10 @@ import tensorflow as tf
 import tf_keras
 import toy
 import yaml
+from conftest import make_strategy
 
 import looplib
-from looplib.errors import ExportError, PluginError
+from looplib.errors import ExportError, PluginError, RunDirectoryError
 from looplib.extras.outputs import int8
 from looplib.extras.outputs.int8 import MOST_CALIBRATION
 from looplib.extras.outputs.samples import MOST_EXAMPLES, ModelInputs, find_inputs
@@ -66,11 +67,11 @@ READER = """
 
 
 class Classifier(looplib.GradientTrainer):
-    def __init__(self, keras):
+    def __init__(self, keras, **settings):
         layers = keras.layers
         network = [layers.InputLayer((FEATURES,)), layers.Dense(16, "relu"), layers.BatchNormalization(momentum=0.8)]
         model = keras.Sequential([*network, layers.Dropout(0.5), layers.Dense(CLASSES)])
-        super().__init__(model, keras.optimizers.Adam(0.05))
+        super().__init__(model, keras.optimizers.Adam(0.05), **settings)
 
     def dataset(self, context):
         return context.indices(EXAMPLES).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
@@ -194,6 +195,7 @@ def test_a_card_says_what_the_model_is_and_hubs_can_read_its_head(family, export
     assert f"{sum(value.size for value in trainer.model.get_weights()):,} parameters" in body
     assert re.search(rf"\| eval \| 30 \| accuracy \| {metrics['accuracy']:.6g} \|", body)
     assert f"{EXAMPLES:,} examples" in body and "| `config.rate` | 0.05 |" in body
+    assert "The metrics above are those of the model in floating-point numbers." in body
     assert "/somewhere" not in text and str(run) not in text
     assert f"| tensorflow | {tf.__version__} |" in body
 
@@ -302,3 +304,68 @@ def test_numbers_that_are_not_finite_decide_no_range_and_are_no_part_of_the_cost
     assert content and kind == "dynamic range" and "not finite" in reason
     (cost,) = int8.compare(lambda x: {"y": model(x)}, lambda x: {"y": model(x).numpy() + 0.5}, [{"x": x}]).values()
     assert cost.left_out == 1 and cost.mean == pytest.approx(0.5, rel=1e-5) and cost.same_class == 1.0
+
+
+@pytest.mark.slow
+def test_on_two_replicas_readers_of_sessions_find_the_mean_of_the_moving_statistics(tmp_path):
+    """TensorFlow Serving and the converter read a SavedModel in a session, and not as `tf.saved_model.load` does."""
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        trainer = Classifier(tf_keras)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=100), trainer=trainer, strategy=strategy, writers=[]
+    ) as controller:
+        controller.train(30)
+        path = controller.export(tmp_path / "out", formats=["tflite", "int8"])
+    parts = trainer.model.layers[1].moving_mean.values
+    assert np.abs(parts[0].numpy() - parts[1].numpy()).max() > 0.01
+    expected = in_numpy(trainer.model.get_weights())
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        (output,) = (signature := tf.compat.v1.saved_model.load(
+            session, ["serve"], f"{path}/saved_model").signature_def["serving_default"]).outputs.values()  # fmt: skip
+        found = {"session": session.run(output.name, {signature.inputs["inputs"].name: X})}
+    for name in ("model.tflite", "model.int8.tflite"):
+        runner = tf.lite.Interpreter(f"{path}/{name}").get_signature_runner("serving_default")
+        (found[name],) = runner(inputs=X).values()
+    for name in ("session", "model.tflite"):
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    errors = found["model.int8.tflite"] - expected
+    assert np.abs(errors.mean(0)).max() < 0.01 * np.abs(expected).max()
+
+
+def test_an_error_of_the_data_or_of_the_function_is_not_one_of_files(tmp_path):
+    class Data(Accuracy):
+        def dataset(self, context):
+            return super().dataset(context).map(lambda x, y: (x + tf.strings.to_number(tf.io.read_file("/none")), y))
+
+    class Function(Accuracy):
+        def export(self):
+            whole = super().export()
+            return looplib.Exported(lambda x: whole.function(tf.ensure_shape(x, [5, 6])), whole.signature, whole.model)
+
+    trainer = Classifier(keras3)
+    for evaluator, error, said in [
+        (Data(trainer.model), tf.errors.NotFoundError, "/none"),
+        (Function(trainer.model), (ValueError, tf.errors.OpError), r"\[5, ?6\]|shape"),
+    ]:
+        controller = looplib.Controller(looplib.RunConfig(global_batch_size=100), evaluator=evaluator, writers=[])
+        with pytest.raises(error, match=said) as found:
+            controller.export(tmp_path / "out", formats=["int8"])
+        assert not isinstance(found.value, looplib.UsageError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_averages_with_statistics_of_other_weights_are_said_and_folders_of_the_run_are_refused(tmp_path, caplog):
+    trainer = Classifier(keras3, average_decay=0.9)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=100), trainer=trainer, model_dir=tmp_path / "run", writers=[]
+    ) as controller:
+        controller.export(tmp_path / "equal")
+        assert "statistics of batch normalization" not in caplog.text
+        controller.train(2)
+        controller.export(tmp_path / "other")
+        assert caplog.text.count("average DIR OUTPUT --averages --statistics_steps=100") == 1
+        for folder in ("checkpoints", "checkpoints/mine", "train/x", "export", "media", "x/../predictions"):
+            with pytest.raises(RunDirectoryError, match="which the run itself writes"):
+                controller.export(tmp_path / "run" / folder)
+    assert "in floating-point numbers" not in (tmp_path / "other" / "README.md").read_text()

@@ -12,7 +12,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.compat import keras as _keras
-from looplib.errors import EndlessDataError, ModelError, OptimizerError, SettingError, StaleTraceError
+from looplib.errors import EndlessDataError, MismatchError, ModelError, OptimizerError, SettingError, StaleTraceError
 from looplib.extras.page import read
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
@@ -293,6 +293,21 @@ def test_each_phase_is_traced_once_and_a_value_that_changes_in_between_is_found(
         trainer.scale = 2.0
         with pytest.raises(StaleTraceError, match="scale is 2.0 and was 1.0"):
             controller.train(STEPS + 1)
+
+
+@pytest.mark.parametrize("settings", [{"phases": [looplib.Phase(train="encoder")]}, {"phases": None, "freeze": "head"}])
+def test_other_trained_variables_are_refused_by_their_names_and_phases_that_are_gone_are_said(
+    settings, tmp_path, caplog
+):
+    head = [looplib.Phase(until=FIRST, train="head")]
+    train(Net(phases=head), steps=4, model_dir=tmp_path)
+    with pytest.raises(MismatchError) as refused:
+        train(Net(**settings), model_dir=tmp_path)
+    assert "only there: SGD momentum of model/head/bias" in str(refused.value) and "other names" not in str(
+        refused.value
+    )
+    train(Net(phases=None, freeze="encoder"), model_dir=tmp_path)
+    assert "phases=None (was [{" in caplog.text and "'train': 'head'" in caplog.text
 
 
 @pytest.mark.slow(keep=1)

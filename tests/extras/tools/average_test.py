@@ -80,6 +80,30 @@ def test_the_command_writes_the_mean_with_statistics_of_its_weights(family, nurs
 
 
 @pytest.mark.slow
+def test_the_command_writes_moving_averages_with_statistics_of_their_own(nursery, tmp_path, capsys):
+    run, plain, own = tmp_path / "run", tmp_path / "plain", tmp_path / "own"
+    assert nursery.life_of("averaged", f"--model_dir={run}", "--config.average_decay=0.8").code() == 0
+    assert main(["average", str(run), str(plain), "--averages"]) == EXIT_DONE
+    assert "moving averages of ckpt-16" in (said := capsys.readouterr().out) and "of the last weights" in said
+    assert main(["average", str(run), str(own), "--averages", f"--statistics_steps={STEPS}"]) == EXIT_DONE
+    net = averaged.Net(averaged.Config(average_decay=0.8))
+    path = str(run / "checkpoints" / "ckpt-16")
+    tf.train.Checkpoint(model=net.model, averages=net.averages).restore(path).assert_existing_objects_matched()
+    last = [one.copy() for one in net.model.get_weights()]
+    for variable, average in net.averages.pairs:
+        variable.assign(average)
+    assert not all(map(np.array_equal, last, net.model.get_weights()))
+    assert all(map(np.array_equal, read(plain).get_weights(), net.model.get_weights()))
+    for name, expected in in_numpy(net.model).items():
+        np.testing.assert_allclose(of(read(own), name)[2:], expected, rtol=1e-4, atol=1e-5)
+    exporting = nursery.life_of("averaged", f"--model_dir={own}", "--config.average_decay=0.8", "--mode=export")
+    assert exporting.code() == 0 and "may fit them badly" not in exporting.output(), exporting.output()
+    loaded = tf.saved_model.load(str(own / "export" / "step-16" / "saved_model"))
+    np.testing.assert_allclose(loaded.serve(averaged.X), read(own)(averaged.X, training=False), rtol=1e-5, atol=1e-6)
+    assert main(["average", str(run), str(tmp_path / "no"), "--averages", "--last=2"]) == 2
+
+
+@pytest.mark.slow
 def test_steps_around_the_end_of_a_phase_are_replayed(nursery, tmp_path, capfd):
     run = tmp_path / "run"
     assert nursery.life_of("averaged", f"--model_dir={run}").code() == 0
