@@ -80,6 +80,9 @@ def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.
     """Traces a step on all replicas, for batches like the data's."""
     strategy = model.distribute_strategy
     spec = data.spec(strategy.num_replicas_in_sync)
+    models.check_stateful_batch(
+        model, next((part.shape[0] for part in tf.nest.flatten(spec) if part is not None), None)
+    )
 
     def on_replica(batch: Any) -> None:
         with alone():
