@@ -201,7 +201,7 @@ def finalizes(layer: Any) -> bool:
 def given_constants(layer: Any) -> list[Any]:
     """Returns the constants that a layer was given instead of `adapt`, which no variable holds; without lookup tables.
 
-    These are the boundaries of a `Discretization`, or the mean and the variance of a `Normalization`.
+    These are the boundaries of a `Discretization`, mean and variance of a `Normalization`, what an own `adapt` keeps.
     """
     found = ()
     if is_a(layer, "layers", "Normalization"):
@@ -209,7 +209,10 @@ def given_constants(layer: Any) -> list[Any]:
     elif is_a(layer, "layers", "Discretization"):
         # In tf_keras a variable has what an adapted layer makes its boundaries of.
         found = (layer.bin_boundaries if family(layer) == "keras" else layer.input_bin_boundaries,)
-    return [float(number) for value in found if value is not None for number in np.ravel(value)]
+    elif adapts(layer) and not is_own_class(layer) and not finalizes(layer):
+        values = [value for value in vars(layer).values() if not tf.is_symbolic_tensor(value)]
+        found = [value for value in values if isinstance(value, (float, np.ndarray, np.generic, tf.Tensor))]
+    return [float(number) for value in found if np.asarray(value).dtype.kind in "iuf" for number in np.ravel(value)]
 
 
 def with_inner(outer: Iterable[Any]) -> list[Any]:
@@ -253,11 +256,9 @@ def scales_loss(optimizer: Any) -> bool:
 
 def changes_when_called(layer: Any) -> bool:
     """Returns whether a call of a layer may change a state in it: of random numbers, or moving statistics."""
-    if layer.non_trainable_variables:
-        return True
     # tf_keras draws from TensorFlow's own state by default, which is in no variable.
     parts = (layer, *layer.submodules) if family(layer) == "tf_keras" else ()
-    return any(getattr(part, "_random_generator", None) is not None for part in parts)
+    return bool(layer.non_trainable_variables) or any(getattr(part, "_random_generator", None) for part in parts)
 
 
 def computes_in(model: Any, *types: str) -> bool:
@@ -270,8 +271,7 @@ def check_one_family(objects: Mapping[str, Any]) -> None:
     """Raises `UsageError` unless these objects, by name, are of one family, and Keras 3 runs on TensorFlow."""
     names: dict[str, str] = {}
     for name, value in objects.items():
-        root = family(value)
-        if root is not None:
+        if root := family(value):
             names.setdefault(root, name)
     if len(names) > 1:
         found = " and ".join(f"{name} is of {_ROOTS[root]}" for root, name in sorted(names.items()))

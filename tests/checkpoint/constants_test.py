@@ -258,12 +258,24 @@ class Tables(Line):
 
     def __init__(self, keras, **given):
         super().__init__(keras, make_model(keras, data=X))
-        given = {"words": WORDS, "bins": [1.0, 2.0], "mean": 3.0} | given
+        given = {"words": WORDS, "bins": [1.0, 2.0], "mean": 3.0, "seen": [2.0, 4.0]} | given
         numbers = tf.constant(range(len(given["words"])), tf.int64)
         self.tables = {
             "plain": tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(given["words"], numbers), 0)
         }
+
+        class Shift(keras.layers.Layer):
+            """Keeps in an attribute what it learns."""
+
+            mean: np.ndarray
+
+            def adapt(self, data):
+                self.mean = np.mean(data, axis=0)
+
+        shift = Shift(name="shift")
+        shift.adapt(given["seen"])
         self.layers = [
+            shift,
             keras.layers.Discretization(bin_boundaries=given["bins"], name="bins"),
             keras.layers.Normalization(mean=given["mean"], variance=1.0, name="given"),
         ]
@@ -285,9 +297,37 @@ def test_other_tables_and_boundaries_are_refused_by_name(name, tmp_path):
         ({"words": WORDS[::-1]}, "tables/plain has 'dog' as entry 0, and has 'ant' there"),
         ({"bins": [1.0, 3.0]}, "layers/bins has '3.0' as entry 1, and has '2.0' there"),
         ({"mean": 4.0}, "layers/given has '4.0' as entry 0, and has '3.0' there"),
+        ({"seen": [2.0, 6.0]}, "layers/shift has '4.0' as entry 0, and has '3.0' there"),
     ]:
         with pytest.raises(MismatchError, match=said):
             run(**given)
+
+
+def test_a_subclass_that_nobody_adapted_or_built_evaluates_with_the_restored_statistics(tmp_path):
+    """Keras 3 builds its layers, and these make their constants, in a graph of its own."""
+
+    def make(data=None):
+        class Line(keras3.Model):
+            def __init__(self):
+                super().__init__(name="model")
+                self.norm, self.line = keras3.layers.Normalization(name="norm"), keras3.layers.Dense(1, name="line")
+
+            def call(self, inputs):
+                return self.line(self.norm(inputs))
+
+        model = Line()
+        if data is not None:
+            model.norm.adapt(data)
+        model.compile(keras3.optimizers.SGD(0.1), "mse")
+        return model
+
+    model = make(X)
+    controller(tmp_path, looplib.KerasTrainer(model, X, Y)).train(STEPS)
+    kernel, bias = (part.numpy() for part in model.line.trainable_variables)
+    expected = np.mean(np.square((X - X.mean(axis=0)) / X.std(axis=0) @ kernel + bias - Y))
+    trainer = looplib.KerasTrainer(make(), X, Y)
+    found = controller(tmp_path, evaluator=trainer.evaluator(X, Y)).evaluate()["eval"]["loss"]
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_checkpoint_without_contents_continues(tmp_path):

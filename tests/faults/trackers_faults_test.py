@@ -137,7 +137,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], float]:
     return records(directory / "run"), time.monotonic() - started
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.parametrize("way", ["dies", "hangs", "fails", "resets", "is slow"])
 def test_a_server_in_trouble_costs_a_run_a_bounded_wait_and_one_warning(

@@ -149,6 +149,7 @@ def test_handlers_are_put_back_and_a_later_training_goes_on():
     assert controller.global_step == step + 3
 
 
+@pytest.mark.slow
 def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     class Slow(toy.RegressionEvaluator):
         def step_fn(self, inputs):

@@ -275,6 +275,7 @@ class AtEnd(looplib.Action):
         self.ends.append(controller.global_step)
 
 
+@pytest.mark.slow
 def test_an_action_continues_with_its_memory_and_goes_back_with_the_checkpoint(tmp_path):
     """Stopped early, a run that is started again stops there again; one that is continued is as an uninterrupted one."""
     action = Patience()
@@ -346,7 +347,7 @@ def trained(folder, keras, rate, steps, change=None):
     return trainer
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     """As in a run whose learning rate is set to it at that step; and run.json says what was and what is."""
     trained(tmp_path, keras, 0.05, 3)

@@ -118,8 +118,8 @@ def possible(params):
     return params["loop"] != "eager" or params["kind"] == "mlp"  # conformance_test has the eager loop
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.slow(pairs=possible)
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("kind", ["mlp", "normalized", *more(["cnn"])])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):
@@ -210,7 +210,7 @@ def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_b
     np.testing.assert_array_equal(order, expected_order)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["graph", "xla", "auto"])
 @pytest.mark.parametrize("examples", [1, 333, *more([7, 8, 9, 80])])
 def test_an_evaluation_is_exact_whatever_is_left_at_the_end(loop, examples, fast_trials):
@@ -519,6 +519,7 @@ class ChangingEvaluator(Counted):
         return ids.take(30).batch(8).concatenate(ids.skip(30).batch(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
 def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
     _, trainer = train(loop, 100, Changing())

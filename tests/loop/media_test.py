@@ -244,6 +244,7 @@ def test_tensorboard_shows_each_step_once(run, runs, ask):
         assert [count for *_, count in bins] == found[step, "train", "histogram"]["counts"]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_settings_of_each_run_once(ask):
     body = {"startIndex": 0, "sliceSize": 9, "allowedStatuses": ["STATUS_UNKNOWN"], "colParams": []}
     groups = json.loads(ask("hparams/session_groups", body))["sessionGroups"]

@@ -188,6 +188,7 @@ def check(keras, cases, name, loop="graph", x=X):
     return zoo
 
 
+@pytest.mark.slow(spread=1)
 def test_every_class_of_optimizers_equals_keras_on_one_device(keras):
     check(keras, classes(keras), "mirrored_x2", loop="eager", x=X[: repetitions(3, STEPS) * BATCH])
 

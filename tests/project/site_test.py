@@ -137,6 +137,7 @@ def test_the_architecture_names_functions_that_are_there():
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_warnings(tmp_path):
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]

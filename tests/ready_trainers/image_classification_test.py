@@ -20,7 +20,7 @@ def run(config, strategy, steps, **settings):
     return controller, controller.train_and_evaluate(steps, steps)["eval"]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, name",
     [

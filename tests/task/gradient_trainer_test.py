@@ -154,7 +154,7 @@ class Masked(Tagger):
         return looplib.mean(real), {"mean": looplib.mean(real), "real": looplib.total(tf.size(real))}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_values_of_a_size_that_the_data_decides_count_once_in_xla(count):
     trainers = [Masked(micro_batches=count, jit_compile=compiled) for compiled in (False, True)]
@@ -421,7 +421,7 @@ def test_the_loss_scale_follows_overflows_and_rows_of_good_steps_as_a_plain_loop
     assert scale == 1
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_learns_as_float32_does(precision, keras):
     def accuracy(policy):

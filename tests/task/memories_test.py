@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_memory_belongs_to_what_an_action_watches(case, tmp_path, caplog):
     before, now = CASES[case]

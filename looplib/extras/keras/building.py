@@ -80,18 +80,42 @@ def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.
     """Traces a step on all replicas, for batches like the data's."""
     strategy = model.distribute_strategy
     spec = data.spec(strategy.num_replicas_in_sync)
+    models.check_stateful_batch(
+        model, next((part.shape[0] for part in tf.nest.flatten(spec) if part is not None), None)
+    )
 
     def on_replica(batch: Any) -> None:
         with alone():
             step(batch)
 
+    def traced() -> tf.types.experimental.ConcreteFunction:
+        return tf.function(lambda batch: strategy.run(on_replica, args=(batch,))).get_concrete_function(spec)
+
     with strategy.scope(), tf.variable_creator_scope(_outside):
-        function = tf.function(lambda batch: strategy.run(on_replica, args=(batch,)))
         try:
-            return function.get_concrete_function(spec)
+            try:
+                return traced()
+            except (TypeError, ValueError):
+                if not _renew_constants(model):
+                    raise
+                return traced()
         except Exception as error:
             raise_refusal(error)
             raise
+        finally:
+            _renew_constants(model)
+
+
+def _renew_constants(model: Any) -> bool:
+    """Makes the constants of layers again, which a layer without `adapt` makes in the graph that Keras builds it in.
+
+    Returns:
+      Whether there are any.
+    """
+    layers = [layer for layer in filter(_keras.finalizes, _keras.sublayers(model)) if layer.built]
+    for layer in layers:
+        layer.finalize_state()
+    return bool(layers)
 
 
 def _outside(make: Callable[..., Any], **settings: Any) -> Any:

@@ -258,12 +258,13 @@ class _Runs:
 
 
 def _shared(model: Any) -> list[Any]:
-    """Returns the variables of a model without metrics, layers of Keras, and seeds."""
+    """Returns the variables of a model without metrics, seeds, and what layers of Keras compute from a batch."""
     layers = [layer for layer in _keras.sublayers(model) if _keras.is_own_class(layer) and not _keras.is_model(layer)]
     others = [*layers, *filter(_keras.is_metric, _keras.parts(model))]
     known = {id(_keras.tf_variable(variable)) for other in others for variable in other.variables}
     held = [variable for _, variable in variables_of(state_of_model(model))]
-    return [variable for variable in held if id(variable) not in known and variable.dtype.is_floating]
+    own = [variable for variable in held if variable.trainable or id(variable) not in known]
+    return [variable for variable in own if variable.dtype.is_floating]
 
 
 def _flat(value: Any) -> tf.Tensor:

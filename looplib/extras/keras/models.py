@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.errors import BatchSizeError
 
 
 def callbacks_of(model: Any) -> types.ModuleType:
@@ -30,6 +31,22 @@ def stateful_batch(model: Any) -> int | None:
     sizes = [spec.shape[0] for spec in tf.nest.flatten(getattr(model, "inputs", None) or [])]
     stateful = any(_keras.is_a(layer, "layers", "RNN") and layer.stateful for layer in _keras.sublayers(model))
     return next((size for size in sizes if size is not None), None) if stateful else None
+
+
+def check_stateful_batch(model: Any, size: float | None) -> None:
+    """Raises `UsageError` if the stateful layers of a model are made for other batches than a replica gets.
+
+    Args:
+      model: the model.
+      size: the examples that each replica gets; None if that is not known.
+    """
+    expected = stateful_batch(model)
+    if expected and size is not None and size != expected:
+        raise BatchSizeError(
+            f"the stateful layers of {type(model).__name__} are made for batches of {expected}, and each of "
+            f"{model.distribute_strategy.num_replicas_in_sync} replicas gets {size:g} examples; change the model, or "
+            "the global batch size"
+        )
 
 
 def unpacked(model: Any, batch: Any) -> tuple[Any, Any, Any]:

@@ -54,7 +54,7 @@ class KerasResults:
 
     @tf.autograph.experimental.do_not_convert
     def _outputs(self, inputs: Any, metrics: dict[str, Any], before: dict[str, Any], logs: Any) -> dict[str, Any]:
-        logs = _flattened(logs)
+        returns, logs = isinstance(logs, dict), _flattened(logs)
         self._note_names(metrics)
         metric_names.check(f"the compiled {type(self._model).__name__}", {*self._objects, *logs})
         size = rows.count(inputs)
@@ -63,7 +63,7 @@ class KerasResults:
             if name not in self._objects or self._own:
                 mean = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
                 outputs[self._alone(name) if name in self._objects else name] = mean
-        if self._own and logs:
+        if self._own and returns:
             self._returned = frozenset(logs)
             for name in {self._objects[name] for name in logs if name in self._objects}:
                 outputs[self._changed(name)] = reductions.total(_differ(before[name], _values(metrics[name])))

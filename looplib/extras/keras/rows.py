@@ -61,8 +61,11 @@ def take(batch: Any, ids: Iterable[int]) -> Any:
 
 
 def by_content(batch: Any, count: int) -> list[int]:
-    """Returns the numbers of the first rows of a batch, those with the fewest elements other than 0 or "" first."""
-    sizes = np.zeros([count], np.int64)
+    """Returns the numbers of the first rows of a batch, those with the fewest elements other than 0 or "" first.
+
+    Of equal rows, those whose last part, such as weights, has the least sum come first.
+    """
+    sizes, last = np.zeros([count], np.int64), np.zeros([count])
     for part in tf.nest.flatten(take(batch, range(count))):
         if isinstance(part, tf.RaggedTensor):
             sizes += part.row_lengths().numpy()
@@ -70,8 +73,10 @@ def by_content(batch: Any, count: int) -> list[int]:
             sizes += np.bincount(part.indices[:, 0], minlength=count)
         elif part is not None:
             table = part.numpy().reshape([count, -1])
-            sizes += np.count_nonzero(table if table.dtype.kind in "biufc" else table.astype(bool), axis=1)
-    return np.argsort(sizes, kind="stable").tolist()
+            is_number = table.dtype.kind in "biuf"
+            sizes += np.count_nonzero(table if is_number else table.astype(bool), axis=1)
+            last = table.sum(axis=1, dtype=float) if is_number else last
+    return np.lexsort([last, sizes]).tolist()
 
 
 def count(batch: Any) -> tf.Tensor:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.data.input_context import InputContext
-from looplib.errors import BatchSizeError, DatasetError, ModelError, SettingError, StrategyError
+from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.batch_logs import BatchLogs
@@ -150,13 +150,8 @@ class KerasTrainer(Adapter, Trainer):
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
-        size, replicas = models.stateful_batch(self.model), self.model.distribute_strategy.num_replicas_in_sync
-        if size and size * replicas != context.global_batch_size:
-            raise BatchSizeError(
-                f"the stateful layers of {type(self.model).__name__} are made for batches of {size}, and each of "
-                f"{replicas} replicas gets {context.global_batch_size / replicas:g} examples; change the model, or "
-                "global_batch_size"
-            )
+        count = self.model.distribute_strategy.num_replicas_in_sync
+        models.check_stateful_batch(self.model, context.global_batch_size / count)
         return self._keras_data.training(context, self._keras_shuffle)
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:

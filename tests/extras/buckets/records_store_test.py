@@ -179,6 +179,7 @@ def test_an_index_reads_the_data_once_and_the_next_start_reads_none(store):
     assert again["GET"] == 1 and again["HEAD"] <= 5 and again["PUT"] == 0
 
 
+@pytest.mark.slow
 def test_each_worker_fetches_its_own_records(store, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "_AHEAD_BYTES", 1 << 20)  # the data is small
     monkeypatch.setattr(reader, "_CHUNK_BYTES", 1 << 18)
@@ -227,6 +228,7 @@ def test_a_killed_run_resumes_where_it_was(store):
     assert found == expected
 
 
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("cached", [False, True])
 def test_an_object_that_is_replaced_in_mid_run_ends_it(store, cache, monkeypatch, cached):
     pattern = store.copy(f"replaced-{cached}")

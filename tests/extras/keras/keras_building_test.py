@@ -304,3 +304,6 @@ def test_a_stateful_model_for_another_batch_than_a_replica_s_is_refused():
         trainer = looplib.KerasTrainer(model, np.zeros([16, 5, 2], "float32"), np.zeros([16, 3], "float32"))
     with pytest.raises(BatchSizeError, match="8.*2.*4"):
         looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=strategy, writers=[])
+    data = tf.data.Dataset.from_tensors((tf.zeros([BATCH, 5, 2]), tf.zeros([BATCH, 3])))
+    with strategy.scope(), pytest.raises(BatchSizeError, match="8.*2.*4"):
+        looplib.KerasTrainer(model, data)

@@ -254,6 +254,24 @@ def test_a_loss_that_replicas_cannot_divide_is_refused(make, keras):
     assert build(make, keras, per_replica=True)
 
 
+def test_weights_and_masks_that_only_some_rows_show_are_found():
+    """The first 32 rows have no padding; and halves in any order have nearly the same sum of weights."""
+    loss = keras3.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    tokens, targets = np.ones([96, 4], "int32"), np.linspace(0, 1, 96 * 4, dtype="float32").reshape([96, 4, 1])
+    tokens[32:, 2:] = np.arange(64)[:, None] % 2
+    weights = np.tile(np.array([0.5, 1.5], "float32"), 48)
+    with make_strategy("mirrored_x2").scope():
+        embedded = keras3.layers.Embedding(2, 3, mask_zero=True)
+        padded = keras3.Sequential([keras3.Input((4,)), embedded, keras3.layers.Dense(1)])
+        weighted = keras3.Sequential([keras3.Input((4,)), keras3.layers.Dense(1)])
+        padded.compile("sgd", "mse")
+        weighted.compile("sgd", loss)
+        with pytest.raises(LossError, match="sample_weight"):
+            looplib.KerasTrainer(padded, tokens, targets)
+        with pytest.raises(LossError, match="sample_weight"):
+            looplib.KerasTrainer(weighted, targets[..., 0], targets[:, 0], sample_weight=weights)
+
+
 def test_a_sum_is_refused_with_the_random_numbers_that_binaries_have():
     import tf_keras
 
@@ -301,8 +319,27 @@ def codebook(keras):
     return model
 
 
+def by_hand(keras):
+    """A `train_step` that updates the kernel of a layer of Keras itself, without an optimizer."""
+
+    class Model(type(own_step(keras))):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = mean_error(y, self(x, training=True))
+            variables = self.trainable_variables
+            for variable, gradient in zip(variables, tape.gradient(loss, variables)):
+                variable.assign(variable - 0.1 * gradient)
+            return {"loss": loss}
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(1, name="line")(inputs))
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
 @pytest.mark.slow(spread=1)
-@pytest.mark.parametrize("make, name", [(queue, "newest"), (codebook, "mean")])
+@pytest.mark.parametrize("make, name", [(queue, "newest"), (codebook, "mean"), (by_hand, "line/kernel")])
 def test_state_that_each_replica_would_compute_from_its_own_examples_is_refused(make, name, keras):
     with pytest.raises(LossError, match=f".*{name}.*batch.*per_replica=True"):
         build(make, keras)
@@ -411,7 +448,7 @@ def test_a_compiled_metric_of_ones_own_that_keeps_a_maximum_is_refused(keras):
         trained(make, keras, make_strategy("mirrored_x2"), X, Y)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_with_a_metric_that_is_named_continues_on_another_number_of_replicas(family, tmp_path):
     def trained(strategy, steps):

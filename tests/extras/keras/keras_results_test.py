@@ -30,6 +30,8 @@ def compiled(keras, kind="plain"):
             variables = self.trainable_variables
             count = tf.convert_to_tensor(self.optimizer.iterations)
             self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            if kind == "nothing":
+                return {}
             if kind == "tracked":
                 self.tracker.update_state(loss, tf.shape(x)[0])
                 return {"tracked": self.tracker.result(), "twice": 2 * loss}
@@ -83,6 +85,13 @@ def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, k
     for report, loss in zip(found, expected, strict=True):
         assert report == {key: pytest.approx(factor * loss, rel=1e-5) for key, factor in names.items()}
     assert reports["eval"][-1] == {"examples": len(X), "loss": pytest.approx(last, rel=1e-5)}
+
+
+@pytest.mark.slow
+def test_a_step_that_returns_nothing_reports_no_loss(keras):
+    trainer = looplib.KerasTrainer(compiled(keras, "nothing"), X, Y)
+    run = looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, writers=[])
+    assert run.train(epochs=1).keys() == {"steps_per_second", "epoch"}
 
 
 @pytest.mark.slow(spread=1)

@@ -196,6 +196,7 @@ def test_a_failed_run_shows_its_traceback(tmp_path, opened):
     assert sheet.evaluate("window.hacked") is None
 
 
+@pytest.mark.slow
 def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
     sheet = opened(run / "report.html")
     loss = [record["loss"] for record in read_jsonl(str(run / "metrics.jsonl")) if record["split"] == "train"]

@@ -194,7 +194,7 @@ def test_the_older_h5_of_tf_keras_is_read_by_its_names(tmp_path):
     same(source, target)
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("write", [of_keras, of_weights, of_shards])
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_run_starts_from_a_file_on_each_replica_and_resumes_from_its_own(name, write, tmp_path):
