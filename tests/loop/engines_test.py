@@ -119,7 +119,6 @@ def possible(params):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("kind", ["mlp", "normalized", *more(["cnn"])])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):
