@@ -5,7 +5,6 @@ A binary describes its experiment in one function and passes it on:
     def build(config):  # called under strategy.scope()
         trainer = MyTrainer(config)
         return trainer, MyEvaluator(trainer.model)
-
     launch.run(build, Config(learning_rate=0.1), train_steps=1000)
 """
 

@@ -209,7 +209,8 @@ class RunDirectory:
         """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it."""
         if self.starts_from or not self.trains or self.start.start_anew:
             return
-        saved_step = run_json.saved_step(self.model_dir, self.trains) if self.workers.is_chief else None
+        known = run_json.read_report(run_json.path_of(self.model_dir, self.trains)) if self.model_dir else {}
+        saved_step = known.get("saved_step") if self.workers.is_chief else None
         aside = commits.set_aside_before(self.checkpoints)
         if not (aside or saved_step):
             return

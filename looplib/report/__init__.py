@@ -7,7 +7,7 @@ Names that other rooms may use, by file:
     progress: format_seconds, format_share, Progress
     records: cut_short, each_record, JsonlWriter, key, parse_line, read_jsonl, Record, RecordFile
     reporter: Metrics, Reporter
-    run_json: as_dict, changed_settings, Computation, path_of, read_report, Report, RunReport, saved_step,
+    run_json: as_dict, changed_settings, Computation, path_of, read_report, Report, RunReport,
       RunProgress, RunSettings, settings_of, StartRecord
     shown: Histogram, Images, Shown, Texts
     writers: DEFAULT_WRITERS, GROUP, Setting, Writer

@@ -111,6 +111,7 @@ class Reporter:
         self._check()
         if split == "train":
             self.report.points.note(step)
+            self.report.keep_fresh()
         self.writers.write(step, split, metrics)
         self.report.page.note_news()
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import time
 import traceback
 import types
 import typing
@@ -36,6 +37,7 @@ TRAINING_REPORT = "run.json"
 MOST_STARTS = 200  # that are kept: the first one and the newest; each has up to 50 kB
 _LARGEST = 2**63 - 1
 _MOST_POINTS = 100
+_FRESH_SECONDS = 60.0
 _MOST_TRACEBACK = 20_000  # characters, of its end
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
 
@@ -91,11 +93,6 @@ class Report(StartRecord, total=False):
 def path_of(model_dir: str, trains: bool) -> str:
     """Returns the path of the report of a training, or of an evaluation job, in a run directory."""
     return os.path.join(model_dir, TRAINING_REPORT if trains else "run_eval.json")
-
-
-def saved_step(model_dir: str | None, trains: bool) -> int | None:
-    """Returns the step of the newest checkpoint that a report knows of; None without one."""
-    return read_report(path_of(model_dir, trains)).get("saved_step") if model_dir else None
 
 
 def read_report(path: str) -> Report:
@@ -236,14 +233,9 @@ class Computation:
 
 @dataclasses.dataclass
 class RunReport:
-    """The report of a run directory, replaced atomically whenever its status changes.
+    """The report of a run directory, replaced atomically whenever its status changes, and each minute of a training.
 
-    Its fields describe the newest start, except `started`, which is the first start's, and `seconds`, which adds up
-    all starts. `starts` lists them, each with `started` (when its process was, so that `seconds` end when it ends),
-    `command`, `program`, `process`, `versions`, `restored_from`, `status`, `step`, `seconds`, `verdict`, `points`,
-    `changed` (the settings that differ from the start before) and, if there were any, `rollbacks`. `traceback` is that
-    of the newest start, if it failed. `not_default` lists the settings that differ from their defaults. Where something
-    that was printed is lost, `console` says why.
+    docs/reference/run_directory.md describes its fields.
     """
 
     path: str | None  # the file; None writes nothing
@@ -258,6 +250,7 @@ class RunReport:
     _earlier: Report = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
+    _written: float = dataclasses.field(default=0.0, init=False)  # when, by a clock that nobody sets
 
     def __call__(self) -> WrittenPage:
         """Writes the page of the run, `report.html`, as it is now, and returns it for a notebook to show.
@@ -334,6 +327,7 @@ class RunReport:
             return
         if not self._start:
             self._begin(None)
+        self._written = time.monotonic()
         standing, settings, computation = self.standing(), self.settings, self.computation
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": masked_text(error)} if error else {}
@@ -370,6 +364,11 @@ class RunReport:
         self._write(self.path, json.dumps(masked(_strict(content)), indent=2, allow_nan=False) + "\n")
         if status != "running":
             self.page.update()
+
+    def keep_fresh(self) -> None:
+        """Writes the file if it is a minute old: of a start that is killed, only what came later is unknown."""
+        if time.monotonic() - self._written >= _FRESH_SECONDS:
+            self.write("running")
 
     def _keep_aside(self, path: str) -> None:
         """Keeps a report that cannot be read, so that what it says of earlier starts is not lost."""

@@ -9,6 +9,7 @@ Names that other rooms may use, by file:
     curves: none
     exports: none
     fields: none
+    goodput: none
     html: none
     marks: none
     phases: none

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from looplib.checkpoint import commits
 from looplib.errors import UsageError
 from looplib.extras.page import curves, marks, phases, values
 from looplib.extras.page.exports import read_int8
+from looplib.extras.page.goodput import goodput, restored_step
 from looplib.extras.page.run import Change, Mark, Op, Run, SavedCheckpoint, ShownStart, Variable
 from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
@@ -86,6 +86,7 @@ def read_run(directory: str, name: str) -> Run:
         dtype=values.text(speed.get("dtype"), 40),
         traceback=values.text(report.get("traceback"), _MOST_TRACEBACK),
         spans=phases.spans(listed),
+        life=_life(listed),
         settings=settings,
         changed=_changes(changed) if isinstance(changed, dict) else None,
         versions={key: values.text(item, 100) for key, item in values.mapping(report.get("versions")).items()},
@@ -126,11 +127,15 @@ def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
         notes.append(f"{name} cannot be read ({gist(error)}).")
 
 
+def _life(starts: list[dict[str, Any]]) -> dict[str, float]:
+    found = goodput(starts) if len(starts) > 1 or any(values.items(one.get("rollbacks")) for one in starts) else None
+    return {name: seconds for name, seconds in found.seconds.items() if seconds} if found else {}
+
+
 def _start(report: dict[str, Any]) -> ShownStart:
-    restored = re.search(r"ckpt-(\d{1,15})$", values.text(report.get("restored_from")))
     status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     points = [values.whole(one.get("step")) for one in values.items(report.get("points")) if isinstance(one, dict)]
-    begun = int(restored[1]) if restored else None
+    begun = restored_step(report)
     idle = status == "done" and begun is not None and step == begun
     return ShownStart(
         started=values.text(report.get("started"), 40),

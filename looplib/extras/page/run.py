@@ -97,6 +97,7 @@ class Run:
       speed: the numbers of a `Speed`, and `dtype` its type.
       traceback: where the error of a failed run was raised.
       spans: where the time went, step by step.
+      life: seconds since the first start by cause, see `goodput.Goodput`; {} for a run of one start without rollbacks.
       int8: its int8 exports.
       copy: how far the copy in an object store is; None without one.
       notes: what could not be read, in sentences.
@@ -126,6 +127,7 @@ class Run:
     dtype: str
     traceback: str
     spans: list[TimeSpan]
+    life: dict[str, float]
     settings: dict[str, str]
     changed: list[Change] | None
     versions: dict[str, str]

@@ -10,6 +10,7 @@ from typing import Any
 from looplib.checkpoint import lock
 from looplib.extras.buckets.standing import Standing, standing_of
 from looplib.extras.page import values
+from looplib.extras.page.goodput import goodput
 from looplib.extras.writers.newest import read_newest
 from looplib.extras.writers.numbers import headline
 from looplib.report import run_json
@@ -32,6 +33,7 @@ class RunStatus:
       rate: steps per second, or None.
       age: seconds since it last wrote a record or its report; if there is none, since it started.
       metrics: dict from name, or evaluator/name, to the last value.
+      goodput: share of the time since the first start that became kept steps; None for a run of one start.
       copy: how far its copy in an object store is; None for a run without one, or one of another machine.
     """
 
@@ -43,6 +45,7 @@ class RunStatus:
     rate: float | None
     age: float
     metrics: dict[str, float]
+    goodput: float | None
     copy: Standing | None
 
     @property
@@ -74,7 +77,10 @@ def read_status(folder: str) -> RunStatus:
     if final is not None:
         detail = "; ".join(filter(None, [detail, f"back at step {final:,}"]))
         records = []  # of what came after it; the report has its metrics
-    return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report), standing_of(folder))
+    starts: list[Any] = [*report.get("starts", [])]
+    life = goodput(starts) if len(starts) > 1 else None
+    share = life.share if life else None
+    return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report), share, standing_of(folder))
 
 
 def _state(report: run_json.Report, holder: lock.LockHolder | None, age: float, interval: float) -> tuple[str, str]:

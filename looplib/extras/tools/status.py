@@ -17,7 +17,7 @@ from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CommandError, RunDirectory
 from looplib.extras.page.run_status import RunStatus, read_status
 from looplib.extras.tools import options
 from looplib.extras.writers.numbers import format_number
-from looplib.report.progress import format_seconds
+from looplib.report.progress import format_seconds, format_share
 
 _MOST_FOLDERS, _MOST_ENTRIES, _MOST_SECONDS, _DEEPEST = 10_000, 100_000, 60.0, 12
 _OF_A_RUN = ("run.json", "metrics.jsonl")
@@ -167,6 +167,7 @@ def _table(rows: Sequence[tuple[str, RunStatus]]) -> list[str]:
 
 def _cells(name: str, run: RunStatus) -> tuple[str, ...]:
     metrics = ", ".join(f"{key} {format_number(value)}" for key, value in run.metrics.items())
+    life = "" if run.goodput is None else f"goodput {format_share(run.goodput)}"
     cells = (
         name,
         run.state,
@@ -174,6 +175,6 @@ def _cells(name: str, run: RunStatus) -> tuple[str, ...]:
         "" if run.rate is None else format_number(run.rate),
         "" if run.left is None else format_seconds(run.left),
         f"{format_seconds(run.age)} ago",
-        "; ".join(filter(None, (run.detail, run.copy.text if run.copy and run.copy.is_behind else "", metrics))),
+        "; ".join(filter(None, (run.detail, run.copy.text if run.copy and run.copy.is_behind else "", metrics, life))),
     )
     return tuple(printable(cell) for cell in cells)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIServer
 
 from looplib.errors import WriterError
 from looplib.messages import with_cure
@@ -14,6 +13,8 @@ from looplib.report.progress import Progress
 from looplib.report.writers import Writer
 
 if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
     import prometheus_client
 
 
@@ -53,7 +54,7 @@ class PrometheusWriter(Writer):
             "waiting": self._gauge("input_wait_ratio", "Share of the training time spent waiting for input."),
             "evaluating": self._gauge("evaluating", "Whether an evaluation is under way."),
         }
-        self._server: WSGIServer | None = None
+        self._server: "WSGIServer | None" = None
         self._thread: threading.Thread | None = None
 
     def _gauge(self, name: str, text: str, *labels: str) -> "prometheus_client.Gauge":

@@ -10,6 +10,8 @@ const PHASE_COLORS = {
   restore: 4,
   report: 5,
   start: "start",
+  repeated: 4,
+  off: 5,
   other: 7,
 };
 
@@ -17,9 +19,20 @@ function timeOf(run) {
   if (!run.wall) return null;
   const rows = run.starts.length > 1 ? run.starts.map((start, index) => [`start ${index + 1}`, start.seconds]) : [];
   const longest = Math.max(...rows.map(([, seconds]) => total(seconds)));
+  const life = total(run.life);
   return [
     timeBar("all", run.seconds, run.wall, 1),
     timeList(run.seconds, run.wall),
+    life
+      ? el(
+          "div",
+          {},
+          el("h3", {}, "Since the first start"),
+          el("p", {}, `${percent((run.life.train ?? 0) / life)} of ${duration(life)} became steps that the run has kept.`),
+          timeBar("the life of the run", run.life, life, 1),
+          timeList(run.life, life),
+        )
+      : null,
     overSteps(run),
     rows.length
       ? el(

@@ -1,0 +1,146 @@
+"""Goodput: what became of the time since a run's first start."""
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from looplib.extras.page import values
+
+_STARTING = ("start", "compile", "restore")
+_NAMED = ("evaluate", "save", "suspended")
+_TRAINING = ("train", "input")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Seconds since the first start of a run, by what they were spent on.
+
+    The definition is that of ml-goodput-measurement: goodput is the share of the time in which steps were trained
+    that the run has kept.
+
+    Attributes:
+      seconds: dict from cause to seconds. "train": steps that are kept; "input": waiting for their data; "repeated":
+        steps, and waiting for their data, that a kill or a rollback took back; "start": starting, compiling and
+        restoring; "evaluate"; "save"; "suspended"; "other"; and "off": between two starts.
+    """
+
+    seconds: dict[str, float]
+
+    @property
+    def wall(self) -> float:
+        """The sum."""
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """The share of the time that became kept steps."""
+        return self.seconds["train"] / self.wall if self.wall else 0.0
+
+
+@dataclasses.dataclass
+class _Part:
+    """Steps that were trained in succession: after step `first`, up to `last`, with their seconds."""
+
+    first: int
+    last: int
+    train: float
+    input: float
+
+    def cut(self, step: int) -> float:
+        """Takes out the steps after a step; returns their seconds."""
+        if step >= self.last:
+            return 0.0
+        kept = max(0, step - self.first) / (self.last - self.first)
+        lost = (1 - kept) * (self.train + self.input)
+        self.last, self.train, self.input = max(step, self.first), kept * self.train, kept * self.input
+        return lost
+
+
+def goodput(starts: list[dict[str, Any]]) -> Goodput | None:
+    """Returns the goodput of a run; None if its starts do not say when they were.
+
+    A start that was killed counts as far as its last entry, which is a minute old at most; the rest is "off". Of a run
+    with more starts than `run.json` keeps, those that it has not are left out.
+
+    Args:
+      starts: the `starts` of a `run.json`, whose contents may be anything.
+    """
+    seconds = dict.fromkeys(("train", "input", "repeated", "start", *_NAMED, "other", "off"), 0.0)
+    parts: list[_Part] = []
+    ended: float | None = None
+    for start in starts:
+        spent, began = values.numbers(start.get("seconds")), _time(start.get("started"))
+        wall = spent.pop("wall", sum(spent.values()))
+        if began is None:
+            return None
+        if ended is not None:
+            seconds["off"] += max(0.0, began - ended)
+        ended = began + wall
+        for name, value in spent.items():
+            if name not in _TRAINING:
+                seconds["start" if name in _STARTING else name if name in _NAMED else "other"] += value
+        seconds["repeated"] += _cut(parts, restored_step(start) or 0)
+        trained = sum(spent.get(name, 0.0) for name in _TRAINING)
+        for part in _parts(start, spent):
+            trained -= part.train + part.input
+            seconds["repeated"] += _cut(parts, part.first)
+            parts.append(part)
+        seconds["repeated"] += max(0.0, trained)  # of steps after which no other was noted
+    seconds["train"] = sum(part.train for part in parts)
+    seconds["input"] = sum(part.input for part in parts)
+    found = Goodput({name: round(value, 3) for name, value in seconds.items()})
+    return found if found.wall else None
+
+
+def restored_step(start: dict[str, Any]) -> int | None:
+    """Returns the step of the checkpoint that a start continued from; None for none."""
+    found = re.search(r"ckpt-(\d{1,15})$", values.text(start.get("restored_from")))
+    return int(found[1]) if found else None
+
+
+def _cut(parts: list[_Part], step: int) -> float:
+    lost = 0.0
+    for part in reversed(parts):
+        if part.last <= step:
+            break
+        lost += part.cut(step)
+    parts[:] = [part for part in parts if part.last > part.first]
+    return lost
+
+
+def _parts(start: dict[str, Any], spent: dict[str, float]) -> Iterator[_Part]:
+    """Yields what a start has trained between its points, and up to its end, which rollbacks interrupt.
+
+    The seconds between two points are divided by steps.
+    """
+    rollbacks = [values.mapping(each) for each in values.items(start.get("rollbacks"))]
+    back = iter([(values.whole(each.get("step")), values.whole(each.get("to"))) for each in rollbacks])
+    points = [values.mapping(point) for point in values.items(start.get("points"))]
+    ends = [(values.whole(point.get("step")), values.numbers(point.get("seconds"))) for point in points]
+    step, train, waited = restored_step(start) or 0, 0.0, 0.0
+    failed, to = next(back, (None, None))
+    for end, passed in [*ends, (values.whole(start.get("step")), spent)]:
+        if end is None:
+            continue
+        more = max(0.0, passed.get("train", 0.0) - train), max(0.0, passed.get("input", 0.0) - waited)
+        train, waited = train + more[0], waited + more[1]
+        legs = []
+        while failed is not None and to is not None and step <= failed and (end >= failed or end < step):
+            legs.append((step, failed))
+            step = to
+            failed, to = next(back, (None, None))
+        legs = [(first, last) for first, last in [*legs, (step, end)] if last > first]
+        steps = sum(last - first for first, last in legs)
+        for first, last in legs:
+            share = (last - first) / steps
+            yield _Part(first, last, share * more[0], share * more[1])
+        step = max(step, end)
+
+
+def _time(text: Any) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(values.text(text, 40)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
