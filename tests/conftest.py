@@ -152,6 +152,7 @@ def base_folder(tmp_path_factory):
 def close_controllers():
     """Closes the controllers that a test leaves open, which have threads, locks and iterators."""
     yield
+    gc.collect(1)
     global _references
     if loaded := sys.modules.get("looplib.controller"):  # nobody has made one before it is loaded
         kind = loaded.Controller

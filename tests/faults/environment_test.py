@@ -152,7 +152,7 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
 # The umask, and secrets.
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o077, 0o027, 0o000], ids=oct)
 def test_files_are_no_wider_than_the_umask_says(umask, nursery, tmp_path):
     folder = tmp_path / "run"

@@ -72,6 +72,7 @@ def test_places_that_an_export_cannot_have_are_a_sentence(nursery, trained, tmp_
     assert sorted(os.listdir(tmp_path)) == ["link", "there"]
 
 
+@pytest.mark.slow
 def test_two_exports_at_once_both_end_and_leave_a_whole_one(nursery, trained, tmp_path):
     for _ in range(3):
         lives = [export(nursery, trained, tmp_path / "out") for _ in range(3)]

@@ -437,6 +437,7 @@ def test_two_workers_mend_a_piece_and_a_refusal_of_the_chief_ends_both(nursery, 
     assert len(contents(tmp_path / "eval")) == 32
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_moved_away_ends_a_prediction_with_a_sentence(nursery, trained, undisturbed, tmp_path):
     life = nursery.life(trained, *SLOW, f"--predictions={tmp_path}")
     wait_for_a_piece(life, tmp_path / "eval")

@@ -119,6 +119,7 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(python, t
     assert "ended by SIGINT at step 6, saved in" in terminal.text
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_in_the_eager_engine_too(python, tmp_path):
     with start(
         "time.sleep(1000)", tmp_path, python, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -56,6 +56,7 @@ def test_right_trainers_are_equal_and_wrong_ones_different_early_and_late(case, 
     assert case in [("wild", 200), ("wild_sum", 200)] or not decided_by_rounding(rounding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(("wild", 200), id="wild")])
 def test_weights_that_rounding_moves_are_not_called_equal_and_the_step_from_which_it_hides_faults_is_known(
     case, folders

@@ -94,7 +94,7 @@ def by_hand(name):
 ARGUMENTS = {"settings": ("--experiment=large", "--config.model.width=64", "--print_config")}
 PAGES = [path.stem for path in sorted((ROOT / "docs").glob("*.md")) if "```python\n" in path.read_text()]
 # In `make test`; the others need --all, because the tests of what they show try it too.
-ALWAYS = ("first_trainer", "settings")
+ALWAYS = ("settings",)
 
 
 @pytest.fixture(scope="module")

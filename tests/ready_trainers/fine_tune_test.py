@@ -99,6 +99,7 @@ def test_lora_trains_two_percent_and_is_within_a_point_of_all_weights(tuned):
     assert accuracy["last"] < accuracy["lora"] - 0.1
 
 
+@pytest.mark.slow
 def test_the_merged_model_computes_what_the_base_with_adapters_computes(base, tuned):
     folder, _, _ = tuned["lora"]
     _, (images, _) = image_data.digits_arrays()

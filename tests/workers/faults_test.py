@@ -183,6 +183,7 @@ def test_a_value_that_is_not_finite_on_one_worker_halts_all_at_the_same_step(nur
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
 
 
+@pytest.mark.slow
 def test_workers_roll_back_together(nursery, tmp_path):
     arguments = [*ARGUMENTS, "--config.nan_at=30", "--non_finite=rollback", "--train_steps=40"]
     processes = nursery.workers(2, tmp_path / "run", *arguments)

@@ -99,6 +99,7 @@ def test_a_killed_run_is_told_although_it_is_dead_and_then_the_end_of_its_next_s
     assert "s3cr3t" not in text and "killed at step" in text
 
 
+@pytest.mark.slow
 def test_a_guard_that_rolls_back_and_one_that_halts_are_told_with_their_reasons(nursery, inbox, tmp_path):
     flags = [*SMALL, "--steps_per_loop=5", "--mode=train", "--config.nan_at=12", f"--alert={inbox.url}"]
     life = nursery.life(

@@ -105,6 +105,7 @@ def test_a_store_that_has_lost_its_lease_or_all_that_is_intact_does_not_empty_th
     assert (cloud.local() / "checkpoints" / "ckpt-6.commit").exists()
 
 
+@pytest.mark.slow
 def test_a_start_that_may_not_read_the_newest_checkpoint_ends_and_takes_no_older_one(cloud):
     ready(cloud)
     cloud.lose()
@@ -126,6 +127,7 @@ def test_a_checkpoint_whose_deletion_was_cut_short_is_none(cloud):
     assert cloud.steps()[-3:] == [3, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_start_with_an_old_listing_finds_the_newest_checkpoint_and_all_reports(cloud):
     ready(cloud, 3)
     first = cloud.copied("--steps=9", machine="other")

@@ -44,6 +44,7 @@ def test_records_of_evaluations_before_a_run_began_are_not_its_own(tmp_path):
     assert found == {5: 0.3, 2: 0.2, 3: 0.3}
 
 
+@pytest.mark.slow
 def test_an_evaluation_job_on_another_machine_adds_its_records_and_events_to_the_run(cloud):
     training = cloud.run("--mode=train", "--train_steps=20", "--checkpoint_interval=10", *SMALL, machine="one")
     job = cloud.run("--mode=continuous_eval", "--train_steps=20", *SMALL, machine="two")

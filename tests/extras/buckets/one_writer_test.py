@@ -28,6 +28,7 @@ def test_a_second_writer_is_refused_by_the_name_of_the_first(cloud):
     first.end()
 
 
+@pytest.mark.slow
 def test_of_two_that_start_at_once_one_gets_the_run(cloud):
     for number in range(repetitions(1, 20)):
         name = f"run{number}"

@@ -448,6 +448,7 @@ def test_sigterm_ends_the_run_after_the_call_with_a_save_and_it_resumes(tmp_path
     assert trainer.w.numpy() == pytest.approx(2 * (1 - 0.9**20))
 
 
+@pytest.mark.slow
 def test_the_watchdog_sees_the_steps_inside_of_a_call_and_leaves_evaluations_alone(monkeypatch):
     ended = []
     monkeypatch.setattr("looplib.health.watchdog.Watchdog._end", lambda self, phase, *_: ended.append(phase))
@@ -599,6 +600,7 @@ def test_a_loop_in_python_ends_with_its_data_and_its_count_is_what_is_believed()
     assert c.global_step == trainer.optimizer.iterations == 16
 
 
+@pytest.mark.slow
 def test_what_would_never_end_is_refused():
     trainer = Classifier()
     endless = ClassifierEvaluator(trainer.model, data(shuffled=False).repeat())

@@ -37,7 +37,7 @@ CASES = {
 
 
 # Other cases differ and agree in their way; every_kind_test.py has a run that resumes exactly.
-ALIKE = ("resume", "data", "csv", "replicas of a model")
+ALIKE = ("resume", "data", "csv", "replicas of a model", "unseeded")
 
 
 def check(python, arguments, binary, folder):
@@ -94,6 +94,7 @@ def test_a_run_that_does_not_resume_exactly_is_different_and_its_first_differenc
     assert lines[-1].startswith(f"possible cause: {hint}")
 
 
+@pytest.mark.slow
 def test_two_uninterrupted_runs_that_differ(results):
     result = results["unseeded"]
     assert result.returncode == 1, result.stderr

@@ -82,6 +82,7 @@ def run(nursery, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_repeated_bit_by_bit(run, forks, tmp_path, capfd):
     assert main(["rerun", str(run), f"--to={tmp_path / 'again'}"]) == EXIT_DONE
     assert "EQUAL, bit by bit" in capfd.readouterr().out
