@@ -11,6 +11,7 @@ Names that other rooms may use, by file:
     callbacks: none
     data: none
     means: none
+    metric_parts: none
     models: none
     python_data: python_batches
     results: none

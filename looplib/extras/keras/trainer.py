@@ -10,7 +10,7 @@ from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
-from looplib.extras.keras import means, models
+from looplib.extras.keras import means, metric_parts, models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.building import build
@@ -111,7 +111,9 @@ class KerasTrainer(Adapter, Trainer):
         self.batch_size_varies = self._keras_data.is_of_examples  # few examples may be less than a batch
         build(model, self._keras_data, trains=True)
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica:
-            means.check(model, self._keras_data.sample(means.EXAMPLES))
+            sample = self._keras_data.sample(means.EXAMPLES)
+            means.check(model, sample)
+            metric_parts.warn_of_functions(model, sample)
         self.metrics = list(model.metrics)
         self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
 
