@@ -54,7 +54,7 @@ class PrometheusWriter(Writer):
             "waiting": self._gauge("input_wait_ratio", "Share of the training time spent waiting for input."),
             "evaluating": self._gauge("evaluating", "Whether an evaluation is under way."),
         }
-        self._server: "WSGIServer | None" = None
+        self._server: WSGIServer | None = None
         self._thread: threading.Thread | None = None
 
     def _gauge(self, name: str, text: str, *labels: str) -> "prometheus_client.Gauge":
