@@ -45,8 +45,8 @@ def warn_of_functions(model: Any, batch: tuple) -> None:
     if apart.any():
         found = [f"{metric.name} ({mean[i]:.4g} for {both[i]:.4g})" for i, metric in enumerate(functions) if apart[i]]
         logging.warning(
-            "the mean over the parts of a batch is not the value for the batch of %s: reports on %d replicas differ from "
-            "those on one device; have the function return a number for each example, or use a keras.metrics.Metric "
+            "the mean over the parts of a batch is not the value for the batch of %s: reports on %d replicas differ "
+            "from those on one device; have the function return a number for each example, or use a keras Metric "
             "that keeps sums", join_names(found), model.distribute_strategy.num_replicas_in_sync,
         )  # fmt: skip
 
