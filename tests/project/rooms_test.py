@@ -120,7 +120,7 @@ def used_from_outside() -> dict[str, set[str]]:
     names = collections.defaultdict(set)
     for name, home in looplib._HOMES.items():
         names[f"looplib.{home}"].add(name)
-    for group in ("commands", "writers", "backends", "parts"):
+    for group in ("commands", "flags", "writers", "backends", "parts"):
         for place in entry_points.plug_ins(f"looplib.{group}").values():
             module, name = place.rsplit(".", 1)
             names[f"looplib.{module}"].add(name)

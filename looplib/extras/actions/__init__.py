@@ -3,8 +3,8 @@
 Names that other rooms may use, by file:
     op_times: none
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
-    profile_flag: none
+    profile_flag: ProfileFlag
     profiling: Profile
     timed_saves: TimedSaves
-    timed_saves_flags: none
+    timed_saves_flags: TimedSavesFlags
 """

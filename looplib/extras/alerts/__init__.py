@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     alert: none
     command: add
-    flag: none
+    flag: AlertFlags
     observer: none
     sending: none
     watching: none

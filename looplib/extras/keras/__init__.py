@@ -1,7 +1,6 @@
 """Compiled Keras models, of either family, trained as `fit` trains them.
 
 Names that other rooms may use, by file:
-    alone: none
     batch_format: none
     batch_logs: none
     best_weights: none

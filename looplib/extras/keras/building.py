@@ -14,8 +14,8 @@ import tensorflow as tf
 from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
 from looplib.errors import LossError, StepError, UsageError, VariableError
+from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models
-from looplib.extras.keras.alone import alone
 from looplib.extras.keras.data import KerasData
 from looplib.loop.step import raise_refusal
 from looplib.messages import gist

@@ -16,8 +16,8 @@ from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.errors import LossError, UsageError
+from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models, rows
-from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import state_of_model
 from looplib.messages import gist, join_names
 from looplib.task.state import unheld, variables_of

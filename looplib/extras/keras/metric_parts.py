@@ -7,8 +7,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import keras as _keras
+from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models, rows
-from looplib.extras.keras.alone import alone
 from looplib.messages import join_names
 
 _WRAPPER = "MeanMetricWrapper"  # in which Keras keeps the functions that it gets as metrics

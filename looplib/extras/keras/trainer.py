@@ -10,8 +10,8 @@ from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
+from looplib.extras.compat.methods import alone
 from looplib.extras.keras import means, metric_parts, models
-from looplib.extras.keras.alone import alone
 from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks

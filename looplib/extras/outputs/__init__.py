@@ -4,7 +4,7 @@ Names that other rooms may use, by file:
     card: none
     exports: export
     facts: none
-    flags: none
+    flags: ExportFlags
     folder: none
     formats: check_export
     int8: none

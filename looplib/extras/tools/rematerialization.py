@@ -1,13 +1,11 @@
 """Layers that compute their activations twice, in less memory, for `rematerialize` of a `GradientTrainer`."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from looplib.compat import keras as _keras
 from looplib.errors import ModelError
+from looplib.extras.compat.methods import recompute
 from looplib.task import parts
 
 
@@ -25,15 +23,4 @@ def rematerialize(model: Any, patterns: Sequence[str] | str) -> None:
                 f"rematerialize has {patterns!r}, which matches {layer.name}, and computing it twice gives two results "
                 "(dropout, batch normalization or another state in it); match layers without state"
             )
-        _recompute(layer)
-
-
-def _recompute(layer: Any) -> None:
-    """Has a layer that is built recompute; there is no public way but to set its `call`."""
-    call = layer.call
-
-    @functools.wraps(call)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
-
-    layer.call = recomputed
+        recompute(layer)

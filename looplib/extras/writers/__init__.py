@@ -4,10 +4,10 @@ Names that other rooms may use, by file:
     background: BackgroundWriter
     console_writer: ConsoleWriter
     csv_writer: CsvWriter
-    flag: none
+    flag: TrackersFlag
     media: histogram, image, text
     media_writer: none
-    metrics_port: none
+    metrics_port: MetricsPortFlag
     mlflow_models: none
     mlflow_writer: MlflowWriter
     newest: none

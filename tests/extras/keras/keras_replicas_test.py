@@ -10,7 +10,7 @@ from conftest import make_strategy
 import looplib
 from looplib.compat import keras as _keras
 from looplib.errors import LossError, MetricError, StepError
-from looplib.extras.keras.alone import alone
+from looplib.extras.compat.methods import alone
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 

@@ -1,8 +1,10 @@
-"""Keras on a replica that sees no other one."""
+"""Methods that plug-ins replace, because neither Keras nor TensorFlow has another way: of replicas, and of a layer."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -57,3 +59,14 @@ def _seen_by_context(context: tf.distribute.ReplicaContext) -> int:
             "so too), which a TPU needs and looplib hides; write a looplib.Trainer for it"
         )
     return context.strategy.num_replicas_in_sync
+
+
+def recompute(layer: Any) -> None:
+    """Lets a layer that is built compute its activations again in the backward pass; sets its `call`."""
+    call = layer.call
+
+    @functools.wraps(call)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
+
+    layer.call = recomputed
