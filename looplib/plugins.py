@@ -1,7 +1,6 @@
 """Plug-ins: objects that looplib's extras, and other packages, register by entry points.
 
-Groups are `looplib.commands`, `looplib.flags`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core
-names no plug-in; it asks for one by its group and name.
+Groups are `looplib.commands`, `.flags`, `.writers`, `.backends` and `.parts`. The core asks for one by group and name.
 """
 
 import argparse

@@ -37,7 +37,7 @@ TRAINING_REPORT = "run.json"
 MOST_STARTS = 200  # that are kept: the first one and the newest; each has up to 50 kB
 _LARGEST = 2**63 - 1
 _MOST_POINTS = 100
-_FRESH_SECONDS = 60.0
+_FRESH_SECONDS, _LEAST_SHARE = 60.0, 500  # between two writes, and how many times as long as one takes, of many starts
 _MOST_TRACEBACK = 20_000  # characters, of its end
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
 
@@ -250,7 +250,7 @@ class RunReport:
     _earlier: Report = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
-    _written: float = dataclasses.field(default=0.0, init=False)  # when, by a clock that nobody sets
+    _next: float = dataclasses.field(default=0.0, init=False)  # when it is old, by a clock that nobody sets
 
     def __call__(self) -> WrittenPage:
         """Writes the page of the run, `report.html`, as it is now, and returns it for a notebook to show.
@@ -327,7 +327,7 @@ class RunReport:
             return
         if not self._start:
             self._begin(None)
-        self._written = time.monotonic()
+        began = time.monotonic()
         standing, settings, computation = self.standing(), self.settings, self.computation
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": masked_text(error)} if error else {}
@@ -362,12 +362,13 @@ class RunReport:
             changed = settings.changed(_strict(settings.defaults))
             content["not_default"] = {name: list(values) for name, values in changed.items()}
         self._write(self.path, json.dumps(masked(_strict(content)), indent=2, allow_nan=False) + "\n")
+        self._next = time.monotonic() + max(_FRESH_SECONDS, _LEAST_SHARE * (time.monotonic() - began))
         if status != "running":
             self.page.update()
 
     def keep_fresh(self) -> None:
         """Writes the file if it is a minute old: of a start that is killed, only what came later is unknown."""
-        if time.monotonic() - self._written >= _FRESH_SECONDS:
+        if time.monotonic() >= self._next:
             self.write("running")
 
     def _keep_aside(self, path: str) -> None:

@@ -80,6 +80,8 @@ class TimedSaves(Action):
         if not controller.agree(self._now() - self._last >= self.interval):
             return
         before, self._last = controller.clock.of("save"), self._now()
-        self._committing[controller.save_checkpoint(wait=False)] = self._last
+        path = controller.save_checkpoint(wait=False)
+        if controller.is_chief:  # which alone is told of commits
+            self._committing[path] = self._last
         self._saves += 1
         self._stopped += controller.clock.of("save") - before

@@ -49,10 +49,9 @@ class AlertFlags(FlagPlugin):
 
 
 class WatchedBeside(Action):
-    """Starts `python -m looplib watch` for the run of this process, once.
+    """Starts `python -m looplib watch` for the run of this process, which ends with the training.
 
-    The process is not a part of the training: it costs no step, and tells of the training's death too. It ends after
-    the training.
+    The process is not a part of the training: it costs no step, and tells of the training's death too.
 
     Args:
       urls: see `sending.Sender`.
@@ -65,7 +64,8 @@ class WatchedBeside(Action):
 
     def on_start(self, controller: Any) -> None:
         """Starts the process; where that fails, it is a warning."""
-        if self._process is not None or not controller.is_chief or not controller.model_dir:
+        is_watched = self._process is not None and self._process.poll() is None
+        if is_watched or not controller.is_chief or not controller.model_dir:
             return
         command = [sys.executable, "-m", "looplib", "watch", controller.model_dir, "--until_end", f"--every={_SECONDS}"]
         command += [f"--process={os.getpid()}", *(f"--alert_when={text}" for text in self._conditions)]
@@ -75,5 +75,5 @@ class WatchedBeside(Action):
                 self._process = subprocess.Popen(
                     command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
-        except (OSError, files.NotRegularError) as error:
+        except OSError as error:
             logging.warning("there will be no alerts: %s", gist(error))

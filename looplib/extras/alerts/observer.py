@@ -54,15 +54,18 @@ class RunObserver:
         report, status = run_json.read_report(run_json.path_of(self._folder, trains=True)), read_status(self._folder)
         newest = (report.get("starts") or [{}])[-1]
         pid = newest.get("process", {}).get("pid")
-        if self._process is not None and not self._looked and pid != self._process and status.state != "killed":
-            return []  # the start that is expected has not written its report yet
+        if self._process is not None and not self._looked and pid != self._process:
+            if _is_alive(self._process):
+                return []  # it has not written its report yet
+            self._looked, self._state, self._start = True, "killed", (newest.get("started"), pid)
+            return [Alert("killed", self._folder, status.step, "its process has ended before it wrote a report")]
         start = (newest.get("started"), pid)
         is_new = start != self._start
         first, self._looked = not self._looked, True
         if is_new:
             self._start, self._state, self._rollbacks = start, "", 0
             self._bad.clear()
-        known = first and (self._process is None or pid != self._process)
+        known = first and self._process is None
         found = [] if known else [*self._of_records(self._records.read(), status)]
         if known:
             self._records.skip()
@@ -115,6 +118,16 @@ class RunObserver:
                 elif condition not in self._met:
                     self._met.add(condition)
                     yield Alert("worse", self._folder, step, f"{split}/{condition.metric} is {value:g} ({condition})")
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class _NewRecords:

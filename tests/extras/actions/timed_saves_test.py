@@ -63,7 +63,7 @@ def test_the_interval_of_a_budget_is_the_mean_stop_over_it_and_not_shorter_than_
         """A controller whose saves stop the training for two seconds and are committed after 30 s."""
 
         def __init__(self):
-            self.seconds, self.clock, self.model_dir = 0.0, self, "x"
+            self.seconds, self.clock, self.model_dir, self.is_chief = 0.0, self, "x", True
 
         def of(self, phase):
             return self.seconds

@@ -166,8 +166,12 @@ def test_what_had_ended_before_the_first_look_is_no_news_and_a_new_start_is(tmp_
 
 def test_the_end_of_the_own_process_is_news_at_the_first_look(tmp_path):
     write(tmp_path / "run", "failed", error="soon")
-    assert RunObserver(str(tmp_path / "run"), process=2).look() == []  # of an earlier start
+    assert RunObserver(str(tmp_path / "run"), process=os.getpid()).look() == []  # of an earlier start
     assert kinds(RunObserver(str(tmp_path / "run"), process=1).look()) == [("failed", 7)]
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    observer = RunObserver(str(tmp_path / "run"), process=gone.pid)
+    assert kinds(observer.look()) == [("killed", 7)] and observer.has_ended and observer.look() == []
 
 
 def test_a_metric_is_told_once_when_it_gets_bad_and_again_after_it_was_good(tmp_path):
