@@ -40,6 +40,7 @@ class RunObserver:
         self._start: tuple[Any, ...] = ()  # the newest start
         self._state = ""
         self._missing = False  # whether the process was gone at the last look too
+        self._process_ended = False  # before it wrote a report
         self._rollbacks = 0
         self._bad: set[str] = set()  # metrics that are not finite
         self._met: set[Condition] = set()  # conditions that the last value has met
@@ -47,7 +48,7 @@ class RunObserver:
     @property
     def has_ended(self) -> bool:
         """Whether the newest start had ended at the last look."""
-        return self._state in ENDED
+        return self._process_ended or self._state in ENDED
 
     def look(self) -> list[Alert]:
         """Returns what has happened since the last look, in the order of steps."""
@@ -57,13 +58,14 @@ class RunObserver:
         if self._process is not None and not self._looked and pid != self._process:
             if _is_alive(self._process):
                 return []  # it has not written its report yet
-            self._looked, self._state, self._start = True, "killed", (newest.get("started"), pid)
+            self._looked, self._state, self._start = True, status.state, (newest.get("started"), pid)
+            self._process_ended = True
             return [Alert("killed", self._folder, status.step, "its process has ended before it wrote a report")]
         start = (newest.get("started"), pid)
         is_new = start != self._start
         first, self._looked = not self._looked, True
         if is_new:
-            self._start, self._state, self._rollbacks = start, "", 0
+            self._start, self._state, self._rollbacks, self._process_ended = start, "", 0, False
             self._bad.clear()
         known = first and self._process is None
         found = [] if known else [*self._of_records(self._records.read(), status)]
