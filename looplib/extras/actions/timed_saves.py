@@ -1,6 +1,8 @@
 """TimedSaves: saves by time, or by what saves cost."""
 
+import collections
 import datetime
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,7 @@ from looplib.errors import ActionError, MissingPartError
 from looplib.messages import duration
 from looplib.task.actions import Action, Event
 
+_STOPS = 9  # of which the median counts, as one may have met a hiccup of the machine
 _LEAST_SECONDS = 1.0  # between two saves by a budget, whose cost is small
 
 
@@ -21,7 +24,7 @@ class TimedSaves(Action):
     Args:
       every: seconds, a `datetime.timedelta` or text such as "10m" between two saves; None for a budget.
       budget: share of the time that the training may be stopped by saves, such as 0.01; None for a time. The first
-        report saves, to measure how long it takes. The time to the next save is then the mean stop divided by the
+        report saves, to measure how long it takes. The time to the next save is then the median stop divided by the
         budget, and not shorter than a save takes until it is committed.
       now: returns the time in seconds.
 
@@ -46,7 +49,8 @@ class TimedSaves(Action):
             raise ActionError(f"the budget of TimedSaves is {budget!r:.100}; expected a share such as 0.01, for 1%")
         self._every, self._budget, self._now = duration("every of TimedSaves", every), budget, now
         self._last = now()  # when the training began, or was saved last
-        self._saves, self._stopped, self._longest = 0, 0.0, 0.0
+        self._stops: collections.deque[float] = collections.deque(maxlen=_STOPS)  # seconds
+        self._longest = 0.0
         self._committing: dict[str, float] = {}  # when a save of this action began, by path
 
     @property
@@ -54,9 +58,9 @@ class TimedSaves(Action):
         """Seconds between two saves; 0 while their cost is not known."""
         if self._budget is None:
             return self._every
-        if not self._saves:
+        if not self._stops:
             return 0.0
-        return max(self._stopped / self._saves / self._budget, self._longest, _LEAST_SECONDS)
+        return max(statistics.median(self._stops) / self._budget, self._longest, _LEAST_SECONDS)
 
     def on_start(self, controller: Any) -> None:
         """Refuses a run without a directory; the time counts from here."""
@@ -83,5 +87,4 @@ class TimedSaves(Action):
         path = controller.save_checkpoint(wait=False)
         if controller.is_chief:  # which alone is told of commits
             self._committing[path] = self._last
-        self._saves += 1
-        self._stopped += controller.clock.of("save") - before
+        self._stops.append(controller.clock.of("save") - before)

@@ -107,6 +107,9 @@ class RunObserver:
     def _of_records(self, records: Sequence[Record], status: RunStatus) -> Iterator[Alert]:
         for record in records:
             step, split = values.whole(record["step"]), record["split"]
+            if values.number(record.get("skipped_steps")) and split not in self._bad:
+                self._bad.add(split)
+                yield Alert("not_finite", self._folder, step, f"steps of {split} were skipped by --non_finite=skip")
             for name, value in record.items():
                 if name not in _NAMES and value is None and (key := f"{split}/{name}") not in self._bad:
                     self._bad.add(key)

@@ -3,12 +3,13 @@
 import collections
 import importlib.util
 import json
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-
-from absl import logging
+from collections.abc import Callable
+from typing import Any
 
 from looplib.errors import FlagError, PluginError
 from looplib.extras.alerts.alert import Alert
@@ -44,17 +45,24 @@ def check_url(url: str) -> None:
 
 
 class Sender:
-    """Sends alerts to an address, in their order; one that cannot be sent is tried again later, with longer waits.
+    """Sends alerts to an address, in their order, in a thread of its own, so that no address waits for another one.
+
+    An alert that cannot be sent is tried again later, with longer waits.
 
     Args:
       url: of a webhook (http or https), which gets the fields of each alert as JSON by POST; or of apprise.
+      say: takes a sentence about an alert that cannot be sent.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, say: Callable[[str], None]) -> None:
         check_url(url)
-        self._url, self._scheme = url, urllib.parse.urlsplit(url).scheme
+        parts = urllib.parse.urlsplit(url)
+        self._url, self._scheme, self._say = url, parts.scheme, say
+        # The rest of the URL is a secret.
+        self._name = f"{parts.scheme}://{parts.hostname}" if parts.scheme in _WEBHOOKS else parts.scheme
         self._waiting: collections.deque[Alert] = collections.deque(maxlen=_MOST_WAITING)
-        self._next, self._wait = 0.0, _FIRST_WAIT
+        self._news = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()  # which may hang in a slow answer when the process ends
 
     @property
     def is_done(self) -> bool:
@@ -64,27 +72,31 @@ class Sender:
     def add(self, alert: Alert) -> None:
         """Adds an alert to those that wait."""
         self._waiting.append(alert)
+        self._news.set()
 
-    def send(self) -> None:
-        """Sends what waits, unless the address has failed a short time ago; takes 10 s at most for each alert."""
-        while self._waiting and time.monotonic() >= self._next:
-            try:
-                self._deliver(self._waiting[0])
-            except Exception as error:  # of any library; the run must not notice
-                # The URL is a secret, and is in many errors.
-                cause = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else gist(error)
-                logging.warning("an alert by %s cannot be sent: %s", self._scheme, cause.replace(self._url, "<masked>"))
-                self._next, self._wait = time.monotonic() + self._wait, min(2 * self._wait, _LONGEST_WAIT)
-                return
-            self._waiting.popleft()
-            self._wait = _FIRST_WAIT
+    def _run(self) -> None:
+        pause = _FIRST_WAIT
+        while self._news.wait():
+            self._news.clear()
+            while self._waiting:
+                try:
+                    self._deliver(alert := self._waiting[0])
+                except Exception as error:  # of any library; the run must not notice
+                    cause = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else gist(error)
+                    cause = str(cause).replace(self._url, "<masked>")
+                    self._say(f"an alert cannot be sent to {self._name}, and is tried again in {pause:.0f} s: {cause}")
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_WAIT)
+                    continue
+                if self._waiting and self._waiting[0] is alert:  # not dropped meanwhile
+                    self._waiting.popleft()
+                pause = _FIRST_WAIT
 
     def _deliver(self, alert: Alert) -> None:
         if self._scheme in _WEBHOOKS:
             body = json.dumps(alert.as_json()).encode()
             request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
-                answer.read(1 << 16)
+            _OPENER.open(request, timeout=_TIMEOUT).close()
             return
         import apprise
 
@@ -92,3 +104,14 @@ class Sender:
         service.add(self._url)
         if not service.notify(body=alert.sentence, title=alert.title):
             raise OSError("the service has not taken it")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Makes a redirection an error: urllib would repeat the request without the alert."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Returns no request."""
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)

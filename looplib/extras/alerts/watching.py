@@ -45,7 +45,7 @@ def watch(
     for directory in directories:
         if not os.path.isdir(directory):
             raise RunDirectoryError(f"{directory} is not a directory on this machine; name folders that hold runs")
-    senders, parsed = [Sender(url) for url in urls], [Condition.parse(text) for text in conditions]
+    senders, parsed = [Sender(url, _say) for url in urls], [Condition.parse(text) for text in conditions]
     observers: dict[str, RunObserver] = {}
     try:
         while True:
@@ -53,11 +53,9 @@ def watch(
                 if folder not in observers:
                     observers[folder] = RunObserver(folder, parsed, process)
             for alert in _look(observers.values()):
-                print(printable(f"{time.strftime('%F %T')} {alert.title}: {alert.sentence}"), flush=True)
+                _say(f"{alert.title}: {alert.sentence}")
                 for sender in senders:
                     sender.add(alert)
-            for sender in senders:
-                sender.send()
             if until_end and observers and all(observer.has_ended for observer in observers.values()):
                 break
             time.sleep(every)
@@ -66,9 +64,11 @@ def watch(
     end = time.monotonic() + _LAST_SECONDS
     while not all(sender.is_done for sender in senders) and time.monotonic() < end:
         time.sleep(_PAUSE)
-        for sender in senders:
-            sender.send()
     return EXIT_DONE
+
+
+def _say(sentence: str) -> None:
+    print(printable(f"{time.strftime('%F %T')} {sentence}"), flush=True)
 
 
 def _look(observers: Iterable[RunObserver]) -> list[Alert]:
