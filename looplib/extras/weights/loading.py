@@ -21,11 +21,12 @@ from looplib.extras.weights.checkpoints import by_unique_name
 from looplib.extras.weights.matching import Match
 from looplib.extras.weights.opening import open_weights
 from looplib.extras.weights.pairing import pair, whole_layers
-from looplib.extras.weights.rules import WeightRule, apply, given
+from looplib.extras.weights.rules import WarmStart, WeightRule, apply, given
 from looplib.extras.weights.taking import LoadedValues, take, weights_only
 from looplib.extras.weights.targets import Targets
 from looplib.extras.weights.values import assign
 from looplib.messages import gist
+from looplib.task.derived import Constants
 from looplib.task.record import RunRecord
 from looplib.task.state import variables_of
 
@@ -133,8 +134,13 @@ def warm_start(objects: Mapping[str, Any], path: str | os.PathLike[str]) -> None
     Raises:
       UsageError: if it cannot be read or fits nothing, or if a rule does not fit.
     """
-    start = given(path)
     objects = {**_untracked(objects), **objects}
+    constants = Constants(objects)
+    _take(objects, given(path))
+    constants.renew()
+
+
+def _take(objects: Mapping[str, Any], start: WarmStart) -> None:
     models = {name: value for name, value in objects.items() if _holds_weights(value) or _is_rest_of_one(name, objects)}
     place = located(start.path)
     if source := open_weights(place):

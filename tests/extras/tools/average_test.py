@@ -1,6 +1,8 @@
 """The mean of checkpoints with statistics of batch normalization from data."""
 
 import json
+import os
+import pathlib
 
 import averaged
 import numpy as np
@@ -14,6 +16,13 @@ from looplib.extras.tools import normalization
 from looplib.extras.tools.player import Player
 
 STEPS = 3
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def programs_are_found(monkeypatch):
+    """The commands start the program of a run again, which is beside the tests."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
 
 
 def of(model, name):

@@ -306,3 +306,23 @@ def test_weights_at_a_url_are_fetched_and_an_index_brings_its_shards(memory, tmp
     store.pipe_file("/weights/bad.safetensors.index.json", b'{"weight_map": {"a": "../../a.safetensors"}}')
     with pytest.raises(WarmStartError, match="plain name"):
         looplib.warm_start({"model": target}, f"{url}/bad.safetensors.index.json")
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "weights"])
+def test_a_normalization_computes_with_the_statistics_that_it_takes(how, keras, tmp_path):
+    data = np.random.default_rng(0).normal(3.0, 2.0, size=(50, 3)).astype("float32")
+
+    def normalizer(adapts):
+        layer = keras.layers.Normalization(name="norm")
+        layer.adapt(data) if adapts else layer.build((None, 3))
+        return keras.Sequential([keras.Input((3,)), layer])
+
+    source, target = normalizer(True), normalizer(False)
+    path = str(tmp_path / ("source.weights.h5" if how == "weights" else "source"))
+    if how == "weights":
+        source.save_weights(path)
+    else:
+        path = tf.train.Checkpoint(model=source).save(path)
+    looplib.warm_start({"model": target}, path)
+    expected = (data - data.mean(0)) / data.std(0)
+    np.testing.assert_allclose(target.predict(data, verbose=0), expected, rtol=1e-4, atol=1e-5)
