@@ -68,7 +68,7 @@ class RunObserver:
             self._start, self._state, self._rollbacks, self._process_ended = start, "", 0, False
             self._bad.clear()
         known = first and self._process is None
-        found = [] if known else [*self._of_records(self._records.read(), status)]
+        found = [] if known else [*self._of_records(self._records.read())]
         if known:
             self._records.skip()
         found += self._of_rollbacks(newest, known)
@@ -94,8 +94,7 @@ class RunObserver:
         return []
 
     def _of_rollbacks(self, start: Any, known: bool) -> list[Alert]:
-        rollbacks = start.get("rollbacks")
-        rollbacks = [each for each in rollbacks if isinstance(each, dict)] if isinstance(rollbacks, list) else []
+        rollbacks = [values.mapping(each) for each in values.items(start.get("rollbacks"))]
         new, self._rollbacks = rollbacks[self._rollbacks :], len(rollbacks)
         return [] if known else [self._rollback(each) for each in new]
 
@@ -104,7 +103,7 @@ class RunObserver:
         sentence = f"back to step {values.whole(noted.get('to'))}: {reason}"
         return Alert("rollback", self._folder, values.whole(noted.get("step")), sentence)
 
-    def _of_records(self, records: Sequence[Record], status: RunStatus) -> Iterator[Alert]:
+    def _of_records(self, records: Sequence[Record]) -> Iterator[Alert]:
         for record in records:
             step, split = values.whole(record["step"]), record["split"]
             if values.number(record.get("skipped_steps")) and split not in self._bad:

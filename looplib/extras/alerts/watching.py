@@ -1,12 +1,13 @@
 """`python -m looplib watch DIR...`: alerts about all runs below some folders, by a process beside them."""
 
+import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from looplib.console import printable
 from looplib.errors import EXIT_DONE, CommandError, RunDirectoryError
-from looplib.extras.alerts.alert import Alert, Condition
+from looplib.extras.alerts.alert import Condition
 from looplib.extras.alerts.observer import RunObserver
 from looplib.extras.alerts.sending import Sender
 from looplib.extras.tools.status import run_folders
@@ -52,7 +53,7 @@ def watch(
             for folder in directories if process is not None else run_folders(directories):
                 if folder not in observers:
                     observers[folder] = RunObserver(folder, parsed, process)
-            for alert in _look(observers.values()):
+            for alert in itertools.chain.from_iterable(observer.look() for observer in observers.values()):
                 _say(f"{alert.title}: {alert.sentence}")
                 for sender in senders:
                     sender.add(alert)
@@ -69,7 +70,3 @@ def watch(
 
 def _say(sentence: str) -> None:
     print(printable(f"{time.strftime('%F %T')} {sentence}"), flush=True)
-
-
-def _look(observers: Iterable[RunObserver]) -> list[Alert]:
-    return [alert for observer in observers for alert in observer.look()]
