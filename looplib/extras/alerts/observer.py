@@ -52,7 +52,8 @@ class RunObserver:
 
     def look(self) -> list[Alert]:
         """Returns what has happened since the last look, in the order of steps."""
-        report, status = run_json.read_report(run_json.path_of(self._folder, trains=True)), read_status(self._folder)
+        report = run_json.read_report(run_json.path_of(self._folder, trains=True))
+        status = read_status(self._folder, report)
         newest = (report.get("starts") or [{}])[-1]
         pid = newest.get("process", {}).get("pid")
         if self._process is not None and not self._looked and pid != self._process:

@@ -56,13 +56,14 @@ class RunStatus:
         return max(0, self.end - self.step) / self.rate
 
 
-def read_status(folder: str) -> RunStatus:
+def read_status(folder: str, report: run_json.Report | None = None) -> RunStatus:
     """Returns how the run of a directory is doing.
 
     Args:
       folder: the run directory, whose contents may be anything.
+      report: its `run.json`, where that has been read; default None reads it.
     """
-    report = run_json.read_report(run_json.path_of(folder, trains=True))
+    report = run_json.read_report(run_json.path_of(folder, trains=True)) if report is None else report
     records = read_newest(os.path.join(folder, "metrics.jsonl"))
     train = next((record for record in reversed(records) if record["split"] == "train"), None)
     rate = values.number(train.get("steps_per_second")) if train else None
