@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ from absl import logging
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError
 from looplib.extras.keras import models, python_data, rows
-from looplib.extras.records.reading import without_lists
+from looplib.extras.records.reading import structure_of, without_lists
+from looplib.messages import join_names
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
 _SINGLE = "the data set of KerasTrainer has single examples; batch it by the global batch size"
@@ -221,7 +222,7 @@ class KerasData:
             return self._batches.once()
         if self._examples is not None:
             few = [without_lists(self._examples[number]) for number in range(min(_FEW, self._length))]
-            stacked = tf.nest.map_structure(lambda *each: np.stack([np.asarray(one) for one in each]), *few)
+            stacked = _stacked(few)
             numbers = tf.data.Dataset.range(len(few)).batch(len(few))
             picked = numbers.map(lambda ids: tf.nest.map_structure(lambda part: tf.gather(part, ids), stacked))
             return picked.map(tf.autograph.experimental.do_not_convert(lambda *parts: self._of_one_type(parts)))
@@ -271,6 +272,22 @@ class KerasData:
         known = tf.logical_and(labels >= 0, labels < self._weights.size)
         weights = tf.gather(self._weights, tf.where(known, labels, 0))
         return x, y, tf.where(known, weights, tf.ones_like(weights))
+
+
+def _stacked(examples: Sequence[Any]) -> Any:
+    """Returns a batch of examples; raises `DatasetError` where they make none."""
+    kinds = list(dict.fromkeys(map(structure_of, examples)))
+    try:
+        stacked = tf.nest.map_structure(lambda *each: np.stack([np.asarray(one) for one in each]), *examples)
+        if any(part.dtype == object for part in tf.nest.flatten(stacked)):
+            raise TypeError("None, or objects")
+    except (TypeError, ValueError) as error:
+        raise DatasetError(
+            f"the examples of x have the form {join_names(kinds, most=2)}, which make no batch; return "
+            "arrays or numbers of one shape from __getitem__, alone or in tuples and dicts: leave out what is None, "
+            "and pad what has several lengths"
+        ) from error
+    return stacked
 
 
 def _class_numbers(labels: tf.Tensor, classes: int) -> tf.Tensor:

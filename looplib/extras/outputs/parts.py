@@ -21,7 +21,7 @@ from looplib.extras.outputs import int8
 from looplib.extras.outputs.formats import FORMATS, KERAS, SAVED_MODEL
 from looplib.extras.outputs.int8 import Int8Cost
 from looplib.extras.outputs.samples import ModelInputs
-from looplib.extras.weights.layers import LayerWalk
+from looplib.extras.weights.layers import ComputedValue, LayerWalk
 from looplib.extras.weights.safetensors import SafetensorsFile
 from looplib.extras.weights.writing import named_weights, write_safetensors
 from looplib.messages import gist
@@ -162,7 +162,9 @@ class Parts:
                 pairs = [
                     (file[f"{place}/{number}"], variable) for place, own in places for number, variable in own.items()
                 ]
-                self.differences[name] = _unequal((stored[()], one) for stored, one in pairs if one is not None)
+                self.differences[name] = _unequal(
+                    (stored[()], one) for stored, one in pairs if not isinstance(one, ComputedValue)
+                )
         except Exception as error:  # of a layer with a state of its own
             self._leave_out(name, f"Keras cannot write its weights ({gist(error)})")
 
@@ -191,7 +193,7 @@ class Parts:
             content = tf.lite.TFLiteConverter.from_saved_model(os.path.join(self._folder, SAVED_MODEL)).convert()
             found = _runner(content)(**{key: tensor.numpy() for key, tensor in self._inputs.items()})
         except Exception as error:  # the converter's errors have many types
-            self._leave_out(name, f"TensorFlow's converter does not take it ({gist(error)})")
+            self._leave_out(name, f"TensorFlow's converter does not take it ({_of_converter(error)})")
             return
         files.write_whole(os.path.join(self._folder, name), content, durable=False)
         expected = self._serve(**self._inputs)
@@ -207,7 +209,7 @@ class Parts:
             inputs = {key: tensor.numpy() for key, tensor in self._inputs.items()}
             computed, expected = runner(**inputs), self._serve(**self._inputs)
         except Exception as error:  # the converter's errors have many types
-            self._leave_out(name, f"TensorFlow's converter does not take it ({gist(error)})")
+            self._leave_out(name, f"TensorFlow's converter does not take it ({_of_converter(error)})")
             return
         self.differences[name] = difference([computed[key] for key in expected], list(expected.values()))
         files.write_whole(os.path.join(self._folder, name), content, durable=False)
@@ -238,6 +240,13 @@ def _save(exported: Exported, path: str) -> None:
     module.model = exported.model
     module.serve = tf.function(exported.function, input_signature=[exported.signature])
     tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
+
+
+def _of_converter(error: Exception) -> str:
+    """Returns what an error of the converter says, which writes pages about the loops of recurrent layers."""
+    if "tf.TensorListReserve" in str(error):
+        return "a recurrent layer has a loop; build it with unroll=True, which leaves its weights as they are"
+    return gist(error)
 
 
 def _is_distributed(model: Any) -> bool:

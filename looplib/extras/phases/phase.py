@@ -41,6 +41,6 @@ class Phase:
         is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
         if rate is not None and not (is_number and math.isfinite(rate) and rate >= 0):
             raise SettingError(
-                f"Phase.learning_rate is {rate!r:.200}; expected a number: a schedule goes to the optimizer, and "
-                "counts its updates over all phases"
+                f"Phase.learning_rate is {rate!r:.200}; expected a finite number, 0 or more; a schedule goes to "
+                "the optimizer, and counts its updates over all phases"
             )

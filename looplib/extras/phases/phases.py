@@ -40,7 +40,7 @@ class PhasedTraining:
         self._model = model
         self._ends = [phase.until for phase in self._phases if phase.until is not None]
         self._own = [
-            parts.matching(variables, phase.train, f"train of phase {number}")
+            parts.matching(variables, phase.train, f"train of phase {number}", kind="trained variable")
             for number, phase in enumerate(self._phases, 1)
         ]
         wanted = {id(variable) for own in self._own for variable in own}

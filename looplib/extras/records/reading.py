@@ -128,7 +128,7 @@ def read_records(
         leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
         if may_lack:
             there = tf.ensure_shape(leaves.pop(), [None])
-            others = tf.nest.map_structure(lambda other: tf.boolean_mask(other, there, axis=1), others)
+            others = tf.nest.mapstructure_of(lambda other: tf.boolean_mask(other, there, axis=1), others)
         records = element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
         return (records, *others) if others else records
 
@@ -276,7 +276,7 @@ class _Element:
         parts = source.sources if isinstance(source, Chain) else [source]
         firsts = [_first_of(part) for part in parts if len(part)] or [_first_of(source)]
         self._like = without_lists(firsts[0])
-        structures = [_structure(record) for record in firsts]
+        structures = [structure_of(record) for record in firsts]
         other = next((number for number, found in enumerate(structures) if found != structures[0]), None)
         if other is not None:
             names = [name for name, part in zip(source.names, parts) if len(part)]
@@ -330,13 +330,14 @@ def _dtype(leaf: np.ndarray) -> tf.DType:
 
 
 def _text(leaf: np.ndarray) -> str:
-    return f"{_dtype(leaf).name} {list(leaf.shape)}"
+    nothing = leaf.dtype == object and not leaf.ndim and leaf[()] is None
+    return "None" if nothing else f"{_dtype(leaf).name} {list(leaf.shape)}"
 
 
-def _structure(record: Any) -> str:
+def structure_of(record: Any) -> str:
     """Describes the structure of a record, with types and shapes, such as {x: float32 [2, 3], y: int64 []}."""
     if isinstance(record, Mapping):
-        return "{" + ", ".join(f"{key}: {_structure(record[key])}" for key in sorted(record)) + "}"
+        return "{" + ", ".join(f"{key}: {structure_of(record[key])}" for key in sorted(record)) + "}"
     if isinstance(record, (list, tuple)):
-        return "(" + ", ".join(map(_structure, record)) + ")"
+        return "(" + ", ".join(map(structure_of, record)) + ")"
     return _text(np.asarray(record))

@@ -13,12 +13,19 @@ from looplib.messages import gist
 from looplib.task.record import RunRecord
 
 _MODEL = re.compile(r"^(sequential|functional|model)(_\d+)?/(?=.+/)")
+_OF_OTHERS = re.compile(r"/(\w*optimizer|_?metrics|compiled_metrics|_compile_metrics|_loss_tracker|keras_api)/")
 _OWN = frozenset({"global_step", "input_state", "replica_state", "run_state", "save_counter"})
+
+
+def is_weight(leaf: NamedVariable) -> bool:
+    """Returns whether a saved variable is of a layer or a module, and not of an optimizer or a metric."""
+    kept = leaf.paths and all(_OF_OTHERS.search(f"/{path}/") for _, path in leaf.paths.values())
+    return not (leaf.origin or leaf.owned or kept)
 
 
 def by_unique_name(saved: SavedVariables) -> dict[str, NamedVariable]:
     """Returns the saved weights by names: with the attribute of the trainer before it, or by its path, if need be."""
-    weights = [leaf for leaf in saved.leaves.values() if not (leaf.origin or leaf.owned)]
+    weights = list(filter(is_weight, saved.leaves.values()))
     names: dict[str, NamedVariable] = {}
     for name, alike in groups(weights, lambda leaf: _without_model(leaf.name)).items():
         longer = groups(alike, lambda leaf: f"{min(leaf.paths)}/{_without_model(leaf.name)}".lstrip("/"))

@@ -5,12 +5,41 @@ import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalizer
 from looplib.compat import keras as _keras
 from looplib.errors import WarmStartError
 from looplib.extras.weights.hdf5 import NamesOfLayers, chain, numbered, snake_case
 
 _LIST = "layers"
+
+
+class ComputedValue:
+    """What a layer computes when it is saved, such as a kernel with its adapters added (LoRA), in place of a variable.
+
+    The layer itself loads it, as Keras does: adapters begin with zero.
+
+    Args:
+      layer: a layer of Keras.
+      given: the values of the layer that were assigned, by number; one dict for all of a layer.
+      number: its number in a file.
+      value: the tensor that the layer computes.
+    """
+
+    def __init__(self, layer: Any, given: dict[str, Any], number: str, value: Any) -> None:
+        self.layer, self._given, self._number = layer, given, number
+        value = value if tf.is_tensor(value) else np.asarray(value)
+        self.name, self.shape = f"{layer.name}/{number}", tuple(value.shape)
+        self.dtype = tf.as_dtype(value.dtype if tf.is_tensor(value) or value.dtype.kind in "biuf" else str)
+
+    def assign(self, value: Any) -> None:
+        """Has the layer load a value."""
+        store: dict[str, Any] = {}
+        self.layer.save_own_variables(store)
+        self._given[self._number] = value
+        self.layer.load_own_variables({**store, **self._given})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +51,7 @@ class PlacedLayer:
       listed: which parts of the path are those of a list, by their indices.
       of_list: whether the list is that of the layers of a functional or sequential model.
       layer: the layer.
-      own: its variables by their numbers in the file; None for one that is computed when it is saved.
+      own: its variables by their numbers in the file, or a `ComputedValue`.
     """
 
     path: tuple[str, ...]
@@ -100,8 +129,14 @@ class LayerWalk:
             own = [*layer._trainable_weights, *layer._non_trainable_weights]
             return {str(number): variable for number, variable in enumerate(own)}
         store: dict[str, Any] = {}
+        given: dict[str, Any] = {}
         layer.save_own_variables(store)
-        return {key: value if _keras.is_variable(value) else None for key, value in store.items()}
+        return {
+            key: value
+            if isinstance(_keras.tf_variable(value), tf.Variable)
+            else ComputedValue(layer, given, key, value)
+            for key, value in store.items()
+        }
 
 
 class NumberedVariables:
@@ -114,7 +149,7 @@ class NumberedVariables:
 
     Attributes:
       leaves: a `NamedVariable` for each, under the name that it has in such a file.
-      original: the variable of `live` of each of them, by its id.
+      original: the variable of `live` of each of them, by its id; a computed value itself.
       layers: the numbers of the variables of each layer here, by the id of the variable in `live`.
       vague: the names of layers that a file without names cannot tell from others, by the id of a variable in `live`.
     """
@@ -127,29 +162,31 @@ class NumberedVariables:
         self.original: dict[int, NamedVariable] = {}
         self.layers: dict[int, frozenset[str]] = {}
         self.vague: dict[int, str] = {}
-        alike: dict[object, list[PlacedLayer]] = {}
+        alike: dict[object, dict[str, list[NamedVariable]]] = {}
         for place in walk.found:
-            layer = chain(place.path, known, names is NamesOfLayers.ALL)
-            for number, leaf in _leaves(place, live):
+            layer, mine = chain(place.path, known, names is NamesOfLayers.ALL), []
+            for number, variable in place.own.items():
+                leaf, way = live.leaf_of(variable), (len(place.listed), ordered((*place.path, number), place.listed))
+                name = "/".join([*layer, number])
+                if isinstance(variable, ComputedValue):
+                    own = NamedVariable(name, variable.shape, variable.dtype.is_floating, {root: way}, variable)
+                    leaf = own
+                elif leaf and id(leaf) in wanted:
+                    own = NamedVariable(name, leaf.shape, leaf.floating, {root: way}, leaf.variable)
+                else:
+                    continue
+                self.original[id(own)] = leaf
+                self.leaves.append(own)
+                mine.append(leaf)
                 self.layers[id(leaf)] = frozenset(place.own)
-                if id(leaf) in wanted:
-                    way = {root: (len(place.listed), ordered((*place.path, number), place.listed))}
-                    own = NamedVariable("/".join([*layer, number]), leaf.shape, leaf.floating, way, leaf.variable)
-                    self.original[id(own)] = leaf
-                    self.leaves.append(own)
             if place.path not in known and len(place.path) - 1 in place.listed:
-                shapes = tuple((number, leaf.shape) for number, leaf in _leaves(place, live))
-                alike.setdefault((place.path[:-1], type(place.layer).__name__, shapes), []).append(place)
+                shapes = tuple((leaf.name.rpartition("/")[2], leaf.shape) for leaf in mine)
+                kind = (place.path[:-1], type(place.layer).__name__, shapes)
+                alike.setdefault(kind, {})[place.layer.name] = mine
         normal = NameNormalizer(live)
-        for places in alike.values():
-            if len(places) > 1 and any(normal.given(place.layer.name) for place in places):
-                for place in places:
-                    self.vague.update({id(leaf): place.layer.name for _, leaf in _leaves(place, live)})
-
-
-def _leaves(place: PlacedLayer, live: LiveVariables) -> list[tuple[str, NamedVariable]]:
-    found = [(number, live.leaf_of(variable)) for number, variable in place.own.items() if variable is not None]
-    return [(number, leaf) for number, leaf in found if leaf]
+        for layers in alike.values():
+            if len(layers) > 1 and any(map(normal.given, layers)):
+                self.vague.update({id(leaf): name for name, leaves in layers.items() for leaf in leaves})
 
 
 def ordered(path: tuple[str, ...], listed: Iterable[int]) -> str:

@@ -12,12 +12,12 @@ from absl import logging
 from looplib import files
 from looplib.checkpoint import choice, commits
 from looplib.checkpoint.names import NamedVariable, SavedVariables
-from looplib.checkpoint.restoring import check_contents, describe_differences, objects_of
+from looplib.checkpoint.restoring import check_contents, contents_of, describe_differences, objects_of
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.console import printable
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
-from looplib.extras.weights.checkpoints import by_unique_name
+from looplib.extras.weights.checkpoints import by_unique_name, is_weight
 from looplib.extras.weights.matching import Match
 from looplib.extras.weights.opening import open_weights
 from looplib.extras.weights.pairing import pair, whole_layers
@@ -25,7 +25,7 @@ from looplib.extras.weights.rules import WarmStart, WeightRule, apply, given
 from looplib.extras.weights.taking import LoadedValues, take, weights_only
 from looplib.extras.weights.targets import Targets
 from looplib.extras.weights.values import assign
-from looplib.messages import gist
+from looplib.messages import gist, join_names
 from looplib.task.derived import Constants
 from looplib.task.record import RunRecord
 from looplib.task.state import variables_of
@@ -77,6 +77,8 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
         raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
     record = RunRecord.in_checkpoint(reader, path)
     check_contents(objects, record, path)
+    if weights and not record.contents:
+        _warn_of_contents(objects, path)
     saved = SavedVariables(reader, graph, record.names, objects)
     live = saved.live
     if weights:
@@ -85,6 +87,12 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
     for leaf in saved.leaves.values():
         leaf.name = printable(leaf.name)
     named = by_unique_name(saved)
+    if weights and not named and len(objects) > 1:
+        there = "one model" if path.endswith(_IN_SAVED_MODEL) else join_names(sorted(saved.attributes), most=4)
+        raise WarmStartError(
+            f"{path} has the values of {there}, and here are {join_names(sorted(objects), most=4)}; "
+            "call looplib.warm_start({'NAME': ...}, path) in initialize, with the name there and the model here"
+        )
     ruled = apply(rules, named, path)
     touched = {id(named[name]) for name in ruled}
 
@@ -96,7 +104,7 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
         leaf.name = name
     found = {id(taken.here): taken.there.key for taken in pairs}
     types = reader.get_variable_to_dtype_map()
-    whole = whole_layers(pairs, live, touched, lambda taken: types[taken.there.key].name)
+    whole = whole_layers(pairs, live, (named.values(), everything), touched, lambda taken: types[taken.there.key].name)
     for taken in whole.taken:
         assign(taken.here.variable, taken.formed(reader.get_tensor(taken.there.key)))
     left_out = {named[name].key for name, form in ruled.items() if form.name is None}
@@ -108,7 +116,7 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
                 state.deserialize(reader.get_tensor(attribute.checkpoint_key))
             elif attribute.checkpoint_key not in done and attribute.name != "py_state":
                 there = saved.leaves.get(number)
-                if not weights or (there and not there.origin):
+                if not weights or (there and is_weight(there)):
                     name = there.name if there else attribute.full_name or attribute.checkpoint_key
                     unused.append((bool(there and there.origin), name))
     missing = [leaf for leaf in everything if id(leaf) not in found]
@@ -146,12 +154,22 @@ def _take(objects: Mapping[str, Any], start: WarmStart) -> None:
     if source := open_weights(place):
         with contextlib.closing(source):
             _report(take(source, models, dataclasses.replace(start, path=place)), place)
+        _warn_of_contents(models, place)
         return
     if place.endswith(_IN_SAVED_MODEL):
         whole = [value for value in models.values() if _keras.is_layer(value)]
         if len(whole) == 1:
             models = _as_saved(whole[0], place)
     take_what_fits(models, place, start.rules, weights=True)
+
+
+def _warn_of_contents(objects: Mapping[str, Any], path: str) -> None:
+    """Warns of the vocabularies and constants here, which only checkpoints of looplib can be compared with."""
+    if names := list(contents_of(objects)):
+        logging.warning(
+            "%s does not say with which vocabularies or constants its weights were trained; they are right only with "
+            "the same as here, of %s", path, join_names(names, most=4),
+        )  # fmt: skip
 
 
 def located(path: str) -> str:

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import tensorflow as tf
 
 from looplib.checkpoint.names import LiveVariables, NamedVariable
 from looplib.compat import keras as _keras
 from looplib.errors import WarmStartError
+from looplib.extras.weights.layers import ComputedValue
 from looplib.extras.weights.rules import RuledName
 from looplib.extras.weights.targets import Targets
 from looplib.messages import join_names
@@ -54,7 +56,7 @@ class Taken:
             return False
         if self.form.reshape:
             return math.prod(self.shape) == math.prod(self.here.shape)
-        return self.shape == self.here.shape
+        return tf.TensorShape(self.here.shape).is_compatible_with(self.shape)  # that of an adapted layer may be open
 
     def formed(self, value: np.ndarray) -> np.ndarray:
         """Returns the value in the form of the variable; a view where numpy can."""
@@ -77,13 +79,21 @@ class WholeLayers:
 
 
 def whole_layers(
-    pairs: Sequence[Taken], live: LiveVariables, ruled: Container[int], type_there: Callable[[Taken], str]
+    pairs: Sequence[Taken],
+    live: LiveVariables,
+    sides: tuple[Iterable[NamedVariable], Iterable[NamedVariable]],
+    ruled: Container[int],
+    type_there: Callable[[Taken], str],
 ) -> WholeLayers:
     """Divides pairs by what fits; a layer of Keras with a misfit takes nothing of equal names, with its slots.
+
+    A layer of another kind has variables that are only there and others that are only here, such as the kernel of a
+    `Conv2D` and the two of a `SeparableConv2D`.
 
     Args:
       pairs: the pairs.
       live: the variables here.
+      sides: all saved values, and all variables here.
       ruled: the ids of the saved values that rules have touched.
       type_there: returns the name of the type of a saved value.
     """
@@ -96,24 +106,40 @@ def whole_layers(
                 if id(leaf) not in sizes or len(own) < sizes[id(leaf)]:
                     layers[id(leaf)], sizes[id(leaf)] = id(part), len(own)
 
-    def layer(taken: Taken) -> int | None:
-        return layers.get(id(taken.here.origin or taken.here))
+    def layer(leaf: NamedVariable) -> int | None:
+        if isinstance(leaf.variable, ComputedValue):
+            return id(leaf.variable.layer)
+        return layers.get(id(leaf.origin or leaf))
 
     def reason(taken: Taken) -> str:
         there, here = taken.there, taken.here
         equal = there.floating and here.floating or type_there(taken) == here.variable.dtype.name
         return "" if equal and taken.fits else "of another shape" if equal else "of another type"
 
+    done = {id(leaf) for taken in pairs for leaf in (taken.there, taken.here)}
+    only_there = {_layer_there(leaf) for leaf in sides[0] if id(leaf) not in done and id(leaf) not in ruled}
+    only_here = {layer(leaf) for leaf in sides[1] if id(leaf) not in done}
     reasons = {id(taken): reason(taken) for taken in pairs}
-    torn = {layer(taken) for taken in pairs if reasons[id(taken)]} - {None}
+    torn = {layer(taken.here) for taken in pairs if reasons[id(taken)]} - {None}
+    other = {layer(taken.here) for taken in pairs if _layer_there(taken.there) in only_there - {None}}
+    other &= only_here - {None}
     found = WholeLayers([], {})
     for taken in pairs:
-        beside = "with these in a layer" if layer(taken) in torn and id(taken.there) not in ruled else ""
-        if why := reasons[id(taken)] or beside:
+        why = reasons[id(taken)]
+        if not why and id(taken.there) not in ruled and (place := layer(taken.here)) in torn | other:
+            why = "with these in a layer" if place in torn else "in a layer with other variables"
+        if why:
             found.misfits.setdefault(why, []).append(taken.there.name)
         else:
             found.taken.append(taken)
     return WholeLayers(found.taken, dict(sorted(found.misfits.items())))
+
+
+def _layer_there(leaf: NamedVariable) -> tuple[str, str] | None:
+    """Returns what tells the layer of a saved value; None for a slot, and for a value whose name has no layer."""
+    name = leaf.name.rpartition("/")[0]
+    place = leaf.path.rpartition("/")[0] if leaf.paths else ""
+    return (name, place) if name and not leaf.origin else None
 
 
 def pair(

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import tensorflow as tf
 from absl import logging
 
 from looplib.checkpoint.names import LiveVariables, NamedVariable, groups
@@ -13,7 +14,7 @@ from looplib.console import printable
 from looplib.errors import WarmStartError
 from looplib.extras.weights import rules, values
 from looplib.extras.weights.hdf5 import Hdf5Weights
-from looplib.extras.weights.layers import NumberedVariables, ordered
+from looplib.extras.weights.layers import ComputedValue, NumberedVariables, ordered
 from looplib.extras.weights.matching import Match
 from looplib.extras.weights.pairing import Matched, Taken, pair, whole_layers
 from looplib.extras.weights.safetensors import SafetensorsFile
@@ -47,8 +48,17 @@ class LoadedValues:
 
 
 def weights_only(live: LiveVariables) -> None:
-    """Takes out of `live.leaves` what is of an optimizer, an average or a seed."""
-    live.leaves = [leaf for leaf in live.leaves if not (leaf.owned or leaf.name.endswith("seed_generator_state"))]
+    """Takes out of `live.leaves` what is of an optimizer, a metric, an average or a seed."""
+    layers = [part for part in live.parts if _keras.is_layer(part) and not _keras.is_metric(part)]
+    weights = {id(live.leaf_of(variable)) for layer in layers for variable in layer.variables}
+    holders = [part for part in live.parts if _keras.is_optimizer(part) or _keras.is_metric(part)]
+    parts = (part for holder in holders for part in tf.train.TrackableView(holder).descendants())
+    others = {id(leaf) for part in parts if (leaf := live.leaf_of(part))} - weights
+    live.leaves = [
+        leaf
+        for leaf in live.leaves
+        if not (leaf.owned or id(leaf) in others or leaf.name.endswith("seed_generator_state"))
+    ]
 
 
 def unique_names(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
@@ -101,7 +111,7 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
                 "with null (None)"
             )
     rounded: collections.Counter[tuple[str, str]] = collections.Counter()
-    whole = whole_layers(pairs, live, {id(saved[name]) for name in ruled}, type_there)
+    whole = whole_layers(pairs, live, (saved.values(), everything), {id(saved[name]) for name in ruled}, type_there)
     for taken in whole.taken:
         values.assign(taken.here.variable, taken.formed(source.read(taken.there.key)))
         rounded[type_there(taken), taken.here.variable.dtype.name] += 1
@@ -109,6 +119,8 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
         if there != here:
             logging.info("%d values of %s were %s there and are %s here", count, path, there, here)
     found, done = {id(taken.here) for taken in pairs}, {id(taken.there) for taken in pairs}
+    for computed in (taken.here.variable for taken in pairs if isinstance(taken.here.variable, ComputedValue)):
+        found |= {id(live.leaf_of(variable)) for variable in computed.layer.variables}
     left = [name for name, leaf in saved.items() if id(leaf) not in done and not _is_left_out(ruled.get(name))]
     missing = [leaf for leaf in everything if id(leaf) not in found]
     return LoadedValues(len(whole.taken), missing, whole.misfits, sorted(left), targets)
@@ -157,7 +169,9 @@ def _match_numbered(
         )
     view, left = next(iter(views.values())), live.leaves
     ids = {id(leaf) for leaf in left}
-    live.leaves = [one for one in view.leaves if id(view.original[id(one)]) in ids]
+    live.leaves = [
+        one for one in view.leaves if isinstance(one.variable, ComputedValue) or id(view.original[id(one)]) in ids
+    ]
     match = Match(rest, live, None)
     live.leaves = left
     match.pairs = [(there, view.original[id(here)]) for there, here in match.pairs]

@@ -42,8 +42,8 @@ class Targets:
         for view in numbered:
             for one in view.leaves:
                 leaf, number = view.original[id(one)], one.name.rpartition("/")[2]
-                layers = (name.rpartition("/")[0] for name in self._names[id(leaf)])
-                roots = (f"{root}/{one.name}" for root in one.paths)
+                layers = [name.rpartition("/")[0] for name in self._names.setdefault(id(leaf), [one.name])]
+                roots = [f"{root}/{one.name}" for root in one.paths]
                 for name in (one.name, *roots, *(f"{layer}/{number}" for layer in layers if layer)):
                     self._by_name.setdefault(name, {})[id(leaf)] = leaf
 

@@ -209,6 +209,28 @@ def test_examples_in_lists_of_arrays_are_structures_and_lists_of_numbers_are_ref
             looplib.KerasTrainer(build(), Listed(form))
 
 
+@pytest.mark.parametrize(
+    "example, said",
+    [
+        (lambda number: (X[number], None), "None"),
+        (lambda number: ({"a": X[number], "b": None}, 1.0), "b: None"),
+        (lambda number: (np.zeros(number % 3 + 1), 1.0), "several lengths"),
+        (lambda number: (X[number], 1.0) if number % 2 else (X[number],), "make no batch"),
+        (lambda number: (object(), 1.0), "make no batch"),
+    ],
+)
+def test_examples_that_make_no_batch_are_refused(example, said):
+    class Odd:
+        def __len__(self):
+            return len(X)
+
+        def __getitem__(self, number):
+            return example(number)
+
+    with pytest.raises(DatasetError, match=said):
+        looplib.KerasTrainer(build(), Odd())
+
+
 @pytest.mark.slow
 def test_a_resume_of_a_generator_says_that_it_reads_all_again(tmp_path, caplog):
     trained(generator, epochs=1.4, model_dir=tmp_path)
