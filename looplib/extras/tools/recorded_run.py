@@ -18,6 +18,9 @@ from looplib.masks import MASK
 from looplib.messages import whole_number
 from looplib.report import run_json
 
+# Whoever repeats a run need not have it told, and the repetition has a directory of its own, which is no URL.
+_NOT_REPEATED = ("alert", "alert_when", "local_dir")
+
 
 def check_replay(
     directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str | None = None
@@ -78,7 +81,11 @@ def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[
                 f"the run in {directory} is of a Controller without launch.run, so that it has no command to repeat; "
                 "make the script a binary (docs/first_trainer.md)"
             )
-        arguments, folder, flags = started["arguments"], started["directory"], _without_alerts(start["command"][1:])
+        arguments, folder, flags = (
+            started["arguments"],
+            started["directory"],
+            without(start["command"][1:], *_NOT_REPEATED),
+        )
     except LookupError as error:
         raise untold(directory, error) from error
     if any(MASK in str(flag) for flag in flags):
@@ -107,14 +114,6 @@ def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[
             "the run directory (cp -r) to make it yours"
         )
     return arguments, flags, folder
-
-
-def _without_alerts(flags: Sequence[str]) -> list[str]:
-    """Returns flags without --alert and --alert_when: whoever repeats a run need not have it told."""
-    names = ("--alert", "--alert_when")
-    return [
-        flag for before, flag in zip(("", *flags), flags) if before not in names and flag.partition("=")[0] not in names
-    ]
 
 
 def command_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[list[str], str]:

@@ -531,3 +531,18 @@ def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path, capsys
     assert "gguf" in capsys.readouterr().err
     assert cli(["export", str(tmp_path)]) == 2
     assert "run.json cannot be read; name the run directory of a training" in capsys.readouterr().err
+
+
+def test_an_export_keeps_the_states_of_stateful_layers_of_the_file_and_of_the_training(keras, tmp_path):
+    rnn = keras.layers.LSTM(4, stateful=True, name="rnn")
+    model = keras.Sequential([keras.Input((5, 3), batch_size=2), rnn, keras.layers.Dense(2)])
+    x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("float32")
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, np.tile(x, (4, 1, 1)), np.zeros((8, 2), "float32"), shuffle=False)
+    with looplib.Controller(looplib.RunConfig(global_batch_size=2), trainer=trainer, model_dir=tmp_path / "run") as run:
+        run.train(4)
+        before = [np.array(state) for state in rnn.states]
+        loaded = tf.saved_model.load(f"{run.export(tmp_path / 'export')}/saved_model")
+        assert any(state.any() for state in before)
+        assert all(np.array_equal(state, now) for state, now in zip(before, rnn.states, strict=True))
+        np.testing.assert_allclose(loaded.serve(x), model(x, training=False), atol=1e-6)

@@ -164,7 +164,7 @@ def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
     assert "restart" in sheet.inner_text(".key") and sheet.locator("#history tbody tr").count() == 2
     assert sheet.locator("#checkpoints tbody tr").count() == 3 and "dense" in sheet.inner_text("#model")
     waits = {name: value for name, value in report["seconds"].items() if name != "wall" and value}
-    assert set(sheet.locator(".phases b").all_inner_texts()) == set(waits)
+    assert set(sheet.locator(".phases b").all_inner_texts()) - {"start", "off"} == set(waits)  # these of several starts
     assert report["versions"]["tensorflow"] in sheet.inner_text("#history")
     assert "480 FLOPs" in sheet.inner_text("#model") and report["speed"]["flops_per_step"] == 480
     colors = sheet.evaluate("""() => [...document.querySelectorAll("#time .phases li")].map((row) => [
@@ -172,7 +172,7 @@ def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
     drawn = sheet.evaluate("""() => [...charts].at(-2).lines.map((line) => {
       const probe = Object.assign(document.createElement("i")); probe.style.color = color(line.color);
       return [line.label, probe.style.color]; })""")
-    assert dict(drawn).items() <= dict(colors).items() and len(set(dict(colors).values())) == len(colors)
+    assert dict(drawn).items() <= dict(colors).items() and len(set(dict(colors).values())) == len(dict(colors))
     tops = sheet.evaluate("[...document.querySelectorAll('.tile')].map((tile) => tile.getBoundingClientRect().top)")
     assert len(tops) >= 6 and len(set(tops)) == 1  # none stands alone
     shares = dict(sheet.evaluate("[...charts].at(-2).lines.map((line) => [line.label, [line.steps, line.values]])"))
