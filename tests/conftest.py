@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gc
 import importlib.util
+import inspect
 import itertools
 import os
 import pathlib
@@ -37,6 +38,7 @@ needs_models = pytest.mark.skipif(
     importlib.util.find_spec("official") is None, reason="needs Model Garden: pip install 'looplib[models]'"
 )
 _made = {}
+_PRODUCT = 3  # conditions or more: with --all too, each pair of their values is tried, and not each combination
 _all = False
 _references = 0  # to the class of controllers, when a test looked last
 
@@ -87,10 +89,24 @@ def pytest_collection_modifyitems(config, items):
             for group in groups.values():
                 (value,) = (mark.kwargs[kind] for mark in group[0].iter_markers("slow") if kind in mark.kwargs)
                 left_out.update(set(group) - choose(group, value))
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    else:
+        groups = collections.defaultdict(list)
+        for item in items:
+            if hasattr(item, "callspec") and len(item.callspec.params) >= _PRODUCT:
+                groups[item.path, item.originalname].append(item)
+        left_out = {item for group in groups.values() for item in set(group) - _of_product(group)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     longest = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: longest.get(item.path.stem.removesuffix("_test"), len(longest)))
+
+
+def _of_product(group):
+    """Chooses cases so that each pair of values occurs; all, of a test that skips some and does not mark which."""
+    marked = [mark.kwargs["pairs"] for mark in group[0].iter_markers("slow") if "pairs" in mark.kwargs]
+    if not marked and "pytest.skip(" in inspect.getsource(group[0].function):
+        return set(group)
+    return _pairs(group, marked[0] if marked else True)
 
 
 def _last(group, count):

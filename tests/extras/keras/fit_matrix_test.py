@@ -15,8 +15,14 @@ FEW = (
     ("text_vectorization", "tf_keras", ("replicas",)),  # its vocabulary, among its weights, is no variable
     ("contrastive", "keras", ("replicas",)),
 )
-ALL = [  # each row, the families in turns; `python tests/fit_matrix.py` tries all
-    pytest.param(row.name, row.families[number % len(row.families)], tuple(fit_matrix.COLUMNS), marks=pytest.mark.slow)
+FIT, *OTHERS = fit_matrix.COLUMNS
+ALL = [  # each row, the families and the columns beside `fit` in turns; `python tests/fit_matrix.py` tries all
+    pytest.param(
+        row.name,
+        row.families[number % len(row.families)],
+        (FIT, OTHERS[number % len(OTHERS)]),
+        marks=pytest.mark.slow,
+    )
     for number, row in enumerate(fit_matrix.ROWS.values())
 ]
 

@@ -20,9 +20,11 @@ BATCH, EPOCHS = 16, 3  # 49 examples: the last batch of an epoch has one
 FAMILIES = ("keras", "tf_keras")
 
 
-def cases(*few):
-    """Returns all scripts in both families, of which these few are no repetitions."""
+def cases(*few, turns=False):
+    """Returns all scripts in both families, or in turns in one of them; these few are no repetitions."""
     product = list(itertools.product(keras_scripts.SCRIPTS, FAMILIES))
+    if turns:
+        product = [(name, FAMILIES[number % len(FAMILIES)]) for number, name in enumerate(keras_scripts.SCRIPTS)]
     return [*few, *(pytest.param(*case, marks=pytest.mark.slow) for case in product if case not in few)]
 
 
@@ -75,7 +77,7 @@ def test_a_script_trains_as_in_fit(name, keras):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, keras", cases(("mlp", "keras")), indirect=["keras"])
+@pytest.mark.parametrize("name, keras", cases(("mlp", "keras"), turns=True), indirect=["keras"])
 def test_several_replicas_train_as_fit_on_one_device(name, keras):
     if name == "autoencoder":
         pytest.skip("batch normalization has the statistics of each replica")
@@ -109,7 +111,7 @@ def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, keras", cases(("cnn", "keras")), indirect=["keras"])
+@pytest.mark.parametrize("name, keras", cases(("cnn", "keras"), turns=True), indirect=["keras"])
 def test_a_run_in_two_parts_is_the_run_in_one(name, keras, tmp_path):
     whole, expected, _ = trained(name, keras)
     policy = looplib.CheckpointPolicy(every_steps=3)
