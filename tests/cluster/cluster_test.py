@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from looplib.cluster.environment import Cluster, resolve
 from looplib.errors import ClusterError
@@ -267,53 +266,7 @@ def test_the_sbatch_files_options_are_slurms():
     assert last_option < first_command  # Slurm reads no further
 
 
-# Kubernetes.
-
-
-def pod_environ(container, metadata, index):
-    """What Kubernetes would give a pod (a stand-in: there is no cluster here), from the manifest."""
-    environ = {"JOB_COMPLETION_INDEX": str(index)}
-    for variable in container["env"]:
-        if "value" in variable:
-            environ[variable["name"]] = variable["value"]
-        else:
-            kind, _, key = variable["valueFrom"]["fieldRef"]["fieldPath"].removeprefix("metadata.").partition("['")
-            environ[variable["name"]] = metadata[kind][key.removesuffix("']")]
-    return environ
-
-
-def test_the_indexed_jobs_manifest_gives_each_pod_its_place():
-    service, job = yaml.safe_load_all((DOCS / "kubernetes_indexed_job.yaml").read_text())
-    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    assert service["spec"]["clusterIP"] == "None" and service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
-    count = job["spec"]["completions"]
-    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == count
-    metadata = {"labels": {"batch.kubernetes.io/job-name": name}}
-    port = container["ports"][0]["containerPort"]
-    addresses = tuple(f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(count))  # as Kubernetes names pods
-    for i in range(count):
-        cluster = resolve(pod_environ(container, metadata, i))
-        assert (cluster.workers, cluster.index, cluster.source) == (addresses, i, "the Indexed Job")
-
-
-def test_the_jobsets_manifest_gives_each_pod_its_place():
-    jobset = yaml.safe_load((DOCS / "kubernetes_jobset.yaml").read_text())
-    name, (jobs,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
-    assert jobset["spec"]["network"]["enableDNSHostnames"]
-    job = jobs["template"]["spec"]
-    container = job["template"]["spec"]["containers"][0]
-    port, count = container["ports"][0]["containerPort"], job["completions"]
-    places = [(i, j) for i in range(jobs["replicas"]) for j in range(count)]
-    addresses = tuple(f"{name}-{jobs['name']}-{i}-{j}.{name}:{port}" for i, j in places)  # as JobSet names pods
-    for index, (i, j) in enumerate(places):
-        marks = {"jobset-name": name, "replicatedjob-name": jobs["name"], "job-index": str(i), "restart-attempt": "2",
-                 "replicatedjob-replicas": str(jobs["replicas"])}  # fmt: skip
-        metadata = {"annotations": {f"jobset.sigs.k8s.io/{key}": value for key, value in marks.items()}}
-        cluster = resolve(pod_environ(container, metadata, j))
-        assert (cluster.workers, cluster.index, cluster.job_id) == (addresses, index, "2")
-        assert cluster.source == "the JobSet"
+# Kubernetes; its manifests are tried in manifests_test.py.
 
 
 INDEXED = {"JOB_COMPLETION_INDEX": "1", "LOOPLIB_NUM_WORKERS": "4", "LOOPLIB_SERVICE": "s", "JOB_NAME": "j"}

@@ -22,7 +22,7 @@ from looplib.extras.tools.tasks import Lines, Task, cannot_succeed, exit_code, o
 
 _TICK = 0.1
 _LAST_GRACE = 5.0  # seconds after a second signal until all are killed
-_PATIENCE = 10.0  # seconds without a place for all workers until it is said
+_PATIENCE = 30.0  # seconds without a place for all workers until it is said
 PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")  # of Ray's placement groups
 
 
@@ -152,7 +152,8 @@ def _connected(address: str | None) -> Iterator[ModuleType]:
         yield ray
         return
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        # A cluster that starts here, for this run alone, needs no dashboard.
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"the Ray cluster {address or ''} cannot be used ({error}); check --address and `ray status`"
@@ -244,8 +245,8 @@ class _RayRun:
 
     def _missing(self, count: int) -> str:
         return (
-            f"{count} of {self._workers} workers have no place; each needs {_amounts(self._place.bundle)}, and the cluster "
-            f"has {_amounts(self._ray.cluster_resources())}"
+            f"{count} of {self._workers} workers have no place yet; each needs {_amounts(self._place.bundle)}, and the "
+            f"cluster has {_amounts(self._ray.cluster_resources())}"
         )
 
     def _start(self, tasks: list[_RayTask], addresses: list[str]) -> None:
