@@ -22,6 +22,7 @@ from looplib.extras.tools.tasks import Lines, Task, cannot_succeed, exit_code, o
 
 _TICK = 0.1
 _LAST_GRACE = 5.0  # seconds after a second signal until all are killed
+_LONGEST = 200  # characters of an error of Ray
 _PATIENCE = 30.0  # seconds without a place for all workers until it is said
 PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")  # of Ray's placement groups
 
@@ -202,6 +203,8 @@ class _RayRun:
             addresses = self._addresses(tasks)
             if addresses is None:
                 return None
+            if lost := [task for task in tasks if task.lost]:  # before there was anything for the others to do
+                return lost
             self._start(tasks, addresses)
             waiting = {task.actor.news.remote(): task for task in tasks if task.code is None}
             while waiting:
@@ -272,7 +275,7 @@ class _RayRun:
         except RayError as error:
             if task.code is None:
                 task.code, task.ended = -signal.SIGKILL, time.monotonic()
-                task.lost = f"was lost with its actor ({str(error).strip().splitlines()[0]})"
+                task.lost = f"was lost with its actor ({_gist(error)})"
             return None
 
     def _take(self, task: _RayTask, asked: Any) -> None:
@@ -307,6 +310,12 @@ class _NodeWorker(WorkerActor):
         from ray.util import get_node_ip_address
 
         super().__init__(get_node_ip_address())
+
+
+def _gist(error: Exception) -> str:
+    """Returns the last line of an error of Ray, which has the cause, shortened for a sentence."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
