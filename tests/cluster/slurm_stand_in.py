@@ -1,8 +1,8 @@
 """Stands for Slurm's sbatch, srun and scontrol, under whose names it is started: there is no Slurm here.
 
 They do with a job script what their manuals say, on this machine. `sbatch` runs the job to its end, in the foreground:
-it sends the signal of --signal to the tasks when the file `time` appears in its folder, and starts the job again, with
-SLURM_RESTART_COUNT, once `scontrol requeue` was called. The variable SLURM_STAND_IN names the folder; it notes there what
+it sends the signal of --signal to the tasks when the file `time` appears in its folder, and SIGTERM to them and to the
+shell at the file `cancel`, and starts the job again, with SLURM_RESTART_COUNT, once `scontrol requeue` was called. The variable SLURM_STAND_IN names the folder; it notes there what
 `scontrol` is asked (`asked`), and the process ids of the tasks (`tasks`).
 """
 
@@ -55,6 +55,10 @@ def sbatch(arguments):
                 (FOLDER / "time").unlink()
                 for pid in tasks():  # without "B:" in the option only the tasks get it
                     os.kill(pid, getattr(signal, f"SIG{number}"))
+            if (FOLDER / "cancel").exists():
+                (FOLDER / "cancel").unlink()
+                for pid in (job.pid, *tasks()):
+                    os.kill(pid, signal.SIGTERM)
         if not (FOLDER / "requeue").exists():
             return job.returncode
         os.killpg(job.pid, signal.SIGTERM)

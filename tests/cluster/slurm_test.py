@@ -55,6 +55,23 @@ def test_all_workers_start_again_after_a_failure_and_a_preempted_job_is_requeued
         ]
 
 
+def test_a_job_that_is_cancelled_waits_for_the_save_and_is_not_requeued(tmp_path):
+    task = "trap 'sleep 0.3; echo saved; exit 75' TERM; echo ready; while :; do sleep 0.05; done"
+    environ = slurm_stand_in.install(tmp_path / "slurm")
+    with subprocess.Popen(
+        ["sbatch", "--nodes=1", SCRIPT, "sh", "-c", task],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout.readline() == "ready\n"
+        while not slurm_stand_in.tasks(tmp_path / "slurm"):
+            time.sleep(0.01)
+        (tmp_path / "slurm" / "cancel").touch()
+        assert (job.wait(30), job.stdout.read()) == (75, "saved\n")
+    assert not (tmp_path / "slurm" / "asked").exists()
+
+
 def test_the_sbatch_files_options_are_slurms():
     lines = SCRIPT.read_text().splitlines()
     options = [line.removeprefix("#SBATCH --").partition("=")[0] for line in lines if line.startswith("#SBATCH")]
@@ -62,6 +79,7 @@ def test_the_sbatch_files_options_are_slurms():
     last_option = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
     first_command = min(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert last_option < first_command  # Slurm reads no further
+    assert "\n".join(lines[first_command:]) in (ROOT / "docs" / "slurm.md").read_text()
 
 
 STEPS = 60
