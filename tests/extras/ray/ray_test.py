@@ -135,12 +135,14 @@ def cluster():
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        found.add_node(num_cpus=2)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "faults")])
-    yield found
-    found.shutdown()
+    with pytest.MonkeyPatch.context() as patch:  # workers have the variables of their nodes
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "faults"))))
+        patch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", "1")
+        found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            found.add_node(num_cpus=2)
+        yield found
+        found.shutdown()
 
 
 # What each script begins with: who it is, how often it was started, and where it notes things.
@@ -194,7 +196,6 @@ def start(cluster, workers, command, *options):
         [sys.executable, "-m", "looplib", "ray", f"--workers={workers}", f"--address={cluster.address}", *options, "--",
          *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "LOOPLIB_EXAMPLE_CHECKSUMS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"},
     )  # fmt: skip
 
 
