@@ -145,6 +145,6 @@ def test_a_job_that_is_told_of_its_end_saves_and_goes_on_once_it_is_requeued(nam
         job.kill()
     text = (tmp_path / "log").read_text()
     assert (tmp_path / "slurm" / "asked").read_text() == "requeue 4711\n" and "the workers ended with code 137" in text
-    assert f"resumes after step {saved} from its saved state" in text, text
+    assert f"resumes after step {saved} from its position" in text, text
     result = compare(tmp_path / "whole", run)
     assert result.differences == [] and result.examples
