@@ -46,9 +46,9 @@ def _resource(text: str) -> tuple[str, float]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from looplib.extras.ray.launching import Place, run
+    from looplib.extras.ray.launching import WorkerPlace, run
 
     given = arguments(options)
     names = ("cpus", "gpus", "placement", "wait")
-    place = Place(**{name: given.pop(name) for name in names}, resources=dict(given.pop("resources")))
+    place = WorkerPlace(**{name: given.pop(name) for name in names}, resources=dict(given.pop("resources")))
     return run(options.command, place=place, **given)

@@ -18,7 +18,7 @@ from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ClusterError, CommandError, PluginError, UsageError
 from looplib.extras.ray.actor import News, WorkerActor
 from looplib.extras.tools.children import Signals
-from looplib.extras.tools.tasks import Lines, Task, cannot_succeed, exit_code, outcome, pause, say
+from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, exit_code, outcome, pause, say
 
 _TICK = 0.1
 _LAST_GRACE = 5.0  # seconds after a second signal until all are killed
@@ -28,7 +28,7 @@ PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")  # of Ray's plac
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """What the node of a worker has to have free, and where workers are put.
 
     Attributes:
@@ -69,7 +69,7 @@ def run(
     workers: int,
     *,
     address: str | None = None,
-    place: Place = Place(),
+    place: WorkerPlace = WorkerPlace(),
     restarts: int = 3,
     backoff: float = 1.0,
     grace: float = 30.0,
@@ -181,7 +181,7 @@ class _RayRun:
         self,
         ray: ModuleType,
         group: Any,
-        place: Place,
+        place: WorkerPlace,
         command: list[str],
         workers: int,
         signals: Signals,
@@ -190,11 +190,11 @@ class _RayRun:
         self._ray, self._group, self._place = ray, group, place
         self._command, self._workers, self._signals, self._grace = command, workers, signals, grace
         self._directory = os.getcwd()
-        self.lines = Lines()
+        self.lines = TaskLines()
 
     def attempt(self) -> list[_RayTask] | None:
         """Starts all workers and returns them once they have ended; None if a signal came before they started."""
-        self.lines = Lines()
+        self.lines = TaskLines()
         self._forwarded, self._last_signal = 0, 0.0
         tasks = [_RayTask("worker", i) for i in range(self._workers)]
         try:

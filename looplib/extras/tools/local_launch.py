@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
 from looplib.extras.tools.children import Signals, dying_with_parent
-from looplib.extras.tools.tasks import Lines, Task, cannot_succeed, exit_code, outcome, pause, say
+from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, exit_code, outcome, pause, say
 
 _TICK = 0.1
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is printed in parts
@@ -118,7 +118,7 @@ class _LaunchedRun:
     def attempt(self, single_restarts: int, backoff: float) -> list[_LaunchedTask]:
         """Starts all tasks and returns them once they have ended."""
         self._selector, self._unfinished = selectors.DefaultSelector(), {}
-        self.lines = Lines()
+        self.lines = TaskLines()
         self._job = f"{os.getpid()}.{time.time():.6f}"
         self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
         tasks = [_LaunchedTask(kind, i) for kind, addresses in self._spec.items() for i in range(len(addresses))]

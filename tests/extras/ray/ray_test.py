@@ -21,7 +21,7 @@ from looplib.checkpoint import commits
 from looplib.errors import CommandError, PluginError
 from looplib.extras.ray import launching
 from looplib.extras.ray.actor import WorkerActor
-from looplib.extras.ray.launching import Place
+from looplib.extras.ray.launching import WorkerPlace
 from looplib.extras.tools.compare import compare
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -361,5 +361,5 @@ def test_a_run_whose_workers_and_actors_are_killed_ends_with_the_weights_of_an_u
 
 
 def test_a_place_asks_for_what_a_worker_needs():
-    assert Place(cpus=4, gpus=1, resources={"TPU": 2}).bundle == {"CPU": 4, "GPU": 1, "TPU": 2}
-    assert Place(cpus=0, gpus=0.5).bundle == {"GPU": 0.5}
+    assert WorkerPlace(cpus=4, gpus=1, resources={"TPU": 2}).bundle == {"CPU": 4, "GPU": 1, "TPU": 2}
+    assert WorkerPlace(cpus=0, gpus=0.5).bundle == {"GPU": 0.5}
