@@ -1,20 +1,13 @@
-"""Who the processes of a run are, read from the environments of TensorFlow, Slurm and Kubernetes."""
+"""Who the processes of a run are, read from the environments of TensorFlow, Vertex AI, Slurm and Kubernetes."""
 
 import json
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
-import yaml
 
 from looplib.cluster.environment import Cluster, resolve
 from looplib.errors import ClusterError
 from looplib.extras.cluster_managers.environments import expand_hostlist
-
-ROOT = pathlib.Path(__file__).parents[2]
-DOCS = ROOT / "docs" / "cluster"
 
 
 def tf_config(cluster, kind="worker", index=0):
@@ -194,126 +187,7 @@ def test_a_slurm_step_that_cannot_be_right_is_refused(environ, words):
     assert words in str(error.value)
 
 
-# A stand-in for Slurm's srun, of which there is none here: it starts a process for each task, with the variables that
-# srun's manual names, and returns the highest exit code.
-SRUN = f"""#!{sys.executable}
-import os, subprocess, sys
-command = [word for word in sys.argv[1:] if not word.startswith("--")]
-hosts = ["node9", "node10", "node11", "node12"]
-step = {{"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[9-12]", "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-        "SLURM_STEP_NUM_TASKS": "4", "SLURM_DISTRIBUTION": "block"}}
-tasks = [subprocess.Popen(command, env={{**os.environ, **step, "SLURM_PROCID": str(i), "SLURMD_NODENAME": host}})
-         for i, host in enumerate(hosts)]
-sys.exit(max(task.wait() for task in tasks))
-"""
-
-TASK = """
-import pathlib, sys
-sys.path.insert(0, {tests!r})
-import without_tensorflow
-from looplib.cluster.environment import resolve
-cluster = resolve()
-folder = pathlib.Path(sys.argv[1])
-path = folder / f"worker{{cluster.index}}"
-lives = len(path.read_text().splitlines()) if path.exists() else 0
-with path.open("a") as file:
-    print(*cluster.workers, file=file)
-codes = sys.argv[2].split(",")
-sys.exit(int(codes[lives]) if cluster.index == 2 else 0)
-"""
-
-
-def run_sbatch(folder, codes):
-    tools = folder / "bin"
-    tools.mkdir()
-    scontrol = f'#!/bin/sh\necho "$@" >> {folder}/scontrol\n'  # a stand-in too: it notes what it is asked
-    for name, text in (("srun", SRUN), ("scontrol", scontrol)):
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
-    (folder / "task.py").write_text(TASK.format(tests=str(ROOT / "tests" / "workers")))
-    environ = {
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "4711",
-        "SLURM_NTASKS": "4",
-        "RESTART_PAUSE": "0",
-    }
-    result = subprocess.run(
-        ["bash", DOCS / "train.sbatch", sys.executable, folder / "task.py", folder, codes],
-        env=environ, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    asked = (folder / "scontrol").read_text() if (folder / "scontrol").exists() else ""
-    starts = [(folder / f"worker{i}").read_text().splitlines() for i in range(4)]
-    return result.returncode, asked, starts
-
-
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(
-    "codes,code,asked,lives",
-    [("0", 0, "", 1), ("1,0", 0, "", 2), ("1,1,1,1", 1, "", 4), ("75", 75, "requeue 4711\n", 1)],
-)
-def test_the_sbatch_file_starts_all_workers_again_after_a_failure_and_requeues_a_preempted_job(
-    codes, code, asked, lives, tmp_path
-):
-    addresses = "node9:2222 node10:2222 node11:2222 node12:2222"
-    assert run_sbatch(tmp_path, codes) == (code, asked, [[addresses] * lives] * 4)
-
-
-def test_the_sbatch_files_options_are_slurms():
-    lines = (DOCS / "train.sbatch").read_text().splitlines()
-    options = [line.removeprefix("#SBATCH --").partition("=")[0] for line in lines if line.startswith("#SBATCH")]
-    assert options == ["job-name", "nodes", "ntasks-per-node", "time", "signal", "requeue", "open-mode"]
-    last_option = max(i for i, line in enumerate(lines) if line.startswith("#SBATCH"))
-    first_command = min(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    assert last_option < first_command  # Slurm reads no further
-
-
 # Kubernetes.
-
-
-def pod_environ(container, metadata, index):
-    """What Kubernetes would give a pod (a stand-in: there is no cluster here), from the manifest."""
-    environ = {"JOB_COMPLETION_INDEX": str(index)}
-    for variable in container["env"]:
-        if "value" in variable:
-            environ[variable["name"]] = variable["value"]
-        else:
-            kind, _, key = variable["valueFrom"]["fieldRef"]["fieldPath"].removeprefix("metadata.").partition("['")
-            environ[variable["name"]] = metadata[kind][key.removesuffix("']")]
-    return environ
-
-
-def test_the_indexed_jobs_manifest_gives_each_pod_its_place():
-    service, job = yaml.safe_load_all((DOCS / "kubernetes_indexed_job.yaml").read_text())
-    name, pod = job["metadata"]["name"], job["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    assert service["spec"]["clusterIP"] == "None" and service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
-    count = job["spec"]["completions"]
-    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == count
-    metadata = {"labels": {"batch.kubernetes.io/job-name": name}}
-    port = container["ports"][0]["containerPort"]
-    addresses = tuple(f"{name}-{i}.{pod['subdomain']}:{port}" for i in range(count))  # as Kubernetes names pods
-    for i in range(count):
-        cluster = resolve(pod_environ(container, metadata, i))
-        assert (cluster.workers, cluster.index, cluster.source) == (addresses, i, "the Indexed Job")
-
-
-def test_the_jobsets_manifest_gives_each_pod_its_place():
-    jobset = yaml.safe_load((DOCS / "kubernetes_jobset.yaml").read_text())
-    name, (jobs,) = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"]
-    assert jobset["spec"]["network"]["enableDNSHostnames"]
-    job = jobs["template"]["spec"]
-    container = job["template"]["spec"]["containers"][0]
-    port, count = container["ports"][0]["containerPort"], job["completions"]
-    places = [(i, j) for i in range(jobs["replicas"]) for j in range(count)]
-    addresses = tuple(f"{name}-{jobs['name']}-{i}-{j}.{name}:{port}" for i, j in places)  # as JobSet names pods
-    for index, (i, j) in enumerate(places):
-        marks = {"jobset-name": name, "replicatedjob-name": jobs["name"], "job-index": str(i), "restart-attempt": "2",
-                 "replicatedjob-replicas": str(jobs["replicas"])}  # fmt: skip
-        metadata = {"annotations": {f"jobset.sigs.k8s.io/{key}": value for key, value in marks.items()}}
-        cluster = resolve(pod_environ(container, metadata, j))
-        assert (cluster.workers, cluster.index, cluster.job_id) == (addresses, index, "2")
-        assert cluster.source == "the JobSet"
 
 
 INDEXED = {"JOB_COMPLETION_INDEX": "1", "LOOPLIB_NUM_WORKERS": "4", "LOOPLIB_SERVICE": "s", "JOB_NAME": "j"}

@@ -117,8 +117,8 @@ def results(folders, python):
 def test_the_programs_of_a_page_run_as_printed(name, results):
     if name.startswith("from_orbit") or "model_garden" in name:
         pytest.importorskip("official")
-    if name == "keras_hub":
-        pytest.importorskip("keras_hub")
+    if name in ("keras_hub", "ray"):
+        pytest.importorskip(name)
     printed(results[name])
 
 

@@ -101,24 +101,31 @@ def described(kind: type) -> dict[str, str]:
     return found
 
 
-# The commands that compare runs or start them again, which have a page of their own.
+# The commands that compare runs or start them again, and those that start workers, have pages of their own.
 CHECKING = ("check", "diff", "replay", "rerun")
+STARTING = ("launch", "ray")
 
 
 def commands() -> str:
-    """Returns the page of the commands of `python -m looplib`, without those that check."""
+    """Returns the page of the commands of `python -m looplib`, without those that have another page."""
     intro = (
         "# Commands\n\n`python -m looplib COMMAND`. Those that take a run directory work while a run trains, and after it ended "
-        "or was killed. Those that compare runs, or start them again, are on [a page of their own](commands_checks.md). Further "
-        "packages can [add commands](../extending.md).\n"
+        "or was killed. Those that compare runs, or start them again, are on [a page of their own](commands_checks.md), and those "
+        "that start workers on [another](commands_workers.md). Further packages can [add commands](../extending.md).\n"
     )
-    return _page(intro, [(name, text) for name, text in helps() if name.split()[0] not in CHECKING])
+    return _page(intro, [(name, text) for name, text in helps() if name.split()[0] not in (*CHECKING, *STARTING)])
 
 
 def commands_checks() -> str:
     """Returns the page of the commands that check."""
     intro = "# Commands that check\n\nThese compare runs, or start them again. See [all others](commands.md).\n"
     return _page(intro, [(name, text) for name, text in helps() if name.split()[0] in CHECKING])
+
+
+def commands_workers() -> str:
+    """Returns the page of the commands that start workers."""
+    intro = "# Commands that start workers\n\nThese start several processes of a run. See [all others](commands.md).\n"
+    return _page(intro, [(name, text) for name, text in helps() if name.split()[0] in STARTING])
 
 
 def _page(intro: str, found: list[tuple[str, str]]) -> str:
@@ -174,6 +181,7 @@ MADE = {
     "settings": settings,
     "commands": commands,
     "commands_checks": commands_checks,
+    "commands_workers": commands_workers,
     "exit_codes": exit_codes,
     "run_directory": run_directory,
 }

@@ -27,5 +27,6 @@ Names that other rooms may use, by file:
     runs: none
     status: none
     step_view: none
+    tasks: none
     xla: none
 """

@@ -1,12 +1,10 @@
 """`python -m looplib launch`: several workers of a run on this machine. A convenience, not a cluster manager."""
 
-import collections
 import contextlib
 import dataclasses
 import json
 import math
 import os
-import re
 import selectors
 import signal
 import socket
@@ -14,15 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TextIO
 
 from looplib import console
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CommandError
+from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
 from looplib.extras.tools.children import Signals, dying_with_parent
+from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, exit_code, outcome, pause, say
 
 _TICK = 0.1
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is printed in parts
-_LONGEST_PAUSE = 60.0
 _SERVERS_GRACE = 5.0  # seconds that workers and parameter servers have to end once their chief has
 
 
@@ -73,48 +70,43 @@ def launch(
         run = _LaunchedRun(command, spec, signals, grace)
         for attempt in range(restarts + 1):
             if attempt:
-                pause = min(_LONGEST_PAUSE, backoff * 2 ** (attempt - 1))
-                _say(f"restarting in {pause:g} s from the newest checkpoint (restart {attempt} of {restarts})")
-                if signals.wait(pause):
+                seconds = pause(backoff, attempt - 1)
+                say(f"restarting in {seconds:g} s from the newest checkpoint (restart {attempt} of {restarts})")
+                if signals.wait(seconds):
                     return EXIT_PREEMPTED
             tasks = run.attempt(restarts if parameter_servers else 0, backoff)
-            code = _exit_code(tasks, signals.came)
+            code = exit_code(tasks[:1] if parameter_servers else tasks, signals.came)
             if code == EXIT_DONE or signals.came:
                 return code
-            _say(f"{'error: ' if attempt == restarts and code != EXIT_PREEMPTED else ''}{run.outcome(tasks)}")
+            final = cannot_succeed(tasks, run.lines) if attempt < restarts else ""
+            is_last = attempt == restarts and code != EXIT_PREEMPTED
+            say(f"{'error: ' if is_last or final else ''}{outcome(tasks, grace)}{f'; {final}' if final else ''}")
+            if final:
+                break
         return code
 
 
 @contextlib.contextmanager
-def hold_ports(count: int) -> Iterator[list[int]]:
-    """Reserves free ports of the loopback interface: no other process gets one by chance while the block runs.
+def hold_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
+    """Reserves free ports of an address of this machine: no other process gets one by chance while the block runs.
 
     They are bound but not listened on, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
     """
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(count):
-            holder = stack.enter_context(socket.socket())
+            holder = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
+            holder.bind((host, 0))
             ports.append(holder.getsockname()[1])
         yield ports
 
 
 @dataclasses.dataclass(eq=False)
-class _LaunchedTask:
-    kind: str
-    index: int
+class _LaunchedTask(Task):
     process: subprocess.Popen | None = None
-    code: int | None = None  # the returncode of subprocess; None while it runs
-    ended: float = 0.0
-    killed: bool = False  # by the launcher
     restarts: int = 0
     due: float | None = None  # when it is started again
-
-    @property
-    def name(self) -> str:
-        return self.kind if self.kind == "chief" else f"{self.kind} {self.index}"
 
 
 class _LaunchedRun:
@@ -126,7 +118,7 @@ class _LaunchedRun:
     def attempt(self, single_restarts: int, backoff: float) -> list[_LaunchedTask]:
         """Starts all tasks and returns them once they have ended."""
         self._selector, self._unfinished = selectors.DefaultSelector(), {}
-        self._errors = collections.defaultdict(set)  # the error lines that were shown, by task name
+        self.lines = TaskLines()
         self._job = f"{os.getpid()}.{time.time():.6f}"
         self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
         tasks = [_LaunchedTask(kind, i) for kind, addresses in self._spec.items() for i in range(len(addresses))]
@@ -146,20 +138,6 @@ class _LaunchedRun:
             self._close(key)
         self._selector.close()
         return tasks
-
-    def outcome(self, tasks: list[_LaunchedTask]) -> str:
-        """Says how tasks ended; they end almost together, so their own lines have to say which one failed first."""
-        ways = collections.defaultdict(list)
-        for task in sorted(tasks, key=lambda task: (task.killed, task.code > 0)):
-            if task.killed:
-                ways[f"did not exit within {self._grace:g} s and had to be killed"].append(task.name)
-            elif task.code < 0:
-                known = -task.code in set(signal.Signals)  # most real-time signals have no name
-                name = signal.Signals(-task.code).name if known else f"signal {-task.code}"
-                ways[f"was ended by {name}"].append(task.name)
-            elif task.code:
-                ways[f"exited with code {task.code}"].append(task.name)
-        return "; ".join(f"{', '.join(names)} {way}" for way, names in ways.items())
 
     def _start(self, task: _LaunchedTask) -> None:
         config = {"cluster": self._spec, "task": {"type": task.kind, "index": task.index}}
@@ -217,11 +195,11 @@ class _LaunchedRun:
         if task.due and now >= task.due:
             self._start(task)
         elif task.code and not task.due and task.restarts < single_restarts and not self._signals.came:
-            pause = min(_LONGEST_PAUSE, backoff * 2**task.restarts)
+            seconds = pause(backoff, task.restarts)
             task.restarts += 1
-            task.due = now + pause
-            _say(f"{task.name} exited with code {task.code}; restarting in {pause:g} s (restart {task.restarts} of "
-                 f"{single_restarts})")  # fmt: skip
+            task.due = now + seconds
+            say(f"{task.name} exited with code {task.code}; restarting in {seconds:g} s (restart {task.restarts} of "
+                f"{single_restarts})")  # fmt: skip
 
     def _end(self, tasks: list[_LaunchedTask]) -> None:
         for task in tasks:
@@ -249,37 +227,13 @@ class _LaunchedRun:
                 lines.append(self._unfinished[key.fileobj])
                 self._unfinished[key.fileobj] = b""
             for line in lines:
-                self._print(*key.data, line)
+                self.lines.show(*key.data, line)
             if not data:
                 self._close(key)
 
     def _close(self, key: selectors.SelectorKey) -> None:
         rest = self._unfinished.pop(key.fileobj)
         if rest:
-            self._print(*key.data, rest)
+            self.lines.show(*key.data, rest)
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
-
-    def _print(self, task: _LaunchedTask, stream: TextIO, content: bytes) -> None:
-        line = content.decode(errors="replace")
-        if line.startswith("looplib: error: "):
-            # All workers print the line of the first cause, and the failed one says more: each line is shown once.
-            about = re.match(r"looplib: error: (worker \d+) \(", line)
-            if (about and self._errors[about[1]]) or any(line in shown for shown in self._errors.values()):
-                return
-            self._errors[task.name].add(line)
-        print(f"[{task.name}] {line}", file=stream, flush=True)
-
-
-def _exit_code(tasks: list[_LaunchedTask], signals: list[int]) -> int:
-    deciding = tasks[:1] if tasks[0].kind == "chief" else tasks
-    codes = {task.code for task in deciding}
-    if codes == {EXIT_DONE}:
-        return EXIT_DONE
-    # A signal ends a process that is still starting in the default way: it has nothing to save.
-    preempted = {EXIT_DONE, EXIT_PREEMPTED, *(-number for number in signals)}
-    return EXIT_PREEMPTED if codes <= preempted else EXIT_FAILED
-
-
-def _say(text: str) -> None:
-    print(f"looplib: {text}", file=sys.stderr, flush=True)
