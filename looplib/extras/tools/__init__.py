@@ -2,6 +2,7 @@
 
 Names that other rooms may use, by file:
     average: none
+    batch_report: BatchReport
     check: none
     children: ended_by_signals
     code_version: this_program
@@ -27,5 +28,7 @@ Names that other rooms may use, by file:
     runs: none
     status: none
     step_view: none
+    worker_numbers: none
+    worker_processes: none
     xla: none
 """
