@@ -28,6 +28,7 @@ Names that other rooms may use, by file:
     runs: none
     status: none
     step_view: none
+    tasks: none
     worker_numbers: none
     worker_processes: none
     xla: none

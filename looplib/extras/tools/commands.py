@@ -89,8 +89,8 @@ def launch(tools: Any) -> None:
         help="start several workers of a run on this machine",
         usage="python -m looplib launch --workers=N [options] -- COMMAND ...",
         description="Starts COMMAND as several processes on this machine, each with TF_CONFIG, and ends and restarts "
-        "them together, also with fewer workers (docs/elastic.md). It is a convenience for one machine, not a cluster "
-        "manager: workers on many machines are started by Slurm or Kubernetes (docs/cluster.md). The processes share "
+        "them together, also with fewer workers (docs/cluster.md). It is a convenience for one machine, not a cluster "
+        "manager: workers on many machines are started by Slurm or Kubernetes. The processes share "
         "the machine's cores and GPUs; to use several GPUs of one machine, run one process with --strategy=mirrored.",
         epilog="exit codes: 0 done; 75 saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again; "
         "1 failed",
@@ -112,10 +112,10 @@ def launch(tools: Any) -> None:
     )
     text = "seconds before a restart, doubled for each after a start of less than a minute (default 1)"
     parser.add_argument("--backoff", type=float, default=1.0, help=text)
-    text = "seconds until the other processes are killed after a failure (default 25)"
-    parser.add_argument("--grace", type=float, default=25.0, help=text)
+    text = "seconds until the other processes are ended after a failure: SIGTERM, and 17 s later SIGKILL (default 10)"
+    parser.add_argument("--grace", type=float, default=10.0, help=text)
     text = "seconds before another worker is tried in the place of one that died, doubled for each within an hour"
-    parser.add_argument("--rest", type=float, default=60.0, help=f"{text} (default 60)")
+    parser.add_argument("--grow_after", type=float, default=60.0, help=f"{text} (default 60)")
     parser.set_defaults(tool=Command(_launch, own_signals=True, has_verdict=True))
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
 from looplib.extras.tools.children import Signals
+from looplib.extras.tools.tasks import say
 from looplib.extras.tools.worker_numbers import BATCH_FILE, RestartBudget, WorkerNumbers, read_batch
-from looplib.extras.tools.worker_processes import LaunchedStart, LaunchRules, hold_ports, say
+from looplib.extras.tools.worker_processes import LaunchedStart, LaunchRules, hold_ports
 
 NOTE = "LOOPLIB_START_NOTE"  # of the environment: what `run.json` has about the start
 _ELASTIC_RESTARTS = 10  # in an hour, of a launch whose number of workers may change
@@ -24,14 +25,14 @@ def launch(
     min_workers: int | None = None,
     parameter_servers: int = 0,
     restarts: int | None = None,
-    grace: float = 25.0,
+    grace: float = 10.0,
     backoff: float = 1.0,
-    rest: float = 60.0,
+    grow_after: float = 60.0,
 ) -> int:
     """Runs a command as several processes that find each other by TF_CONFIG, and waits for them.
 
     Without parameter servers, all processes end when one has failed, and all are restarted: with fewer workers if some
-    have died and `min_workers` allows it, and with all of them again once `rest` is over. With parameter servers there
+    have died and `min_workers` allows it, and with all of them again after `grow_after`. With parameter servers there
     is a chief too: when it ends all end, while a worker or parameter server that fails is restarted alone.
 
     Args:
@@ -41,10 +42,11 @@ def launch(
       parameter_servers: how many; with any, there is a chief too, which coordinates.
       restarts: how often to start failed processes again in an hour; default 0, or 10 after the death of a worker if
         there may be fewer.
-      grace: seconds that the others have to end after a failure, until they are killed.
+      grace: seconds that the others have to end by themselves after a failure; then they get SIGTERM, and SIGKILL 17
+        seconds later.
       backoff: seconds before a restart, doubled for each that follows a start of less than a minute.
-      rest: seconds after the death of a worker until another one is tried in its place, doubled by each further death
-        within an hour.
+      grow_after: seconds after the death of a worker until another one is tried in its place, doubled by each further
+        death within an hour.
 
     Returns:
       The exit code: `EXIT_DONE`, `EXIT_PREEMPTED` (ended by a signal and saved, to be run again) or `EXIT_FAILED`.
@@ -68,11 +70,11 @@ def launch(
             "--min_workers is for workers that train in step; with --parameter_servers, leave it out and use "
             "--restarts: a worker that fails is restarted alone"
         )
-    for name, value in (("grace", grace), ("backoff", backoff), ("rest", rest)):
+    for name, value in (("grace", grace), ("backoff", backoff), ("grow_after", grow_after)):
         if not 0 <= value < math.inf:
             raise CommandError(f"--{name} is {value}; expected seconds of at least 0")
     rules = LaunchRules(grace, backoff, restarts or 0)
-    numbers = WorkerNumbers(least, workers, rest)
+    numbers = WorkerNumbers(least, workers, grow_after)
     with console.guarded(), Signals() as signals, tempfile.TemporaryDirectory(prefix="looplib-launch-") as folder:
         batch_file = os.path.join(folder, "global_batch_size")
         return _Launch(command, parameter_servers, restarts, rules, numbers, signals, batch_file).run()
@@ -115,9 +117,11 @@ class _Launch:
                 continue
             by_default = _ELASTIC_RESTARTS if lost or start.told_to_grow else 0
             most = by_default if self.restarts is None else self.restarts
-            pause = budget.pause(most, now - began, now)
+            final = start.is_final if most and not lost else ""
+            pause = None if final else budget.pause(most, now - began, now)
             if pause is None:
-                say(f"{'' if start.code == EXIT_PREEMPTED else 'error: '}{start.outcome}")
+                sentence = "; ".join(filter(None, [start.outcome, final]))
+                say(f"{'' if start.code == EXIT_PREEMPTED else 'error: '}{sentence}")
                 return start.code
             say(start.outcome)
             again = f"{self._named(self._choose(now + pause))} " if self._is_elastic else ""

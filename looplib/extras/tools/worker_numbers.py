@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 
 from looplib import files
+from looplib.extras.tools import tasks
 
 BATCH_FILE = "LOOPLIB_LAUNCH_BATCH"  # of the environment: where the program writes the size of its global batch
 _HOUR = 3600.0
 _SHORT = 60.0  # seconds; a start that has lasted shorter than this doubles the next pause
-_LONGEST_PAUSE = 60.0
 _MOST_DOUBLINGS = 6
 
 
@@ -49,7 +49,7 @@ class RestartBudget:
             return None
         self._times.append(now)
         self._short = self._short + 1 if lived < _SHORT else 0
-        return min(_LONGEST_PAUSE, self.backoff * 2 ** max(0, self._short - 1))
+        return tasks.pause(self.backoff, max(0, self._short - 1))
 
     @property
     def used(self) -> int:

@@ -1,11 +1,9 @@
 """The processes of one start of `python -m looplib launch`: started, shown, ended together. Imports no TensorFlow."""
 
-import collections
 import contextlib
 import dataclasses
 import json
 import os
-import re
 import selectors
 import signal
 import socket
@@ -13,36 +11,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TextIO
 
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CommandError
-from looplib.extras.tools import children
+from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
+from looplib.extras.tools import children, tasks
+from looplib.extras.tools.tasks import Task, say
 from looplib.extras.tools.worker_numbers import RestartBudget
 
 _TICK = 0.1
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is printed in parts
 _SERVERS_GRACE = 5.0  # seconds that workers and parameter servers have to end once their chief has
+_LAST_GRACE = 17.0  # seconds between SIGTERM and SIGKILL after a failure; looplib's workers end within 15 s
 _LONGEST_SAVE = 600.0  # seconds that workers have to save and end, if there are to be more of them
 _AT_ONCE = 1.0  # seconds between the deaths of workers of which none is the consequence of the other
 
 
-def say(text: str) -> None:
-    """Prints a line of the launcher."""
-    print(f"looplib: {text}", file=sys.stderr, flush=True)
-
-
 @contextlib.contextmanager
-def hold_ports(count: int) -> Iterator[list[int]]:
-    """Reserves free ports of the loopback interface: no other process gets one by chance while the block runs.
+def hold_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
+    """Reserves free ports of an address of this machine: no other process gets one by chance while the block runs.
 
     They are bound but not listened on, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
     """
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(count):
-            holder = stack.enter_context(socket.socket())
+            holder = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
+            holder.bind((host, 0))
             ports.append(holder.getsockname()[1])
         yield ports
 
@@ -52,8 +46,8 @@ class LaunchRules:
     """How the processes of a launch are ended and restarted.
 
     Attributes:
-      grace: seconds that the others have to end after a failure, until they are killed; after a third of it they get
-        SIGTERM.
+      grace: seconds that the others have to end by themselves after a failure; then they get SIGTERM, and SIGKILL a
+        little later.
       backoff: seconds before a restart.
       single_restarts: how often a worker or a parameter server with a chief is restarted alone in an hour.
     """
@@ -64,31 +58,20 @@ class LaunchRules:
 
 
 @dataclasses.dataclass(eq=False)
-class _LaunchedTask:
-    kind: str
-    index: int
-    budget: RestartBudget
+class _LaunchedTask(Task):
+    budget: RestartBudget | None = None
     process: subprocess.Popen | None = None
-    code: int | None = None  # the returncode of subprocess; None while it runs
     began: float = 0.0
-    ended: float = 0.0
     told: bool = False  # to end, by SIGTERM of the launcher
-    killed: bool = False  # by the launcher
+    froze: bool = False  # it did not end at SIGTERM
     due: float | None = None  # when it is started again
-
-    @property
-    def name(self) -> str:
-        return self.kind if self.kind == "chief" else f"{self.kind} {self.index}"
-
-    @property
-    def was_ended(self) -> bool:
-        """Whether it has ended because the launcher has ended it."""
-        return self.killed or (self.told and self.code == -signal.SIGTERM)
 
     @property
     def died(self) -> bool:
         """Whether a signal has ended it that is not the launcher's; shells add 128 to the number."""
-        return (self.code < 0 or self.code > 128) and not self.was_ended
+        return (
+            (self.code < 0 or self.code > 128) and not self.killed and not (self.told and self.code == -signal.SIGTERM)
+        )
 
 
 class LaunchedStart:
@@ -119,12 +102,12 @@ class LaunchedStart:
         self._rules, self._signals, self._grows_at, self._look = rules, signals, grows_at, look
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[object, bytes] = {}  # lines, by pipe
-        self._errors: dict[str, set[str]] = collections.defaultdict(set)  # that were shown, by the name of the task
+        self._lines = tasks.Lines()
         self._job = f"{os.getpid()}.{time.time():.6f}"
         self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
         self._told_at: float | None = None
         self._tasks = [
-            _LaunchedTask(kind, i, RestartBudget(rules.backoff))
+            _LaunchedTask(kind, i, budget=RestartBudget(rules.backoff))
             for kind, addresses in spec.items() for i in range(len(addresses))
         ]  # fmt: skip
 
@@ -160,13 +143,12 @@ class LaunchedStart:
     def code(self) -> int:
         """The exit code of the launch, if this is its last start."""
         deciding = self._tasks[:1] if self._tasks[0].kind == "chief" else self._tasks
-        codes = {task.code for task in deciding}
-        if codes == {EXIT_DONE}:
-            return EXIT_DONE
-        # A signal ends a process that is still starting in the default way: it has nothing to save.
-        sent = [*self._signals.came, *[signal.SIGTERM] * self.told_to_grow]
-        preempted = {EXIT_DONE, EXIT_PREEMPTED, *(-number for number in sent)}
-        return EXIT_PREEMPTED if codes <= preempted else EXIT_FAILED
+        return tasks.exit_code(deciding, [*self._signals.came, *[signal.SIGTERM] * self.told_to_grow])
+
+    @property
+    def is_final(self) -> str:
+        """Why another start would fail too, as a sentence; "" if it may succeed."""
+        return tasks.cannot_succeed(self._tasks, self._lines)
 
     @property
     def lost(self) -> int:
@@ -176,18 +158,18 @@ class LaunchedStart:
     @property
     def outcome(self) -> str:
         """How processes ended; they end almost together, so their own lines have to say which one failed first."""
-        return "; ".join(_ways(self._tasks))
+        return tasks.outcome(self._tasks, self._rules.grace)
 
     @property
     def cause(self) -> str:
         """How the workers ended that have died, or, if none has, those that have failed."""
-        return "; ".join(_ways(self._lost()) or _ways(self._tasks)[:1])
+        return tasks.outcome(self._lost() or self._tasks, self._rules.grace).partition(";")[0]
 
     def _lost(self) -> list[_LaunchedTask]:
         failed = [task for task in self._tasks if task.code != EXIT_DONE]
         first = min((task.ended for task in failed), default=0.0)
         died = [task for task in failed if task.died and task.ended <= first + _AT_ONCE]
-        frozen = [task for task in failed if task.killed]
+        frozen = [task for task in failed if task.froze]
         # Where most hang, it is because of another failure.
         return died or (frozen if 2 * len(frozen) <= len(failed) else [])
 
@@ -220,6 +202,7 @@ class LaunchedStart:
             if task.code is None:
                 task.code = children.poll(task.process)
                 task.ended = now
+                task.killed |= task.told and task.code == -signal.SIGTERM and not self.told_to_grow
         chief = self._tasks[0] if self._tasks[0].kind == "chief" else None
         for number in self._signals.came[self._forwarded :]:
             self._forwarded, self._last_signal = self._forwarded + 1, now
@@ -248,9 +231,11 @@ class LaunchedStart:
         ending = self._signals.came or self.told_to_grow
         fine = (None, EXIT_DONE, EXIT_PREEMPTED) if ending else (None, EXIT_DONE)
         failed = [task.ended for task in self._tasks if task.code not in fine]
-        if failed and now > min(failed) + self._rules.grace:
+        if failed and now > min(failed) + self._rules.grace + _LAST_GRACE:
+            for task in self._tasks:
+                task.froze = task.code is None
             self._end()
-        elif failed and now > min(failed) + self._rules.grace / 3 and not ending:
+        elif failed and now > min(failed) + self._rules.grace and not ending:
             self._tell()
         elif self._told_at is not None and now > self._told_at + _LONGEST_SAVE:
             self._end()
@@ -273,10 +258,10 @@ class LaunchedStart:
 
     def _tell(self) -> None:
         """Asks tasks to end, once."""
-        for task in self._tasks:
-            if task.code is None and not task.told:
-                task.told = True
-                task.process.send_signal(signal.SIGTERM)
+        asked = [task for task in self._tasks if task.code is None and not task.told]
+        for task in asked:
+            task.told = True
+        self._send(asked, signal.SIGTERM)
 
     def _end(self) -> None:
         for task in self._tasks:
@@ -304,38 +289,13 @@ class LaunchedStart:
                 lines.append(self._unfinished[key.fileobj])
                 self._unfinished[key.fileobj] = b""
             for line in lines:
-                self._print(*key.data, line)
+                self._lines.show(*key.data, line)
             if not data:
                 self._close(key)
 
     def _close(self, key: selectors.SelectorKey) -> None:
         rest = self._unfinished.pop(key.fileobj)
         if rest:
-            self._print(*key.data, rest)
+            self._lines.show(*key.data, rest)
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
-
-    def _print(self, task: _LaunchedTask, stream: TextIO, content: bytes) -> None:
-        line = content.decode(errors="replace")
-        if line.startswith("looplib: error: "):
-            # All workers print the line of the first cause, and the failed one says more: each line is shown once.
-            about = re.match(r"looplib: error: (worker \d+) \(", line)
-            if (about and self._errors[about[1]]) or any(line in shown for shown in self._errors.values()):
-                return
-            self._errors[task.name].add(line)
-        print(f"[{task.name}] {line}", file=stream, flush=True)
-
-
-def _ways(tasks: Sequence[_LaunchedTask]) -> list[str]:
-    """Returns how tasks ended: for each way a sentence with their names."""
-    ways = collections.defaultdict(list)
-    for task in sorted(tasks, key=lambda task: (task.was_ended, task.code > 0)):
-        if task.was_ended:
-            ways["had to be ended by the launcher"].append(task.name)
-        elif task.code < 0:
-            known = -task.code in set(signal.Signals)  # most real-time signals have no name
-            name = signal.Signals(-task.code).name if known else f"signal {-task.code}"
-            ways[f"was ended by {name}"].append(task.name)
-        elif task.code:
-            ways[f"exited with code {task.code}"].append(task.name)
-    return [f"{', '.join(names)} {way}" for way, names in ways.items()]

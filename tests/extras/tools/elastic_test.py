@@ -6,6 +6,7 @@ The commands are small scripts; `tests/workers/elastic_workers_test.py` has trai
 import signal
 
 import pytest
+from conftest import more
 from local_launch_test import SAVES, Launched
 
 from looplib import __main__ as tools
@@ -38,7 +39,7 @@ class Elastic(Launched):
     """A launch of a script that notes its starts."""
 
     def __init__(self, folder, script, **settings):
-        super().__init__(folder, NOTED + script, **{"workers": 4, "min_workers": 2, "rest": 1000.0, **settings})
+        super().__init__(folder, NOTED + script, **{"workers": 4, "min_workers": 2, "grow_after": 1000.0, **settings})
 
     def starts(self):
         """(workers, the address of the first, what is noted) of each start."""
@@ -50,25 +51,26 @@ class Elastic(Launched):
 
 
 def test_after_a_death_those_that_are_left_start_again_and_later_all(tmp_path):
-    script = "if lives == 0:\n    die() if index == 2 else stay()\nif count == 3:\n    time.sleep(1000)\n"
-    launched = Elastic(tmp_path, SAVES + script, rest=2.0)
+    script = "if lives == 0:\n    die() if index == 1 else stay()\nif count == 2:\n    time.sleep(1000)\n"
+    launched = Elastic(tmp_path, SAVES + script, workers=3, grow_after=2.0)
     code, _, err = launched.end()
     assert code == 0, err
     counts, places, notes = zip(*launched.starts())
-    assert counts == (4, 3, 4)
+    assert counts == (3, 2, 3)
     assert notes == (
-        "4 workers",
-        "3 of 4 workers because worker 2 was ended by SIGKILL",
-        "4 workers after a start of 3",
+        "3 workers",
+        "2 of 3 workers because worker 1 was ended by SIGKILL",
+        "3 workers after a start of 2",
     )
     assert len(set(places)) == 3  # an old worker that hangs cannot take part
     assert err == [
-        "looplib: worker 2 was ended by SIGKILL; worker 0, worker 1, worker 3 exited with code 1",
-        "looplib: restarting 3 of 4 workers in 0.2 s from the newest checkpoint (restart 1 of 10)",
+        "looplib: worker 1 was ended by SIGKILL; worker 0, worker 2 exited with code 1",
+        "looplib: restarting 2 of 3 workers in 0.2 s from the newest checkpoint (restart 1 of 10)",
         "looplib: there is room for more workers: these save and end first",
     ]
 
 
+@pytest.mark.slow
 def test_a_number_that_cannot_share_the_global_batch_is_passed_over(tmp_path):
     script = """
 if index == 0:
@@ -94,25 +96,34 @@ def test_where_no_number_can_share_the_global_batch_the_launch_says_so(tmp_path)
     assert code and "a global batch of 7 examples cannot be divided among 2 to 4 workers" in err[-1]
 
 
+WRONG = 'print("looplib: error: flag --x is unknown (FlagError)", file=sys.stderr)\nsys.exit(1)'
+
+
 @pytest.mark.parametrize(
-    "script, counts",
-    [("sys.exit(1)", [4]), ("die() if index == 1 else stay()", [4, 3, 2])],
-    ids=["errors", "deaths"],
+    "script, restarts, counts",
+    [
+        *more([("die() if index == 1 else stay()", 2, [3, 2, 1]), ("sys.exit(1)", 1, [3, 3]), (WRONG, 5, [3])]),
+        ("sys.exit(1)", None, [3]),
+    ],
 )
-def test_what_fails_each_time_is_not_restarted_for_ever(script, counts, tmp_path):
-    """An error of the program is not restarted at all, unless --restarts asks for it."""
-    launched = Elastic(tmp_path, script, restarts=2 if len(counts) > 1 else None)
+def test_what_fails_each_time_is_not_restarted_for_ever(script, restarts, counts, tmp_path):
+    """An error of the program is not restarted at all, unless --restarts asks for it and it may go away."""
+    launched = Elastic(tmp_path, script, workers=3, min_workers=1, restarts=restarts)
     code, _, err = launched.end()
     assert code == 1 and err[-1].startswith("looplib: error: worker ")
     assert [count for count, *_ in launched.starts()] == counts
 
 
+@pytest.mark.slow
 def test_a_worker_that_freezes_counts_as_dead(tmp_path):
     script = "if count == 4:\n    os.kill(os.getpid(), signal.SIGSTOP) if index == 1 else stay(0.3)"
     launched = Elastic(tmp_path, script, grace=6.0)
     code, _, err = launched.end()
     assert code == 0, err
-    assert launched.starts()[1][::2] == (3, "3 of 4 workers because worker 1 had to be ended by the launcher")
+    assert launched.starts()[1][::2] == (
+        3,
+        "3 of 4 workers because worker 1 did not exit within 6 s and had to be killed",
+    )
 
 
 @pytest.mark.slow
@@ -131,7 +142,7 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 time.sleep(1000)
 """
-    launched = Elastic(tmp_path, script, rest=15.0)
+    launched = Elastic(tmp_path, script, grow_after=15.0)
     while "room for more" not in (line := launched.process.stderr.readline()):
         assert line
     launched.process.send_signal(signal.SIGTERM)
@@ -181,7 +192,7 @@ def test_restarts_are_counted_by_the_hour():
         (["--min_workers=3"], "--min_workers is 3; expected at most 2"),
         (["--min_workers=0"], "--min_workers is 0; expected at least 1"),
         (["--min_workers=1", "--parameter_servers=1"], "leave it out and use --restarts"),
-        (["--min_workers=1", "--rest=nan"], "--rest is nan; expected seconds of at least 0"),
+        (["--min_workers=1", "--grow_after=nan"], "--grow_after is nan; expected seconds of at least 0"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused_in_words(arguments, words, capfd):

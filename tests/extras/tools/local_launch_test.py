@@ -42,7 +42,8 @@ class Launched:
         settings = {"workers": 2, "grace": 20.0, "backoff": 0.2, **settings}
         code = (
             f"{before}import sys; sys.path[:0] = [{WORKERS!r}, {str(ROOT)!r}]; import without_tensorflow; "
-            "from looplib.extras.tools import local_launch, worker_processes; worker_processes._SERVERS_GRACE = 2.0; "
+            "from looplib.extras.tools import local_launch, worker_processes as processes; "
+            "processes._SERVERS_GRACE = processes._LAST_GRACE = 2.0; "
             f"sys.exit(local_launch.launch([sys.executable, {str(folder / 'script.py')!r}], **{settings!r}))"
         )
         self.process = subprocess.Popen(
@@ -96,14 +97,16 @@ def test_when_one_fails_the_others_are_ended_after_the_grace(tmp_path):
     script = "time.sleep(0.3 if index == 1 else 1000)\nsys.exit(3)"
     code, _, err = Launched(tmp_path, script, workers=3, grace=1.0).end(30)
     assert code == 1
-    assert err == ["looplib: error: worker 1 exited with code 3; worker 0, worker 2 had to be ended by the launcher"]
+    assert err == [
+        "looplib: error: worker 1 exited with code 3; worker 0, worker 2 did not exit within 1 s and had to be killed"
+    ]
 
 
 def test_a_frozen_worker_is_ended_too(tmp_path):
     script = "os.kill(os.getpid(), signal.SIGSTOP) if index == 1 else time.sleep(0.5)\nsys.exit(1)"
     code, _, err = Launched(tmp_path, script, grace=1.0).end(30)
     assert code == 1
-    assert err[-1].endswith("worker 0 exited with code 1; worker 1 had to be ended by the launcher")
+    assert err[-1].endswith("worker 0 exited with code 1; worker 1 did not exit within 1 s and had to be killed")
 
 
 def test_a_worker_ended_by_a_signal_is_named(tmp_path):
