@@ -17,7 +17,7 @@ from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
 
 PLAIN = ["--mode=train", "--config.noisy=False", "--config.state_mb=0.01"]
-LIMIT = 400.0  # seconds
+LIMIT = 900.0  # seconds
 
 
 class Training:

@@ -59,7 +59,7 @@ class LaunchRules:
 
 @dataclasses.dataclass(eq=False)
 class _LaunchedTask(Task):
-    budget: RestartBudget | None = None
+    budget: RestartBudget = dataclasses.field(kw_only=True)
     process: subprocess.Popen | None = None
     began: float = 0.0
     told: bool = False  # to end, by SIGTERM of the launcher
@@ -233,7 +233,7 @@ class LaunchedStart:
         failed = [task.ended for task in self._tasks if task.code not in fine]
         if failed and now > min(failed) + self._rules.grace + _LAST_GRACE:
             for task in self._tasks:
-                task.froze = task.code is None
+                task.froze |= task.code is None
             self._end()
         elif failed and now > min(failed) + self._rules.grace and not ending:
             self._tell()

@@ -102,7 +102,7 @@ WRONG = 'print("looplib: error: flag --x is unknown (FlagError)", file=sys.stder
 @pytest.mark.parametrize(
     "script, restarts, counts",
     [
-        *more([("die() if index == 1 else stay()", 2, [3, 2, 1]), ("sys.exit(1)", 1, [3, 3]), (WRONG, 5, [3])]),
+        *more([("die() if index == count - 1 else stay()", 2, [3, 2, 1]), ("sys.exit(1)", 1, [3, 3]), (WRONG, 5, [3])]),
         ("sys.exit(1)", None, [3]),
     ],
 )
