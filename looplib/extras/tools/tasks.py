@@ -45,7 +45,7 @@ class Task:
         return self.kind if self.kind == "chief" else f"{self.kind} {self.index}"
 
 
-class Lines:
+class TaskLines:
     """Prints the lines of tasks, each after the name of its task, and lines of errors once."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ def exit_code(tasks: Sequence[Task], signals: Sequence[int]) -> int:
     return EXIT_PREEMPTED if codes <= preempted else EXIT_FAILED
 
 
-def cannot_succeed(tasks: Sequence[Task], lines: Lines) -> str:
+def cannot_succeed(tasks: Sequence[Task], lines: TaskLines) -> str:
     """Returns why another start would fail too, as a sentence: the command is used wrongly; "" if it may succeed."""
     if kind := lines.usage_error():
         return f"a restart would end with the same {kind}"

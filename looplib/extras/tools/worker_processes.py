@@ -102,7 +102,7 @@ class LaunchedStart:
         self._rules, self._signals, self._grows_at, self._look = rules, signals, grows_at, look
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[object, bytes] = {}  # lines, by pipe
-        self._lines = tasks.Lines()
+        self._lines = tasks.TaskLines()
         self._job = f"{os.getpid()}.{time.time():.6f}"
         self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
         self._told_at: float | None = None
