@@ -77,18 +77,18 @@ def assert_as(whole, folder, step):
 
 
 def test_when_a_worker_dies_the_other_goes_on_with_the_same_examples(nursery, tmp_path):
-    steps = ["--train_steps=30", "--checkpoint_interval=5"]
+    steps = ["--train_steps=15", "--checkpoint_interval=5", "--loop=eager"]
     whole = nursery.life(tmp_path / "whole", *PLAIN, *steps)
     training = Training(
         nursery, tmp_path / "run", ["--workers=2", "--min_workers=1"], *steps, "--config.slow_step=0.05"
     )
-    training.wait_for(lambda: training.saved_step() >= 10)
+    training.wait_for(lambda: training.saved_step() >= 5)
     training.kill(1)
     assert whole.code(LIMIT) == 0 and training.life.code(LIMIT) == 0, training.life.output()
     note = "1 of 2 workers because worker 1 was ended by SIGKILL"
     assert training.starts() == [(2, "2 workers"), (1, note)]
     assert run_status.read_status(str(tmp_path / "run")).detail == note
-    assert_as(tmp_path / "whole", tmp_path / "run", 30)
+    assert_as(tmp_path / "whole", tmp_path / "run", 15)
 
 
 @pytest.mark.slow
