@@ -294,6 +294,8 @@ class RunReport:
         changed = self.settings.changed(self._earlier)
         self._start = {
             "started": _ago(self.clock.seconds()["wall"]),
+            "note": os.environ.get("LOOPLIB_START_NOTE", ""),  # of the launcher: how many workers, and why
+            "num_replicas": self.computation.num_replicas,
             "command": sys.argv,
             "program": self.program.as_dict() if self.program else None,
             "process": dataclasses.asdict(this_process()),
@@ -346,9 +348,8 @@ class RunReport:
             "metrics": {**earlier, **standing.metrics},
             "flags": settings.flags,
             "config": as_dict(settings.config),
-            **{name: self._start[name] for name in ("command", "program", "versions", "restored_from")},
+            **{name: self._start[name] for name in ("command", "program", "versions", "restored_from", "num_replicas")},
             "strategy": computation.strategy,
-            "num_replicas": computation.num_replicas,
             "loop": settings.flags.get("loop"),
             "restarts": max(len(starts) - 1, self._earlier.get("restarts", -1) + 1),
             "started": starts[0].get("started"),
@@ -485,7 +486,5 @@ def _versions() -> dict[str, str]:
     import looplib
 
     versions = {"looplib": looplib.__version__, "python": sys.version.split()[0]}
-    for name in ("tensorflow", "keras", "tf_keras", "numpy"):
-        if name in sys.modules:
-            versions[name] = sys.modules[name].__version__
-    return versions
+    names = ("tensorflow", "keras", "tf_keras", "numpy")
+    return versions | {name: sys.modules[name].__version__ for name in names if name in sys.modules}

@@ -317,7 +317,7 @@ import os, subprocess, sys
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
 import tensorflow as tf
 from looplib.compat import tensorflow as _tf
-from looplib.extras.tools.local_launch import hold_ports
+from looplib.extras.tools.worker_processes import hold_ports
 with hold_ports(2) as ports:
     worker, ps = (f"127.0.0.1:{port}" for port in ports)
     server = subprocess.Popen([sys.executable, "-c", sys.argv[1], worker, ps], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from faults import fork_client
 
-from looplib.extras.tools.local_launch import hold_ports
+from looplib.extras.tools.worker_processes import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow

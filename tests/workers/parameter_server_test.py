@@ -15,7 +15,7 @@ import looplib
 from looplib import UsageError, runtime
 from looplib.errors import ParameterServerError
 from looplib.extras.parameter_server import processes
-from looplib.extras.tools.local_launch import hold_ports
+from looplib.extras.tools.worker_processes import hold_ports
 
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
 TIMEOUT = 180

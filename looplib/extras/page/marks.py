@@ -60,7 +60,7 @@ def of_starts(starts: Sequence[ShownStart]) -> Iterator[Mark]:
     trained = [start for start in starts if start.trained]
     for before, start in zip(trained, trained[1:]):
         text = f"restarted after a start that was {before.status or 'ended'}"
-        yield Mark("restart", start.restored_step or 0, text)
+        yield Mark("restart", start.restored_step or 0, ", with ".join(filter(None, [text, start.note])))
     for start in starts:
         yield from start.rollbacks
 

@@ -148,6 +148,7 @@ def _start(report: dict[str, Any]) -> ShownStart:
         seconds=values.numbers(report.get("seconds")),
         verdict=values.text(report.get("verdict"), 500),
         error=values.text(report.get("error")),
+        note=values.text(report.get("note"), 200),
         changed=_changes(report.get("changed")),
         rollbacks=[_rollback(one) for one in values.items(report.get("rollbacks")) if isinstance(one, dict)],
     )

@@ -32,6 +32,7 @@ class ShownStart:
     seconds: dict[str, float]
     verdict: str
     error: str
+    note: str
     changed: list[Change]
     rollbacks: list["Mark"]
 

@@ -79,6 +79,7 @@ def read_status(folder: str, report: run_json.Report | None = None) -> RunStatus
         detail = "; ".join(filter(None, [detail, f"back at step {final:,}"]))
         records = []  # of what came after it; the report has its metrics
     starts: list[Any] = [*report.get("starts", [])]
+    detail = "; ".join(filter(None, [detail, values.text(starts[-1].get("note"), 200) if starts else ""]))
     life = goodput(starts) if len(starts) > 1 else None
     share = life.share if life else None
     return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report), share, standing_of(folder))

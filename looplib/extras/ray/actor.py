@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from looplib.errors import CommandError
 from looplib.extras.tools.children import dying_with_parent
-from looplib.extras.tools.local_launch import hold_ports
+from looplib.extras.tools.worker_processes import hold_ports
 
 _LONGEST_LINE = 1 << 16  # bytes; a longer one is passed on in parts
 _MOST_LINES = 1_000  # that wait for the driver; then the command waits too

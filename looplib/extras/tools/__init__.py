@@ -2,6 +2,7 @@
 
 Names that other rooms may use, by file:
     average: none
+    batch_report: BatchReport
     check: none
     children: ended_by_signals
     code_version: this_program
@@ -28,5 +29,7 @@ Names that other rooms may use, by file:
     status: none
     step_view: none
     tasks: none
+    worker_numbers: none
+    worker_processes: none
     xla: none
 """

@@ -89,13 +89,15 @@ def launch(tools: Any) -> None:
         help="start several workers of a run on this machine",
         usage="python -m looplib launch --workers=N [options] -- COMMAND ...",
         description="Starts COMMAND as several processes on this machine, each with TF_CONFIG, and ends and restarts "
-        "them together. It is a convenience for trying a run of many workers on one machine, not a cluster manager: "
-        "workers on many machines are started by Slurm or Kubernetes (docs/cluster.md). The processes share the "
-        "machine's cores and GPUs; to use several GPUs of one machine, run one process with --strategy=mirrored.",
+        "them together, also with fewer workers (docs/cluster.md). It is a convenience for one machine, not a cluster "
+        "manager: workers on many machines are started by Slurm or Kubernetes. The processes share "
+        "the machine's cores and GPUs; to use several GPUs of one machine, run one process with --strategy=mirrored.",
         epilog="exit codes: 0 done; 75 saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again; "
         "1 failed",
     )
     parser.add_argument("--workers", type=int, required=True, help="number of workers")
+    text = "restart with as few workers as this if some die, and with all again later (default: all workers)"
+    parser.add_argument("--min_workers", type=int, help=text)
     parser.add_argument(
         "--parameter_servers",
         type=int,
@@ -105,19 +107,15 @@ def launch(tools: Any) -> None:
     parser.add_argument(
         "--restarts",
         type=int,
-        default=0,
-        help="maximum number of restarts from the newest checkpoint after a failure; restarts all processes, or with "
-        "parameter servers only the failed one (default 0)",
+        help="maximum number of restarts in an hour from the newest checkpoint after a failure; restarts all "
+        "processes, or with parameter servers only the failed one (default 0; with --min_workers 10, if a worker died)",
     )
-    parser.add_argument(
-        "--backoff", type=float, default=1.0, help="seconds before the first restart, doubled at each (default 1)"
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        help="seconds until the other processes are killed after a failure (default 30)",
-    )
+    text = "seconds before a restart, doubled for each after a start of less than a minute (default 1)"
+    parser.add_argument("--backoff", type=float, default=1.0, help=text)
+    text = "seconds until the other processes are ended after a failure: SIGTERM, and 17 s later SIGKILL (default 10)"
+    parser.add_argument("--grace", type=float, default=10.0, help=text)
+    text = "seconds before another worker is tried in the place of one that died, doubled for each within an hour"
+    parser.add_argument("--grow_after", type=float, default=60.0, help=f"{text} (default 60)")
     parser.set_defaults(tool=Command(_launch, own_signals=True, has_verdict=True))
 
 

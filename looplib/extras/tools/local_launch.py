@@ -1,239 +1,180 @@
 """`python -m looplib launch`: several workers of a run on this machine. A convenience, not a cluster manager."""
 
-import contextlib
 import dataclasses
-import json
 import math
 import os
-import selectors
-import signal
-import socket
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
-from looplib.extras.tools.children import Signals, dying_with_parent
-from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, exit_code, outcome, pause, say
+from looplib.extras.tools.children import Signals
+from looplib.extras.tools.tasks import say
+from looplib.extras.tools.worker_numbers import BATCH_FILE, RestartBudget, WorkerNumbers, read_batch
+from looplib.extras.tools.worker_processes import LaunchedStart, LaunchRules, hold_ports
 
-_TICK = 0.1
-_LONGEST_LINE = 1 << 20  # bytes; a longer one is printed in parts
-_SERVERS_GRACE = 5.0  # seconds that workers and parameter servers have to end once their chief has
+NOTE = "LOOPLIB_START_NOTE"  # of the environment: what `run.json` has about the start
+_ELASTIC_RESTARTS = 10  # in an hour, of a launch whose number of workers may change
 
 
 def launch(
     command: Sequence[str],
     workers: int,
     *,
+    min_workers: int | None = None,
     parameter_servers: int = 0,
-    restarts: int = 0,
-    grace: float = 30.0,
+    restarts: int | None = None,
+    grace: float = 10.0,
     backoff: float = 1.0,
+    grow_after: float = 60.0,
 ) -> int:
     """Runs a command as several processes that find each other by TF_CONFIG, and waits for them.
 
-    Without parameter servers, all processes end when one has failed, and all are restarted. With them there is a
-    chief too: when it ends all end, while a worker or parameter server that fails is restarted alone.
+    Without parameter servers, all processes end when one has failed, and all are restarted: with fewer workers if some
+    have died and `min_workers` allows it, and with all of them again after `grow_after`. With parameter servers there
+    is a chief too: when it ends all end, while a worker or parameter server that fails is restarted alone.
 
     Args:
       command: the program and its arguments.
       workers: how many.
+      min_workers: how few there may be; default `workers`.
       parameter_servers: how many; with any, there is a chief too, which coordinates.
-      restarts: how often to start failed processes again.
-      grace: seconds that the others have to end after a failure, until they are killed.
-      backoff: seconds before the first restart, doubled with each.
+      restarts: how often to start failed processes again in an hour; default 0, or 10 after the death of a worker if
+        there may be fewer.
+      grace: seconds that the others have to end by themselves after a failure; then they get SIGTERM, and SIGKILL 17
+        seconds later.
+      backoff: seconds before a restart, doubled for each that follows a start of less than a minute.
+      grow_after: seconds after the death of a worker until another one is tried in its place, doubled by each further
+        death within an hour.
 
     Returns:
       The exit code: `EXIT_DONE`, `EXIT_PREEMPTED` (ended by a signal and saved, to be run again) or `EXIT_FAILED`.
 
     Raises:
-      UsageError: if the command is missing or cannot be started.
+      UsageError: if the command is missing or cannot be started, or no number of workers can share the global batch.
     """
+    least = workers if min_workers is None else min_workers
     if not command:
         raise CommandError("the command is missing; write it after --, as in: launch --workers=2 -- python train.py")
-    for name, value, least in (
-        ("workers", workers, 1), ("parameter_servers", parameter_servers, 0), ("restarts", restarts, 0),
+    for name, value, smallest in (
+        ("workers", workers, 1), ("min_workers", least, 1), ("parameter_servers", parameter_servers, 0),
+        ("restarts", restarts or 0, 0),
     ):  # fmt: skip
-        if value < least:
-            raise CommandError(f"--{name} is {value}; expected at least {least}")
-    for name, value in (("grace", grace), ("backoff", backoff)):
+        if value < smallest:
+            raise CommandError(f"--{name} is {value}; expected at least {smallest}")
+    if least > workers:
+        raise CommandError(f"--min_workers is {least}; expected at most {workers}, which --workers is")
+    if parameter_servers and least < workers:
+        raise CommandError(
+            "--min_workers is for workers that train in step; with --parameter_servers, leave it out and use "
+            "--restarts: a worker that fails is restarted alone"
+        )
+    for name, value in (("grace", grace), ("backoff", backoff), ("grow_after", grow_after)):
         if not 0 <= value < math.inf:
             raise CommandError(f"--{name} is {value}; expected seconds of at least 0")
-    kinds = [("chief", 0)] * bool(parameter_servers)
-    kinds += [("worker", i) for i in range(workers)] + [("ps", i) for i in range(parameter_servers)]
-    with console.guarded(), hold_ports(len(kinds)) as ports, Signals() as signals:
-        spec: dict[str, list[str]] = {}
-        for (kind, _), port in zip(kinds, ports):
-            spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
-        run = _LaunchedRun(command, spec, signals, grace)
-        for attempt in range(restarts + 1):
-            if attempt:
-                seconds = pause(backoff, attempt - 1)
-                say(f"restarting in {seconds:g} s from the newest checkpoint (restart {attempt} of {restarts})")
-                if signals.wait(seconds):
-                    return EXIT_PREEMPTED
-            tasks = run.attempt(restarts if parameter_servers else 0, backoff)
-            code = exit_code(tasks[:1] if parameter_servers else tasks, signals.came)
-            if code == EXIT_DONE or signals.came:
-                return code
-            final = cannot_succeed(tasks, run.lines) if attempt < restarts else ""
-            is_last = attempt == restarts and code != EXIT_PREEMPTED
-            say(f"{'error: ' if is_last or final else ''}{outcome(tasks, grace)}{f'; {final}' if final else ''}")
-            if final:
-                break
-        return code
+    rules = LaunchRules(grace, backoff, restarts or 0)
+    numbers = WorkerNumbers(least, workers, grow_after)
+    with console.guarded(), Signals() as signals, tempfile.TemporaryDirectory(prefix="looplib-launch-") as folder:
+        batch_file = os.path.join(folder, "global_batch_size")
+        return _Launch(command, parameter_servers, restarts, rules, numbers, signals, batch_file).run()
 
 
-@contextlib.contextmanager
-def hold_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
-    """Reserves free ports of an address of this machine: no other process gets one by chance while the block runs.
+@dataclasses.dataclass
+class _Launch:
+    """A launch, from its first start to its end."""
 
-    They are bound but not listened on, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
-    """
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(count):
-            holder = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind((host, 0))
-            ports.append(holder.getsockname()[1])
-        yield ports
+    command: Sequence[str]
+    parameter_servers: int
+    restarts: int | None
+    rules: LaunchRules
+    numbers: WorkerNumbers
+    signals: Signals
+    batch_file: str
 
+    def run(self) -> int:
+        """Starts the processes until they are done, and returns the exit code.
 
-@dataclasses.dataclass(eq=False)
-class _LaunchedTask(Task):
-    process: subprocess.Popen | None = None
-    restarts: int = 0
-    due: float | None = None  # when it is started again
+        Raises:
+          UsageError: if the command cannot be started, or no number of workers can share the global batch.
+        """
+        budget, why = RestartBudget(self.rules.backoff), ""
+        while True:
+            began = time.monotonic()
+            count = self._choose(began)
+            start = self._start(count, why)
+            now = time.monotonic()
+            if start.code == EXIT_DONE or self.signals.came:
+                return start.code
+            if count not in self.numbers.possible:  # it has not begun to train
+                say(f"starting {self._named(self._choose(now))}")
+                continue
+            lost = start.lost if self._is_elastic else 0
+            if lost:
+                self.numbers.lose(lost, now)
+            if start.told_to_grow and start.code == EXIT_PREEMPTED:
+                why = f"after a start of {count}"
+                continue
+            by_default = _ELASTIC_RESTARTS if lost or start.told_to_grow else 0
+            most = by_default if self.restarts is None else self.restarts
+            final = start.is_final if most and not lost else ""
+            pause = None if final else budget.pause(most, now - began, now)
+            if pause is None:
+                sentence = "; ".join(filter(None, [start.outcome, final]))
+                say(f"{'' if start.code == EXIT_PREEMPTED else 'error: '}{sentence}")
+                return start.code
+            say(start.outcome)
+            again = f"{self._named(self._choose(now + pause))} " if self._is_elastic else ""
+            say(f"restarting {again}in {pause:g} s from the newest checkpoint (restart {budget.used} of {most})")
+            why = f"because {start.cause}"
+            if self.signals.wait(pause):
+                return EXIT_PREEMPTED
 
-
-class _LaunchedRun:
-    """The processes of one command on given addresses, started any number of times."""
-
-    def __init__(self, command: Sequence[str], spec: dict[str, list[str]], signals: Signals, grace: float) -> None:
-        self._command, self._spec, self._signals, self._grace = command, spec, signals, grace
-
-    def attempt(self, single_restarts: int, backoff: float) -> list[_LaunchedTask]:
-        """Starts all tasks and returns them once they have ended."""
-        self._selector, self._unfinished = selectors.DefaultSelector(), {}
-        self.lines = TaskLines()
-        self._job = f"{os.getpid()}.{time.time():.6f}"
-        self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
-        tasks = [_LaunchedTask(kind, i) for kind, addresses in self._spec.items() for i in range(len(addresses))]
-        try:
-            for task in tasks:
-                self._start(task)
-            while any(task.code is None or task.due for task in tasks):
-                self._show(_TICK)
-                self._look_after(tasks, single_restarts, backoff)
-        finally:
-            for task in tasks:
-                self._kill(task)
-        end = time.monotonic() + 1  # a grandchild may still hold a pipe
-        while self._selector.get_map() and time.monotonic() < end:
-            self._show(_TICK)
-        for key in list(self._selector.get_map().values()):
-            self._close(key)
-        self._selector.close()
-        return tasks
-
-    def _start(self, task: _LaunchedTask) -> None:
-        config = {"cluster": self._spec, "task": {"type": task.kind, "index": task.index}}
-        environment = {
-            **os.environ, "TF_CONFIG": json.dumps(config), "LOOPLIB_JOB_ID": self._job, "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
-        try:
-            task.process = subprocess.Popen(
-                self._command, env=environment,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,  # so that the terminal's Ctrl-C comes through this process, once
-                preexec_fn=dying_with_parent(signal.SIGTERM),  # if the launcher is killed, they save and end
+    def _start(self, count: int, why: str) -> LaunchedStart:
+        """Starts some workers, and returns the start once they have ended."""
+        servers = self.parameter_servers
+        kinds = ["chief"] * bool(servers) + ["worker"] * count + ["ps"] * servers
+        environment = {NOTE: " ".join(filter(None, [self._named(count), why]))}
+        environment |= {BATCH_FILE: self.batch_file} if self._is_elastic else {}
+        with hold_ports(len(kinds)) as ports:  # others for each start: a worker that hangs may still have its own
+            spec: dict[str, list[str]] = {}
+            for kind, port in zip(kinds, ports):
+                spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
+            start = LaunchedStart(
+                self.command, spec, environment, self.rules, self.signals,
+                grows_at=self.numbers.grows_at(count), look=self._read_batch,
             )  # fmt: skip
-        except OSError as error:
+            start.run()
+        self._read_batch()
+        return start
+
+    def _choose(self, now: float) -> int:
+        count = self.numbers.choose(now)
+        if count is None:
+            size = self.numbers.global_batch_size
             raise CommandError(
-                f"{self._command[0]!r} cannot be started: {error.strerror}; write the command as you type it"
-            ) from error
-        task.code, task.killed, task.due = None, False, None
-        for pipe, stream in ((task.process.stdout, sys.stdout), (task.process.stderr, sys.stderr)):
-            os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, (task, stream))
-            self._unfinished[pipe] = b""
+                f"a global batch of {size:,} examples cannot be divided among {self.numbers.least} to "
+                f"{self.numbers.most} workers; change --global_batch_size, --workers or --min_workers"
+            )
+        return count
 
-    def _look_after(self, tasks: list[_LaunchedTask], single_restarts: int, backoff: float) -> None:
-        now = time.monotonic()
-        for task in tasks:
-            if task.code is None:
-                task.code = task.process.poll()
-                task.ended = now
-        chief = tasks[0] if tasks[0].kind == "chief" else None
-        for number in self._signals.came[self._forwarded :]:
-            self._forwarded, self._last_signal = self._forwarded + 1, now
-            # The parameter servers have to stay while a chief saves the weights on them.
-            self._send([chief] if chief and chief.code is None else tasks, number)
-        if self._forwarded > 1 and now > self._last_signal + _SERVERS_GRACE:
-            self._end(tasks)
-        if chief is None:
-            fine = (None, EXIT_DONE, EXIT_PREEMPTED) if self._signals.came else (None, EXIT_DONE)
-            failed = [task.ended for task in tasks if task.code not in fine]
-            if failed and now > min(failed) + self._grace:
-                self._end(tasks)
-        elif chief.code is not None:
-            if not self._servers_told:
-                self._send(tasks, signal.SIGTERM)
-                self._servers_told = True
-            if now > chief.ended + _SERVERS_GRACE:
-                self._end(tasks)
-            for task in tasks:
-                task.due = None
-        else:
-            for task in tasks:
-                self._restart_alone(task, now, single_restarts, backoff)
+    def _read_batch(self) -> None:
+        """Reads the size of the global batch, once it is there, and says which numbers of workers can share it."""
+        numbers = self.numbers
+        if not self._is_elastic or numbers.global_batch_size is not None:
+            return
+        numbers.global_batch_size = read_batch(self.batch_file)
+        if 0 < len(numbers.possible) <= numbers.most - numbers.least:
+            possible = " or ".join(map(str, numbers.possible))
+            say(
+                f"a global batch of {numbers.global_batch_size:,} examples can be divided among {possible} workers "
+                f"(of {numbers.least} to {numbers.most})"
+            )
 
-    def _restart_alone(self, task: _LaunchedTask, now: float, single_restarts: int, backoff: float) -> None:
-        if task.due and now >= task.due:
-            self._start(task)
-        elif task.code and not task.due and task.restarts < single_restarts and not self._signals.came:
-            seconds = pause(backoff, task.restarts)
-            task.restarts += 1
-            task.due = now + seconds
-            say(f"{task.name} exited with code {task.code}; restarting in {seconds:g} s (restart {task.restarts} of "
-                f"{single_restarts})")  # fmt: skip
+    @property
+    def _is_elastic(self) -> bool:
+        return self.numbers.least < self.numbers.most
 
-    def _end(self, tasks: list[_LaunchedTask]) -> None:
-        for task in tasks:
-            if task.code is None:
-                task.killed = True
-                self._kill(task)
-
-    def _send(self, tasks: list[_LaunchedTask], number: int) -> None:
-        for task in tasks:
-            if task.code is None:
-                task.process.send_signal(number)
-
-    def _kill(self, task: _LaunchedTask) -> None:
-        """Kills a task and its child processes, also if it is frozen."""
-        if task.process is not None and task.process.poll() is None:
-            os.killpg(task.process.pid, signal.SIGKILL)
-            task.process.wait()
-
-    def _show(self, seconds: float) -> None:
-        """Copies the lines that have come, each after the name of its task."""
-        for key, _ in self._selector.select(seconds):
-            data = os.read(key.fd, 65536)
-            *lines, self._unfinished[key.fileobj] = (self._unfinished[key.fileobj] + data).split(b"\n")
-            if len(self._unfinished[key.fileobj]) > _LONGEST_LINE:
-                lines.append(self._unfinished[key.fileobj])
-                self._unfinished[key.fileobj] = b""
-            for line in lines:
-                self.lines.show(*key.data, line)
-            if not data:
-                self._close(key)
-
-    def _close(self, key: selectors.SelectorKey) -> None:
-        rest = self._unfinished.pop(key.fileobj)
-        if rest:
-            self.lines.show(*key.data, rest)
-        self._selector.unregister(key.fileobj)
-        key.fileobj.close()
+    def _named(self, count: int) -> str:
+        most = self.numbers.most
+        return f"{count} of {most} workers" if count < most else f"{count} worker{'s' if count > 1 else ''}"

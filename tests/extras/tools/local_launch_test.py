@@ -13,7 +13,7 @@ import time
 import pytest
 
 from looplib import __main__ as tools
-from looplib.extras.tools.local_launch import hold_ports
+from looplib.extras.tools.worker_processes import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[3]
 WORKERS = str(ROOT / "tests" / "workers")
@@ -42,7 +42,8 @@ class Launched:
         settings = {"workers": 2, "grace": 20.0, "backoff": 0.2, **settings}
         code = (
             f"{before}import sys; sys.path[:0] = [{WORKERS!r}, {str(ROOT)!r}]; import without_tensorflow; "
-            "from looplib.extras.tools import local_launch; local_launch._SERVERS_GRACE = 2.0; "
+            "from looplib.extras.tools import local_launch, worker_processes as processes; "
+            "processes._SERVERS_GRACE = processes._LAST_GRACE = 2.0; "
             f"sys.exit(local_launch.launch([sys.executable, {str(folder / 'script.py')!r}], **{settings!r}))"
         )
         self.process = subprocess.Popen(

@@ -130,7 +130,8 @@ function startsOf(run) {
       ? `${number(Math.max(start.step ?? 0, run.starts[index + 1]?.restored_step ?? 0))} or later`
       : number(start.step),
     duration(total(start.seconds)),
-    start.changed.map((one) => `${one.name} ${one.before} → ${one.now}`).join(", ") || "–",
+    [...start.changed.map((one) => `${one.name} ${one.before} → ${one.now}`), start.note].filter(Boolean).join(", ") ||
+      "–",
   ]);
   const events = run.marks.filter((mark) => mark.kind === "rollback" || mark.kind === "skipped");
   const facts = [

@@ -1,0 +1,33 @@
+"""BatchReport: a program that `python -m looplib launch` has started tells it the size of its global batch."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from looplib import files
+from looplib.cluster import environment
+from looplib.command_line import FlagPlugin
+from looplib.errors import EXIT_PREEMPTED
+from looplib.extras.tools.worker_numbers import BATCH_FILE
+
+
+class BatchReport(FlagPlugin):
+    """No flag: what the launcher of a run has to know if the number of its workers may change."""
+
+    flags = ()
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Writes the size of the global batch, and ends the process if the workers cannot share it.
+
+        The launcher then starts another number of workers, and says so.
+        """
+        path = os.environ.get(BATCH_FILE)
+        cluster = environment.resolve() if path else None
+        size = values["global_batch_size"]
+        if cluster is None or cluster.index is None or not size or size < 1:
+            return
+        if cluster.is_chief:
+            files.write_whole(path, f"{size}", durable=False)
+        if size % len(cluster.workers):
+            sys.exit(EXIT_PREEMPTED)
