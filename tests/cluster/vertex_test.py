@@ -16,7 +16,7 @@ import yaml
 from looplib.checkpoint import commits
 from looplib.cluster.environment import resolve
 from looplib.extras.tools.compare import compare
-from looplib.extras.tools.local_launch import hold_ports
+from looplib.extras.tools.worker_processes import hold_ports
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "cluster"
 JOB = yaml.safe_load((DOCS / "vertex_job.yaml").read_text())
