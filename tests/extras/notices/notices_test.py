@@ -176,6 +176,7 @@ def listened(server, names, act, steps=12, seconds=0.0):
         return controller.global_step, False
 
 
+@pytest.mark.slow(spread=7)
 @pytest.mark.parametrize("misbehave", ["cut", "hang_up", "redirect", "rubbish", "endless", "deep", "drip"])
 @pytest.mark.parametrize("kind", [GcpNotices, AwsNotices, AzureNotices])
 def test_an_answer_that_is_none_is_an_error_and_no_notice_and_the_next_one_counts(kind, misbehave, server, monkeypatch):
