@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from looplib.cluster.collectives import Workers
 from looplib.console import printable
 from looplib.errors import Preempted
 from looplib.extras.notices.metadata import ERRORS
@@ -71,11 +70,13 @@ class NoticeListener(Action):
     def on_exception(self, error: BaseException, controller: Any) -> None:
         """Listens no longer; the chief writes the notices of the other workers into `run.json` too."""
         self.on_end(controller)
-        workers = Workers(controller.loops["train"].strategy)
-        if not isinstance(error, Preempted) or error.alone or workers.count == 1:
+        if not isinstance(error, Preempted) or error.alone:
             return
-        others = _of_others(list(self._found.values()), workers)  # all workers come here
-        for told in others if workers.is_chief else ():
+        own = [dataclasses.asdict(told) for told in self._found.values()]
+        text = json.dumps({"notices": own}).encode()
+        rows = controller.gather(np.frombuffer(text.ljust(_ROOM)[:_ROOM], np.uint8))  # all workers come here
+        others = [told for row in rows[1:] for told in _read(row.tobytes())] if controller.is_chief else []
+        for told in others:
             logging.warning("a worker on %s got %s", told.host, told)
             self._report.note("notices", **dataclasses.asdict(told))
         if others:
@@ -126,10 +127,9 @@ def _end_of_the_job() -> str | None:
     return iso_time(int(text)) if text.isdecimal() and len(text) <= 11 else None
 
 
-def _of_others(found: list[Notice], workers: Workers) -> list[Notice]:
-    """Waits for the other workers; returns their notices."""
-    text = json.dumps({"notices": [dataclasses.asdict(one) for one in found]}).encode()
-    text = text if len(text) <= _ROOM else b"{}"
-    rows = workers.gather(np.frombuffer(text.ljust(_ROOM), np.uint8))
-    others = [row for index, row in enumerate(rows) if index != workers.index]
-    return [one for row in others for one in notices_of(json.loads(row.tobytes()))]
+def _read(text: bytes) -> list[Notice]:
+    """Returns the notices that a worker has told; none if they were cut."""
+    try:
+        return notices_of(json.loads(text))
+    except ValueError:
+        return []

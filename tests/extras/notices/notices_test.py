@@ -79,6 +79,7 @@ def test_a_notice_ends_a_run_saved_and_the_run_and_its_status_tell_of_it(nursery
     said = time.time()
     preempted_by(server, "gcp")
     assert life.code() == 75, life.output()
+    assert "Traceback" not in life.output()
     last = life.output().strip().splitlines()[-1]
     found = re.fullmatch(r"looplib: ended by (the notice of gcp \(preempted, .*\)) at step (\d+), saved in .*", last)
     assert found, last
@@ -96,7 +97,7 @@ def test_a_notice_ends_a_run_saved_and_the_run_and_its_status_tell_of_it(nursery
 @pytest.mark.parametrize("source", ["gcp", "aws", "azure", "slurm"])
 def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, nursery, server, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
-    life = nursery.life(whole, *SMALL, "--train_steps=60")
+    life = nursery.life(whole, *SMALL, "--train_steps=200")
     assert life.code() == 0, life.output()
     environment = {
         **server.environment,
@@ -104,8 +105,8 @@ def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, 
         "SLURM_JOB_ID": "47",
         "SLURM_JOB_END_TIME": f"{SOON.timestamp():.0f}",
     }
-    for goal in (5, 25):
-        life = nursery.life(run, *SMALL, SLOW, "--train_steps=60", f"--notices={source}", environment=environment)
+    for goal in (5, 60):
+        life = nursery.life(run, *SMALL, SLOW, "--train_steps=200", f"--notices={source}", environment=environment)
         until(lambda goal=goal: steps_of(run)[-1:] >= [goal] or life.ended())
         if source == "slurm":
             kind, deadline = "SIGUSR1", ISO
@@ -118,11 +119,11 @@ def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, 
         (told,) = json.loads((run / "run.json").read_text())["starts"][-1]["notices"]
         assert (told["source"], told["kind"]) == (source, kind) and deadline in (None, told["deadline"])
         assert f"ended by the notice of {source} ({kind}, seen " in life.output().strip().splitlines()[-1]
-    assert steps_of(run)[-1] < 60
-    life = nursery.life(run, *SMALL, "--train_steps=60", f"--notices={source}", environment=environment)
+    assert steps_of(run)[-1] < 200
+    life = nursery.life(run, *SMALL, "--train_steps=200", f"--notices={source}", environment=environment)
     assert life.code() == 0, life.output()
     result = compare(whole, run)
-    assert result.differences == [] and result.examples and result.records == 12
+    assert result.differences == [] and result.examples and result.records == 40
     assert json.loads((run / "run.json").read_text())["restarts"] == 2
 
 
@@ -138,8 +139,9 @@ def test_a_notice_to_one_worker_ends_all_and_the_chief_tells_of_it(nursery, serv
         assert [life.code() for life in lives] == [75, 75], lives[0].output() + lives[1].output()
     assert "ended by a signal, notice or time limit of another worker" in lives[0].output()
     assert "ended by the notice of gcp (preempted, " in lives[1].output()
-    (told,) = json.loads((run / "run.json").read_text())["starts"][-1]["notices"]
-    assert (told["source"], told["kind"]) == ("gcp", "preempted")
+    start = json.loads((run / "run.json").read_text())["starts"][-1]
+    assert "notices" in start, lives[0].output() + lives[1].output()
+    assert [(told["source"], told["kind"]) for told in start["notices"]] == [("gcp", "preempted")]
 
 
 @pytest.mark.slow
