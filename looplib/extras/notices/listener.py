@@ -94,7 +94,7 @@ class NoticeListener(Action):
                         logged.add(announced.kind)
                         logging.warning("%s announces: %s; the run continues", source.name, announced.kind)
             except ERRORS as error:
-                if not warned:
+                if not warned and not ended.is_set():
                     text = "--notices=%s: %s gives no answer that is understood, and is asked again: %s"
                     logging.warning(text, source.name, source.server, printable(gist(error)))
                 warned = True

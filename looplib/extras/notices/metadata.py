@@ -17,7 +17,7 @@ ERRORS = (OSError, http.client.HTTPException, ValueError)  # of `MetadataServer.
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class MetadataAnswer:
     """The status and the text of an answer."""
 
     status: int
@@ -48,7 +48,9 @@ class MetadataServer:
     def __str__(self) -> str:
         return f"{self._host}:{self._port}" if self._port else f"{self._host}"
 
-    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET", seconds: float = _SECONDS) -> Answer:
+    def ask(
+        self, path: str, headers: Mapping[str, str], method: str = "GET", seconds: float = _SECONDS
+    ) -> MetadataAnswer:
         """Returns an answer.
 
         Args:
@@ -73,7 +75,7 @@ class MetadataServer:
                 body = response.read(_MOST_BYTES)
                 if response.length:
                     raise ValueError(f"an answer was cut, or has more than {_MOST_BYTES:,} bytes")
-                return Answer(response.status, body.decode())
+                return MetadataAnswer(response.status, body.decode())
             finally:
                 timer.cancel()
 

@@ -7,7 +7,7 @@ import email.utils
 import time
 from collections.abc import Callable, Iterator
 
-from looplib.extras.notices.metadata import ERRORS, Answer, MetadataServer
+from looplib.extras.notices.metadata import ERRORS, MetadataAnswer, MetadataServer
 from looplib.extras.notices.notice import iso_time
 from looplib.extras.page import values
 from looplib.files import parse_json
@@ -97,7 +97,7 @@ class AwsNotices(NoticeSource):
         if self._item("events/recommendations/rebalance").status == 200:
             yield Announcement("rebalance recommendation", None, False)
 
-    def _item(self, name: str) -> Answer:
+    def _item(self, name: str) -> MetadataAnswer:
         """Returns what there is under a name; its status is 404 if there is nothing."""
         for is_new in (not self._token, True):
             if is_new:
@@ -152,7 +152,7 @@ class AzureNotices(NoticeSource):
         return answer.text.strip().lower() if answer.status == 200 else ""
 
 
-def _unexpected(name: str, answer: Answer) -> ValueError:
+def _unexpected(name: str, answer: MetadataAnswer) -> ValueError:
     return ValueError(f"{name} has the unexpected answer {answer.status} {answer.text!a:.100}")
 
 
