@@ -510,9 +510,9 @@ class Controller:
         """
         self._reporter.show(split, self.global_step, as_shown(media))
 
-    def agree(self, number: int) -> int:
-        """Waits for the other workers; returns the chief's whole number, for an action that decides by the time."""
-        return self._directory.workers.agree(number)
+    def gather(self, value: Any) -> Any:
+        """Waits for the other workers; returns an array of the numbers or arrays of all, the chief's first."""
+        return self._directory.workers.gather(value)
 
     def stop(self) -> None:
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""

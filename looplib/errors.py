@@ -7,7 +7,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
 EXIT_CODES = {  # of a binary
     EXIT_DONE: "Done.",
     EXIT_FAILED: "Failed; the last line says what to do.",
-    EXIT_PREEMPTED: "Ended by a signal or `--max_time`, after a save. Run the same command again to continue.",
+    EXIT_PREEMPTED: "Ended by a signal, notice or `--max_time`, after a save. Run the same command again to continue.",
     EXIT_STALLED: "Ended by the watchdog, because nothing made progress.",
 }
 EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130

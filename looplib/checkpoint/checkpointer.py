@@ -237,7 +237,7 @@ class Checkpointer:
         """Ends the run for a signal or a time limit: in a training saves, flushes; raises `Preempted`."""
         # IPython prints this advice after each SystemExit; it would end the kernel of a notebook.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
-        signal = notice.requested or "a signal or time limit of another worker"
+        signal = notice.requested or "a signal, notice or time limit of another worker"
         if not self.directory.is_training:
             raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
         if self:

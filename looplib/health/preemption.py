@@ -1,4 +1,4 @@
-"""Preemption: a signal or a time limit ends a run after its current step, with a save, and exit code 75.
+"""Preemption: a signal, a time limit or a notice ends a run after its current step, with a save, and exit code 75.
 
 The signals are SIGTERM, SIGINT, SIGHUP and SIGXCPU, and SIGUSR1 and SIGUSR2, which cluster managers can send before the
 time of a job is over, where the program has no handler of its own for them. While a `tf.function` runs, Python's signal
@@ -54,13 +54,15 @@ class PreemptionNotice:
     """The request to end this process, if one has come. There is one notice in a process: the module's `notice`.
 
     Attributes:
-      requested: the name of the signal that came, such as "SIGTERM", or the time limit that was reached; else "".
+      requested: the name of the signal that came, such as "SIGTERM", or what else asks the run to end; "" for nothing.
+      describe: returns what messages say of a signal, with its name in it, from the name.
       step_seconds: how long the slowest step took; three times as long is given to the current one, and at least 15 s.
     """
 
     def __init__(self) -> None:
         self.requested = ""
         self.step_seconds = 0.0
+        self.describe: Callable[[str], str] = str
         self._depth = 0
         self._deferred = 0
         self._flag: tf.Variable | None = None
@@ -138,7 +140,7 @@ class PreemptionNotice:
         if seconds is None:
             yield
             return
-        timer = threading.Timer(max(0.0, seconds), self._reach, [limit])
+        timer = threading.Timer(max(0.0, seconds), self.request, [limit])
         timer.daemon = True
         timer.start()
         try:
@@ -150,11 +152,11 @@ class PreemptionNotice:
                 self.requested = ""
                 self.flag.assign(False)
 
-    def _reach(self, limit: str) -> None:
-        """Asks the run to end because a time limit is reached, unless a signal did before."""
+    def request(self, cause: str) -> None:
+        """Asks the run to end as a signal does, unless there was a request before; called in any thread."""
         if not self.requested:
-            self.requested = limit
-            logging.info("%s is reached: the run ends after the current step", limit)
+            self.requested = cause
+            logging.info("%s: the run ends after the current step", cause)
         self.flag.assign(True)
 
     def _start(self, owns_the_process: bool) -> None:
@@ -231,7 +233,7 @@ class PreemptionNotice:
         block.handled += 1
         if signum == signal.SIGINT and not block.owns_the_process and max(block.handled, block.received) > 1:
             raise KeyboardInterrupt
-        self.requested = self.requested or signal.Signals(signum).name
+        self.requested = self.requested or self.describe(signal.Signals(signum).name)
         if not self._deferred:
             what = f"ended by {self.requested} during start-up or while waiting"
             raise Preempted(f"{what}; no progress is lost; run the same command again", alone=True)
@@ -277,7 +279,7 @@ class PreemptionNotice:
             if not raises:
                 _leave(128 + signum, f"received a second signal ({name}): exiting without a save")
             return
-        self.requested = name
+        self.requested = self.describe(name)
         self.flag.assign(True)
         logging.warning(
             "received %s: the run ends after the current step (a second one %s)",
@@ -291,7 +293,7 @@ class PreemptionNotice:
         # A notebook's or a console's state is worth more than the run.
         interactive = getattr(sys, "ps1", None) is not None or sys.flags.interactive
         in_session = interactive and not self._block.owns_the_process
-        if self.requested not in signals and (debugger_holds_a_thread() or in_session):
+        if not any(name in self.requested for name in signals) and (debugger_holds_a_thread() or in_session):
             logging.warning(
                 "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
                 "SIGTERM ends the process at once"

@@ -1,7 +1,7 @@
 """What a run says of itself: where its time went, its metrics in files and on the screen, and `run.json`.
 
 Names that other rooms may use, by file:
-    clock: Clock
+    clock: Clock, observers
     page: Page, WrittenPage
     program: DIFF, Program
     progress: format_seconds, format_share, Progress

@@ -23,6 +23,7 @@ _AGAINST = {
     "save before evaluations": "evaluate less often, because each evaluation saves first; save no more often",
 }
 _NO_OVERHEAD = ("train", "input", "evaluate", "suspended")
+observers: list[Callable[["Clock", str, float, float], None]] = []  # take each phase that ends, its begin and its end
 
 
 class Clock:
@@ -43,8 +44,7 @@ class Clock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._started = self._mark = now()
-        self._stack = ["other"]
-        self._seconds = {"other": 0.0}
+        self._stack, self._seconds = ["other"], {"other": 0.0}
         self._calls: dict[str, int] = {}
         self._before_evaluations = 0.0
         self._entered = 0
@@ -55,6 +55,7 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         """Counts the time of a `with` block for the phase `name`."""
         self._close_span()
+        began = self._mark
         self._stack.append(name)
         self._calls[name] = self._calls.get(name, 0) + 1
         self._entered += 1
@@ -64,6 +65,8 @@ class Clock:
             self._close_span()
             self._stack.pop()
             self._entered += 1
+            for observe in observers:
+                observe(self, name, began, self._mark)
 
     @property
     def current(self) -> tuple[str, int]:

@@ -139,9 +139,10 @@ class Reporter:
             self.report.write("running")
 
     def note_rollback(self, from_step: int, to_step: int, reason: str) -> None:
-        """Writes that the run has gone back to a checkpoint, see `RunReport.note_rollback`."""
+        """Writes that the run has gone back from the step at which a guard found something, the reason."""
         self.ended_at = None
-        self.report.note_rollback(from_step, to_step, reason)
+        self.report.note("rollbacks", step=from_step, to=to_step, reason=reason)
+        self.report.write("running")
 
     def note_end(self, step: int) -> None:
         """Notes in `run.json` that an action has restored another checkpoint at the end of a training."""

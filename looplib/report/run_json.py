@@ -249,6 +249,7 @@ class RunReport:
     page: Page = dataclasses.field(default_factory=Page)  # of the run, updated when the run has ended in some way
     _earlier: Report = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+    _noted: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
     _next: float = dataclasses.field(default=0.0, init=False)  # when it is old, by a clock that nobody sets
 
@@ -335,7 +336,7 @@ class RunReport:
         ends |= {"error": masked_text(error)} if error else {}
         ends |= {"console": console.first_fault()} if console.first_fault() else {}
         points = [dataclasses.asdict(point) for point in self.points.points]
-        own = {**self._start, **ends, "points": points, "seconds": self.clock.seconds()}
+        own = {**self._start, **self._noted, **ends, "points": points, "seconds": self.clock.seconds()}
         starts = kept([
             *({**start, "status": "killed"} if start.get("status") == "running" else start
               for start in self._earlier.get("starts", [])),
@@ -393,16 +394,9 @@ class RunReport:
         except (UsageError, OSError) as reason:
             logging.warning("%s cannot be written: %s", path, with_cure(reason))
 
-    def note_rollback(self, step: int, to: int, reason: str) -> None:
-        """Writes that the run goes back from a step to the step of a checkpoint.
-
-        Args:
-          step: the step at which a guard found something.
-          to: the step of the checkpoint.
-          reason: what it found, as a sentence without its full stop.
-        """
-        self._start.setdefault("rollbacks", []).append({"step": step, "to": to, "reason": reason})
-        self.write("running")
+    def note(self, kind: str, /, **what: Any) -> None:
+        """Adds what happened to a list of this start, such as `rollbacks`, for the next `write`; in any thread."""
+        self._noted.setdefault(kind, []).append(what)
 
 
 def as_dict(config: Any) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class TimedSaves(Action):
         if event.split != "train" or event.ending or event.evaluation_due:  # which save anyway
             return
         controller = event.controller
-        if not controller.agree(self._now() - self._last >= self.interval):
+        if not controller.gather(self._now() - self._last >= self.interval)[0]:  # the chief's
             return
         before, self._last = controller.clock.of("save"), self._now()
         path = controller.save_checkpoint(wait=False)

@@ -88,7 +88,7 @@ class RunObserver:
             text = status.detail or "the run is alive and reports nothing"
             return [Alert("silent", self._folder, status.step, f"no news for {status.age:.0f} s: {text}")]
         if state in ENDED:
-            sentence = status.detail if state == "failed" and status.detail else _SENTENCES[state]
+            sentence = status.detail if state in ("failed", "preempted") and status.detail else _SENTENCES[state]
             return [Alert(state, self._folder, status.step, sentence)]
         if before == "silent" and state == "running":
             return [Alert("recovered", self._folder, status.step, "the run reports again")]

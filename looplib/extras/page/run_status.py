@@ -9,6 +9,7 @@ from typing import Any
 
 from looplib.checkpoint import lock
 from looplib.extras.buckets.standing import Standing, standing_of
+from looplib.extras.notices.notice import notices_of
 from looplib.extras.page import values
 from looplib.extras.page.goodput import goodput
 from looplib.extras.writers.newest import read_newest
@@ -104,7 +105,8 @@ def _state(report: run_json.Report, holder: lock.LockHolder | None, age: float, 
     if said == "running":
         return "killed", "; ".join(later)
     if said in ("done", "preempted", "failed", "restarted"):
-        return said, "; ".join([*later, *filter(None, [values.text(report.get("error"))])])
+        told = map(str, notices_of(report["starts"][-1]) if report.get("starts") else ())
+        return said, "; ".join([*later, *told, *filter(None, [values.text(report.get("error"))])])
     return "unknown", "" if report else "no run.json that can be read"
 
 

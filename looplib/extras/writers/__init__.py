@@ -12,8 +12,9 @@ Names that other rooms may use, by file:
     mlflow_writer: MlflowWriter
     newest: none
     numbers: none
+    opentelemetry_writer: none
     prometheus_writer: none
-    registered: console, csv, media, mlflow, tensorboard, wandb
+    registered: console, csv, media, mlflow, opentelemetry, tensorboard, wandb
     tensorboard_writer: TensorBoardWriter
     tracked: none
     wandb_writer: WandbWriter

@@ -13,7 +13,7 @@ from looplib.settings import Flag
 class TrackersFlag(FlagPlugin):
     """The flag --trackers, which names writers besides the default ones."""
 
-    flags = (Flag("trackers", list, None, "Further writers of metrics: csv, mlflow, wandb, or other plug-ins."),)
+    flags = (Flag("trackers", list, None, "Further writers of metrics: csv, mlflow, opentelemetry, wandb, or others."),)
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises `UsageError` for a name that is not known."""

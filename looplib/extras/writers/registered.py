@@ -1,6 +1,6 @@
 """The writers as plug-ins of the group `looplib.writers`: functions of the run directory.
 
-The trackers among them each run in a thread of their own.
+The trackers among them each run in threads of their own.
 """
 
 import importlib.util
@@ -11,6 +11,7 @@ from looplib.extras.writers.console_writer import ConsoleWriter
 from looplib.extras.writers.csv_writer import CsvWriter
 from looplib.extras.writers.media_writer import MediaWriter
 from looplib.extras.writers.mlflow_writer import MlflowWriter
+from looplib.extras.writers.opentelemetry_writer import OpenTelemetryWriter
 from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
 from looplib.extras.writers.wandb_writer import WandbWriter
 from looplib.report.writers import Writer
@@ -39,6 +40,13 @@ def media(directory: str) -> Writer:
 def mlflow(directory: str) -> Writer:
     """Returns the tracker of MLflow."""
     return BackgroundWriter(_needing("mlflow", MlflowWriter)(directory))
+
+
+def opentelemetry(directory: str) -> Writer:
+    """Returns the tracker of OpenTelemetry, whose SDK has the threads."""
+    if not all(map(is_installed, ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))):
+        raise PluginError("the writer opentelemetry needs its SDK and exporter: pip install 'looplib[opentelemetry]'")
+    return OpenTelemetryWriter(directory)
 
 
 def tensorboard(directory: str) -> Writer:

@@ -68,8 +68,8 @@ def test_the_interval_of_a_budget_is_the_median_stop_over_it_and_not_shorter_tha
         def of(self, phase):
             return self.seconds
 
-        def agree(self, number):
-            return number
+        def gather(self, value):
+            return [value]
 
         def save_checkpoint(self, wait):
             self.seconds += 2.0

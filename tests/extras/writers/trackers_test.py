@@ -200,7 +200,9 @@ def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
 
 
 def test_unknown_and_missing_trackers_are_refused(monkeypatch):
-    with pytest.raises(looplib.UsageError, match="--trackers has 'aim'; expected names among csv, mlflow, wandb"):
+    with pytest.raises(
+        looplib.UsageError, match="--trackers has 'aim'; expected names among csv, mlflow, opentelemetry, wandb"
+    ):
         TrackersFlag().check({"trackers": ["aim"]})
     monkeypatch.setattr(registered, "is_installed", lambda name: name == "csv")
     with pytest.raises(looplib.UsageError, match=r"needs the package wandb: pip install 'looplib\[wandb\]'"):

@@ -1,0 +1,9 @@
+"""Notices that the machine or the job goes soon, of GCP, AWS, Azure and Slurm: they end a training, saved.
+
+Names that other rooms may use, by file:
+    flag: NoticesFlag
+    listener: none
+    metadata: none
+    notice: none
+    sources: none
+"""
