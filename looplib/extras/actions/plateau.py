@@ -11,6 +11,7 @@ from typing import Any
 from absl import logging
 
 from looplib import files, folders, plugins
+from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
 from looplib.messages import whole_number
@@ -205,6 +206,7 @@ class ExportBest(_MetricWatcher):
         plugins.load("looplib.parts", "check_export")(formats, license)
         self._averages, self._formats, self._license = averages, tuple(formats), license
         self._kept: list[str] = []  # names in the directory
+        self._began = 0  # the step at the start
 
     def on_start(self, controller: Any) -> None:
         """Checks that the metric is reported, and that there is a local directory.
@@ -213,6 +215,7 @@ class ExportBest(_MetricWatcher):
           UsageError: if not.
         """
         super().on_start(controller)
+        self._began = controller.global_step
         place = self.directory or controller.model_dir
         if place is None:
             raise MissingPartError("ExportBest has no directory, and the controller no model_dir; give one of them")
@@ -242,15 +245,23 @@ class ExportBest(_MetricWatcher):
             return  # a job that only evaluates has no memory of what was better
         folder = self.directory or os.path.join(event.controller.model_dir, "export")
         name = f"step-{event.step}"
-        event.controller.export(
-            os.path.join(folder, name), averages=self._averages, formats=self._formats, license=self._license
-        )
+        if not self._is_there(event, os.path.join(folder, name)):
+            event.controller.export(
+                os.path.join(folder, name), averages=self._averages, formats=self._formats, license=self._license
+            )
         self._kept = [*(kept for kept in self._kept if kept != name), name]
         *old, self._kept = *self._kept[: -self._number], self._kept[-self._number :]
         if event.controller.is_chief:
             for name in old:
                 if os.path.isfile(os.path.join(folder, name, "export.json")):  # else it is none
                     folders.remove(folder, name)
+
+    def _is_there(self, event: Event, path: str) -> bool:
+        """Returns whether the step that a start begins with is exported, as when a finished run starts again."""
+        if event.step != self._began:
+            return False
+        there = float(os.path.isfile(os.path.join(path, "export.json")))
+        return bool(Workers(event.controller.loops["train"].strategy).gather(there)[0])  # as the chief sees it
 
     def state(self) -> list[Any]:
         """See `Action`."""

@@ -56,6 +56,7 @@ class Card:
       weights: "averages" or "last".
       license: of the model; "unknown" if nobody has said.
       evaluated: the metrics.
+      evaluated_averages: whether evaluations use averaged weights.
       data: the training data.
       settings: of the run, by name.
       versions: by the name of a package.
@@ -70,6 +71,7 @@ class Card:
     weights: str
     license: str
     evaluated: list[Evaluated]
+    evaluated_averages: bool
     data: TrainingData
     settings: Mapping[str, Setting]
     versions: Mapping[str, str]
@@ -139,7 +141,11 @@ class Card:
             for name, value in one.metrics.items()
             if np.isscalar(value) and name not in _OF_THE_CLOCK
         ]
-        return ["## Metrics\n", _table(("evaluation", "step", "metric", "value"), rows)] if rows else []
+        if not rows:
+            return []
+        other = self.evaluated_averages and self.weights != "averages"
+        note = ["Evaluations were made with averaged weights, which are not those of this export.\n"] if other else []
+        return ["## Metrics\n", *note, _table(("evaluation", "step", "metric", "value"), rows)]
 
     def _data(self) -> list[str]:
         if self.data.examples is None and not self.data.files:

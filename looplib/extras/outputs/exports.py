@@ -112,6 +112,7 @@ def export(
                         weights=weights,
                         license=license.strip(),
                         evaluated=facts.evaluated(loops, checkpointer, reporter),
+                        evaluated_averages=exported.averages is not None,
                         data=facts.training_data(loops, checkpointer),
                         settings=facts.settings(checkpointer, reporter),
                         versions=facts.versions(),
@@ -160,6 +161,13 @@ def _check(directory: str) -> None:
     files.refuse_patterns("the directory of the export", directory)
     if os.path.islink(directory):
         raise ExportError(f"{directory} is a symbolic link, which an export would replace; name the directory itself")
+    parent = os.path.dirname(directory)
+    while parent != os.path.dirname(parent):
+        if os.path.isfile(os.path.join(parent, _RECORD)):
+            raise ExportError(
+                f"{directory} is in the export {parent}, which would be none then; name another directory"
+            )
+        parent = os.path.dirname(parent)
     found = None
     if os.path.isdir(directory):
         found = [name for name in os.listdir(directory) if not files.is_new_name(name, _INNER)]

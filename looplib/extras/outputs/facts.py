@@ -1,7 +1,7 @@
 """What a run knows of its model, for the model's card."""
 
-import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 
@@ -9,7 +9,6 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.extras.outputs.card import Evaluated, TrainingData
-from looplib.files import is_remote
 from looplib.loop.loops import Loops
 from looplib.report import run_json
 from looplib.report.reporter import Reporter
@@ -17,6 +16,9 @@ from looplib.report.writers import Setting
 
 _PLACES = frozenset({"model_dir", "local_dir", "export", "predictions", "config_file", "tpu"})  # of one machine
 _ALWAYS = frozenset({"global_batch_size", "train_steps", "seed"})  # also those that are defaults
+_PLAIN = re.compile(r"[\w.+, ()\[\]'=-]{1,200}")
+_NUMBERS_OF_HOST = re.compile(r"\d+\.\d+\.\d+")
+_SECRET = re.compile(r"(?i)auth|pass|pwd|secret|token$|credential|cookie|e?mail|user|\bhost|address")
 _OF_THE_JOB = frozenset({"mode", "export_averages", "export_formats", "export_license", "checkpoint"})
 
 
@@ -62,7 +64,10 @@ def settings(checkpointer: Checkpointer, reporter: Reporter) -> dict[str, Settin
     return {
         name: value
         for name, value in found.items()
-        if name not in _PLACES | _OF_THE_JOB and value not in ("None", "") and not _is_place(value)
+        if name not in _PLACES | _OF_THE_JOB
+        and value not in ("None", "")
+        and _is_plain(value)
+        and not _SECRET.search(name)
     }
 
 
@@ -73,5 +78,6 @@ def versions() -> dict[str, str]:
     return found | {module.__name__: module.__version__ for module in modules}
 
 
-def _is_place(value: Setting) -> bool:
-    return isinstance(value, str) and (os.path.isabs(value) or value.startswith("~") or is_remote(value))
+def _is_plain(value: Setting) -> bool:
+    """Returns whether a value is a number or names, and not a text that may have a path, an address or a secret."""
+    return not isinstance(value, str) or bool(_PLAIN.fullmatch(value) and not _NUMBERS_OF_HOST.search(value))

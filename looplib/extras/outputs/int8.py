@@ -94,7 +94,7 @@ def quantize(saved_model: str, samples: ModelInputs | None) -> tuple[bytes, str,
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
     if samples is None:
         return converter.convert(), "dynamic range", ""
-    batches = samples.first(MOST_CALIBRATION).batches
+    batches = samples.of_one_size(MOST_CALIBRATION).batches  # the converter takes no others
     if not all(_is_finite(value) for inputs in batches for value in inputs.values()):  # the converter may crash
         return (*quantize(saved_model, None)[:2], "the examples for the ranges have numbers that are not finite")
     converter.representative_dataset = lambda: iter(batches)

@@ -204,18 +204,23 @@ class Parts:
     def _write_int8(self, name: str) -> None:
         samples = self._what.samples
         found, reason = (None, samples) if isinstance(samples, str) else (samples, "")
+        place, inputs = os.path.join(self._folder, SAVED_MODEL), {k: one.numpy() for k, one in self._inputs.items()}
         try:
-            content, kind, refused = int8.quantize(os.path.join(self._folder, SAVED_MODEL), found)
-            runner = _runner(content)
-            outputs = int8.compare(self._serve, runner, found.batches if found else ())
-            inputs = {key: tensor.numpy() for key, tensor in self._inputs.items()}
-            computed, expected = runner(**inputs), self._serve(**self._inputs)
+            content, kind, refused = int8.quantize(place, found)
+            try:
+                computed = _runner(content)(**inputs)
+            except (RuntimeError, ValueError) as error:  # the interpreter may not take what the converter makes
+                content, kind, _ = int8.quantize(place, None)
+                computed = _runner(content)(**inputs)
+                refused = refused or f"TensorFlow's interpreter does not take the whole model ({gist(error)})"
+            outputs = int8.compare(self._serve, _runner(content), found.batches if found else ())
+            expected = self._serve(**self._inputs)
         except Exception as error:  # the converter's errors have many types
             self._leave_out(name, f"TensorFlow's converter does not take it ({_of_converter(error)})")
             return
         self.differences[name] = difference([computed[key] for key in expected], list(expected.values()))
         files.write_whole(os.path.join(self._folder, name), content, durable=False)
-        calibrated = found.first(int8.MOST_CALIBRATION).examples if found and kind == "integer" else 0
+        calibrated = found.of_one_size(int8.MOST_CALIBRATION).examples if found and kind == "integer" else 0
         split, examples = (found.split, found.examples) if found else ("", 0)
         self.int8 = Int8Cost(kind, refused or reason, split, examples, calibrated, outputs)
 

@@ -42,6 +42,11 @@ class ModelInputs:
         """Returns the first of them, at most so many."""
         return ModelInputs(self.split, list(_cut(self.batches, most)))
 
+    def of_one_size(self, most: int) -> "ModelInputs":
+        """Returns the first of them, at most so many, without batches of another size than the first one."""
+        batches = self.first(most).batches
+        return ModelInputs(self.split, [batch for batch in batches if _rows(batch) == _rows(batches[0])])
+
 
 def _rows(batch: Inputs) -> int:
     return next(iter(batch.values())).shape[0]

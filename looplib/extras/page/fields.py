@@ -16,8 +16,8 @@ FIELDS = {
     "loop, engines": "The value of `--loop`, and what `auto` has chosen.",
     "started, restarts, rollbacks": "When the first start was, and how many restarts and rollbacks there were.",
     "restored_from": "The checkpoint that the newest start began with.",
-    "starts": "Each start, with these fields; `changed` has the settings that differ from the start before, `note` what "
-    "the launcher says (how many workers, and why), `rollbacks` and `notices` what happened in it.",
+    "starts": "Each start, with these fields; `changed` has the settings that differ from the start before, `note` "
+    "what the launcher says (how many workers, and why), `rollbacks` and `notices` what happened in it.",
     "error, traceback": "Of a start that failed.",
     "console": "Why something that was printed is lost.",
 }

@@ -57,12 +57,18 @@ def recompute(player: Player, weights: str, steps: int) -> dict[str, np.ndarray]
             reason = "the data ends there" if ran.finite else "a value in it is not finite"
             raise ReplayError(f"batch {number} of {steps} cannot be used: {reason}; give another --statistics_steps")
         for total, variable in zip(sums, statistics):
-            total += as_array(variable).astype(np.float64)
+            total += _over_replicas(variable)
         for variable, value in zip(others, before):
             variable.assign(value)
     keys = _keys(state, weights)
     values = [(total / steps).astype(variable.dtype.as_numpy_dtype) for total, variable in zip(sums, statistics)]
     return {keys[id(variable)]: value for variable, value in zip(statistics, values)}
+
+
+def _over_replicas(variable: tf.Variable) -> np.ndarray:
+    """Returns the mean over the replicas, each of which has seen its part of the batch."""
+    parts = variable.values if isinstance(variable, tf.distribute.DistributedValues) else (variable,)
+    return np.mean([as_array(part).astype(np.float64) for part in parts], axis=0)
 
 
 def _normalizes(layer: Any) -> bool:

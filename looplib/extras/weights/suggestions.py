@@ -50,23 +50,52 @@ def suggest(there: Shapes, here: Shapes, others: Iterable[str]) -> Rules:
       here: the variables that take none.
       others: the names of all other values, which the rules must not touch.
     """
-    if not there or not here or max(len(there), len(here)) > _MOST:
+    names = {*there, *others}
+    if max(len(there), len(here)) > _MOST:
         return {}
+    pairs: list[Suggestion] = []
+    while found := _with_their_layers(_pairs(there, here), there, here):  # what is left may fit one alone
+        pairs += found
+        there = {name: shape for name, shape in there.items() if name not in {pair.there for pair in found}}
+        here = {name: shape for name, shape in here.items() if name not in {pair.here for pair in found}}
+    return _as_rules(pairs, names)
+
+
+def _pairs(there: Shapes, here: Shapes) -> list[Suggestion]:
+    """Returns the values and variables each of which is the only best partner of the other."""
     forward = {name: _best(name, there[name], here, _form) for name in there}
     backward = {
         name: _best(name, here[name], there, lambda one, shape, other, of: _form(other, of, one, shape))
         for name in here
     }
-    pairs = [
+    return [
         pair for name, pair in forward.items() if pair and backward.get(pair.here) and backward[pair.here].there == name
     ]
-    return _as_rules(pairs, {*there, *others})
+
+
+def _with_their_layers(pairs: list[Suggestion], there: Shapes, here: Shapes) -> list[Suggestion]:
+    """Adds the values beside one that was paired, such as a bias, which alone may fit many."""
+    layers = {_layer(pair.here): _layer(pair.there) for pair in pairs}
+    done = {pair.here for pair in pairs} | {pair.there for pair in pairs}
+    beside = groups((name for name in there if name not in done), _layer)
+    added = []
+    for name in here:
+        if name not in done and _layer(name) in layers:
+            found = [_form(one, there[one], name, here[name]) for one in beside.get(layers[_layer(name)], ())]
+            added += fitting if len(fitting := [one for one in found if one]) == 1 else []
+    return pairs + added
+
+
+def _layer(name: str) -> str:
+    return re.split(r"[./](?=[^./]*$)", name)[0]
 
 
 def _form(there: str, shape: tuple[int | None, ...], here: str, of: tuple[int | None, ...]) -> Suggestion | None:
     """Returns how a value would be in the form of a variable; None if it does not fit."""
     if _last(there) != _last(here) and not there.rpartition("/")[2].isdigit():
         return None
+    if here.endswith("kernel") and "embed" in "".join(_parts(there)[-2:]):
+        return None  # a table of embeddings fits a small kernel by chance
     axes = ()
     if there.endswith("weight") and here.endswith("kernel"):
         axes = _OF_PYTORCH.get(len(shape), ())

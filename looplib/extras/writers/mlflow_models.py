@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 
 from absl import logging
@@ -17,7 +18,8 @@ VARIABLE = "MLFLOW_REGISTERED_MODEL"  # of the environment: the name in the regi
 def register(directory: str, export: str, step: int) -> None:
     """Copies an export into the tracked run of its training, and registers it as a new version of the model.
 
-    What fails is a warning, because the export itself is complete.
+    Each version has a folder of its own, as two exports of a step may have other weights and files. What fails is a
+    warning, because the export itself is complete.
 
     Args:
       directory: the run directory, which has the id of the tracked run.
@@ -35,7 +37,7 @@ def register(directory: str, export: str, step: int) -> None:
         )  # fmt: skip
         return
     try:
-        client, place = open_client(directory, os.environ.get(_ADDRESS)), f"export/step-{step}"
+        client, place = open_client(directory, os.environ.get(_ADDRESS)), f"export/step-{step}-{secrets.token_hex(4)}"
         with _everywhere(client.tracking_uri):
             client.log_artifacts(run, export, place)
             if not client.search_registered_models(f"name = '{name}'"):

@@ -288,7 +288,9 @@ def test_an_export_is_registered_in_mlflow_if_that_is_asked_for(monkeypatch, tmp
     (run,) = {version.run_id for version in versions}
     assert run == (tmp_path / "run" / "mlflow.id").read_text().strip()
     place = pathlib.Path(client.get_model_version_download_uri("toy", "1").removeprefix("file://"))
-    assert (place / "README.md").read_bytes() == pathlib.Path(path, "README.md").read_bytes()
+    assert place.name != pathlib.Path(client.get_model_version_download_uri("toy", "2")).name  # files are never mixed
+    texts = {pathlib.Path(path, "README.md").read_bytes(), (tmp_path / "run/export/step-2/README.md").read_bytes()}
+    assert (place / "README.md").read_bytes() in texts
 
 
 def test_numbers_that_are_not_finite_decide_no_range_and_are_no_part_of_the_cost(tmp_path):
@@ -304,6 +306,19 @@ def test_numbers_that_are_not_finite_decide_no_range_and_are_no_part_of_the_cost
     assert content and kind == "dynamic range" and "not finite" in reason
     (cost,) = int8.compare(lambda x: {"y": model(x)}, lambda x: {"y": model(x).numpy() + 0.5}, [{"x": x}]).values()
     assert cost.left_out == 1 and cost.mean == pytest.approx(0.5, rel=1e-5) and cost.same_class == 1.0
+
+
+def test_the_ranges_come_from_batches_of_one_size_as_the_converter_takes_no_others(tmp_path):
+    inputs = [keras3.Input((4,), name="a"), keras3.Input((4,), name="b")]
+    joined = keras3.layers.Concatenate()([keras3.layers.Dense(3)(one) for one in inputs])
+    model = keras3.Model(inputs, keras3.layers.Dense(2)(joined))
+    specs = [tf.TensorSpec([None, 4], name=name) for name in "ab"]
+    signature = tf.function(lambda a, b: {"y": model([a, b])}).get_concrete_function(*specs)
+    tf.saved_model.save(model, str(tmp_path / "saved"), signatures=signature)
+    rows = np.random.default_rng(0).normal(size=(150, 4)).astype("float32")
+    samples = ModelInputs("eval", [{"a": part, "b": part} for part in np.split(rows, [48, 96, 144])])
+    assert int8.quantize(str(tmp_path / "saved"), samples)[1:] == ("integer", "")
+    assert samples.of_one_size(int8.MOST_CALIBRATION).examples == 96
 
 
 @pytest.mark.slow

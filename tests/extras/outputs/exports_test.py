@@ -321,6 +321,17 @@ def best(folder, steps, directory=None):
         controller.train_and_evaluate(steps, 2)
 
 
+def test_a_finished_run_that_starts_again_leaves_its_exports_as_they_are(tmp_path):
+    best(tmp_path, 4)
+    made = tmp_path / "export" / "step-4" / "export.json"
+    before = made.stat().st_mtime_ns, made.stat().st_ino
+    best(tmp_path, 4)
+    assert (made.stat().st_mtime_ns, made.stat().st_ino) == before
+    with toy.controller(None, toy.Regression(), model_dir=tmp_path) as controller:
+        with pytest.raises(looplib.UsageError, match="is in the export"):
+            controller.export(made.parent / "mine" / "own")
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
     """A run whose best export is that of step 4."""

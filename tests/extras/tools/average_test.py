@@ -8,6 +8,7 @@ import averaged
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import make_strategy, more
 
 import looplib
 from looplib.__main__ import main
@@ -29,11 +30,11 @@ def of(model, name):
     return [np.float64(one) for one in model.get_layer(name).get_weights()]
 
 
-def in_numpy(model):
-    """The means and variances that the batches have before each normalization, on average over the batches."""
+def in_numpy(model, size=averaged.BATCH):
+    """The means and variances that batches of a size have before each normalization, on average over the batches."""
     found = {"norm_1": [], "norm_2": []}
-    for number in range(STEPS):
-        x = averaged.X[number * averaged.BATCH : (number + 1) * averaged.BATCH].astype(np.float64)
+    for number in range(STEPS * averaged.BATCH // size):
+        x = averaged.X[number * size : (number + 1) * size].astype(np.float64)
         for dense, norm in (("first", "norm_1"), ("second", "norm_2")):
             kernel, bias = of(model, dense)
             x = x @ kernel + bias
@@ -51,18 +52,24 @@ def read(folder, family="keras"):
     return net.model
 
 
-def test_statistics_are_computed_for_other_weights_from_the_first_batches_as_in_numpy(tmp_path):
+@pytest.mark.parametrize(
+    "name, family", [("default", "keras"), ("mirrored_x2", "keras"), *more([("mirrored_x2", "tf_keras")])]
+)
+def test_statistics_are_computed_for_other_weights_from_the_first_batches_as_in_numpy(name, family, tmp_path):
+    strategy = make_strategy(name)
     for steps in (16, 20):  # the weights of step 16, in the run of step 20
+        with strategy.scope():
+            net = averaged.Net(averaged.Config(family))
         with looplib.Controller(
             looplib.RunConfig(global_batch_size=averaged.BATCH, steps_per_loop=4),
-            trainer=averaged.Net(averaged.Config()), model_dir=tmp_path, writers=[],
+            trainer=net, strategy=strategy, model_dir=tmp_path, writers=[],
         ) as controller:  # fmt: skip
             controller.train(steps)
             player = Player(controller, None, averaged.BATCH)
             path = str(tmp_path / "checkpoints" / "ckpt-16")
             found = normalization.recompute(player, path, STEPS) if steps == 20 else {}
-    model = read(tmp_path)
-    for name, expected in in_numpy(model).items():
+    model = read(tmp_path, family)
+    for name, expected in in_numpy(model, averaged.BATCH // strategy.num_replicas_in_sync).items():
         for kind, value in zip(("moving_mean", "moving_variance"), expected):
             (of_layer,) = (values for key, values in found.items() if kind in key and len(values) == len(value))
             np.testing.assert_allclose(of_layer, value, rtol=1e-4, atol=1e-5, err_msg=name)

@@ -10,6 +10,7 @@ from written import by_path, filled, same, write_safetensors
 
 import looplib
 from looplib.__main__ import main as cli
+from looplib.extras.weights.suggestions import suggest
 
 
 class Trainer(looplib.GradientTrainer):
@@ -108,6 +109,22 @@ def test_the_rules_suggested_for_bert_agree_with_those_by_hand(tmp_path, capsys)
     ]
     assert all(one or other for one, other in zip(equal, untouched)) and sum(equal) > 20
     assert cli(["weights", str(tmp_path / "by_hand.yaml"), "--to", run]) == 0
+
+
+def test_a_table_of_embeddings_is_no_kernel_and_a_bias_comes_with_its_kernel():
+    there = {
+        "bert.token_type_embeddings.weight": (2, 4),
+        "bert.one.weight": (3, 5),
+        "bert.one.bias": (3,),
+        "x.bias": (3,),
+    }
+    here = {"classifier/kernel": (4, 2), "one/kernel": (5, 3), "one/bias": (3,), "other/bias": (3,)}
+    rules = suggest(there, here, ())
+    assert {pattern: rule if isinstance(rule, str) else rule.to for pattern, rule in rules.items()} == {
+        r"^bert\.one\.weight$": "one/kernel",
+        r"^bert\.one\.bias$": "one/bias",
+        r"^x\.bias$": "other/bias",
+    }
 
 
 def test_nothing_is_suggested_where_two_fit(tmp_path, capsys):
