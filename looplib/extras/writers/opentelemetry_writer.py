@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import logging
+import math
 import os
 import socket
 import threading
@@ -10,7 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from looplib.errors import WriterError
 from looplib.extras.writers.tracked import how_it_ended, name_of
+from looplib.messages import gist
 from looplib.report import clock
 from looplib.report.progress import Progress
 from looplib.report.writers import Setting, Writer
@@ -66,6 +69,9 @@ class OpenTelemetryWriter(Writer):
 
     Args:
       directory: the run directory.
+
+    Raises:
+      UsageError: if one of the variables has a value that cannot be used.
     """
 
     def __init__(self, directory: str) -> None:
@@ -87,9 +93,14 @@ class OpenTelemetryWriter(Writer):
                "process.pid": os.getpid()}  # fmt: skip
         resource = Resource.create(own).merge(OTELResourceDetector().detect())  # the environment counts more
         self._spans = TracerProvider(resource=resource, shutdown_on_exit=False)  # the process ends without a wait
-        self._spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        try:
+            self._spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+            reader = PeriodicExportingMetricReader(OTLPMetricExporter())
+        except ValueError as error:
+            raise WriterError(
+                f"OpenTelemetry refuses an environment variable: {gist(error)}; see those that begin with OTEL_"
+            ) from error
         self._tracer = self._spans.get_tracer("looplib")
-        reader = PeriodicExportingMetricReader(OTLPMetricExporter())
         self._gauges_of = MeterProvider([reader], resource, shutdown_on_exit=False)
         meter = self._gauges_of.get_meter("looplib")
         self._metric: metrics.Gauge = meter.create_gauge("looplib.metric", description="The newest value of a metric.")
@@ -122,7 +133,8 @@ class OpenTelemetryWriter(Writer):
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Takes metrics."""
         for name, value in metrics.items():
-            self._metric.set(value, {"split": split, "name": name})
+            if math.isfinite(value):  # the SDK takes no others
+                self._metric.set(value, {"split": split, "name": name})
 
     def progress(self, progress: Progress | None) -> None:
         """Takes where the training stands; ends the trace with the training."""

@@ -33,7 +33,7 @@ from looplib.health.preemption import notice as preemption
 
 SMALL = ("--config.state_mb=0.01", "--checkpoint_interval=1000000", "--mode=train", "--steps_per_loop=5")
 SLOW = "--config.slow_step=0.05"
-NO_PROXY = {name: "http://127.0.0.1:9" for name in ("http_proxy", "HTTP_PROXY", "all_proxy")}  # nobody is there
+DEAD_PROXIES = {name: "http://127.0.0.1:9" for name in ("http_proxy", "HTTP_PROXY", "all_proxy")}  # nobody is there
 SOON = datetime.datetime(2031, 5, 6, 7, 8, 9, tzinfo=datetime.timezone.utc)
 ISO = "2031-05-06T07:08:09+00:00"
 
@@ -74,7 +74,7 @@ def preempted_by(server, source):
 def test_a_notice_ends_a_run_saved_and_the_run_and_its_status_tell_of_it(nursery, server, tmp_path, capsys):
     run = tmp_path / "run"
     life = nursery.life(run, *SMALL, SLOW, "--train_steps=100000", "--loop=eager", "--config.noisy=False",
-                        "--notices=gcp", environment={**server.environment, **NO_PROXY})  # fmt: skip
+                        "--notices=gcp", environment={**server.environment, **DEAD_PROXIES})  # fmt: skip
     until(lambda: steps_of(run)[-1:] >= [5] or life.ended())
     said = time.time()
     preempted_by(server, "gcp")
@@ -101,7 +101,7 @@ def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, 
     assert life.code() == 0, life.output()
     environment = {
         **server.environment,
-        **NO_PROXY,
+        **DEAD_PROXIES,
         "SLURM_JOB_ID": "47",
         "SLURM_JOB_END_TIME": f"{SOON.timestamp():.0f}",
     }
@@ -125,6 +125,25 @@ def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, 
     result = compare(whole, run)
     assert result.differences == [] and result.examples and result.records == 40
     assert json.loads((run / "run.json").read_text())["restarts"] == 2
+
+
+@pytest.mark.slow
+def test_a_server_that_drips_and_cuts_its_answers_delays_a_notice_and_no_step(nursery, server, tmp_path):
+    run = tmp_path / "run"
+    server.misbehave = metadata_servers.drip
+    flags = [*SMALL, SLOW, "--train_steps=100000", "--notices=gcp", "--notices=aws"]
+    life = nursery.life(run, *flags, environment=server.environment)
+    until(lambda: steps_of(run)[-1:] >= [20] or life.ended())
+    server.misbehave = metadata_servers.cut
+    until(
+        lambda: server.asked.count("/latest/api/token") >= 2 or life.ended(), 30
+    )  # the first answer is given up after 10 s
+    assert not life.ended(), life.output()
+    server.misbehave = None
+    preempted_by(server, "aws")
+    assert life.code() == 75, life.output()
+    assert "ended by the notice of aws (terminate, seen " in life.output()
+    assert [life.output().count(f"--notices={name}: ") for name in ("gcp", "aws")] == [1, 1]
 
 
 @pytest.mark.slow

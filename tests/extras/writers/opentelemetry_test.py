@@ -14,7 +14,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.errors import PluginError
+from looplib.errors import PluginError, WriterError
 from looplib.extras.writers import opentelemetry_writer, registered
 from looplib.report import clock
 from looplib.report.records import read_jsonl
@@ -220,6 +220,15 @@ def test_a_binary_sends_from_the_start_of_its_process_and_says_how_it_ended(nurs
     assert life.code() == 75, life.output()
     (span,) = (span for span in collector.spans if span.name == "training")
     assert texts(span.attributes)["looplib.status"] == "preempted" and collector.named("restore")
+
+
+def test_a_variable_that_cannot_be_used_is_refused(monkeypatch):
+    for name, value in {"OTEL_METRIC_EXPORT_INTERVAL": "0", "OTEL_BSP_MAX_QUEUE_SIZE": "-1"}.items():
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            with pytest.raises(WriterError, match="OpenTelemetry refuses an environment variable: .*OTEL_"):
+                registered.opentelemetry("/nowhere")
+    assert clock.observers == []
 
 
 def test_without_its_packages_the_writer_says_what_to_install(monkeypatch):
