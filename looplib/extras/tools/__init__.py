@@ -28,5 +28,6 @@ Names that other rooms may use, by file:
     status: none
     step_view: none
     tasks: none
+    worker_numbers: none
     xla: none
 """
