@@ -11,7 +11,6 @@ from typing import Any
 from absl import logging
 
 from looplib import files, folders, plugins
-from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
 from looplib.messages import whole_number
@@ -261,7 +260,7 @@ class ExportBest(_MetricWatcher):
         if event.step != self._began:
             return False
         there = float(os.path.isfile(os.path.join(path, "export.json")))
-        return bool(Workers(event.controller.loops["train"].strategy).gather(there)[0])  # as the chief sees it
+        return bool(event.controller.gather(there)[0])  # as the chief sees it
 
     def state(self) -> list[Any]:
         """See `Action`."""

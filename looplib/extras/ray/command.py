@@ -28,10 +28,10 @@ def add(tools: Any) -> None:
     text = "SPREAD (default, on different nodes), PACK (on few), STRICT_SPREAD or STRICT_PACK"
     parser.add_argument("--placement", default="SPREAD", help=text)
     parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for a place for all (default 600)")
-    parser.add_argument("--restarts", type=int, default=3, help="maximum number of restarts after failures (default 3)")
-    parser.add_argument(
-        "--backoff", type=float, default=1.0, help="seconds before the first restart, doubled at each (default 1)"
-    )
+    text = "maximum number of restarts in an hour after failures (default 3)"
+    parser.add_argument("--restarts", type=int, default=3, help=text)
+    text = "seconds before a restart, doubled for each after a start of less than a minute (default 1)"
+    parser.add_argument("--backoff", type=float, default=1.0, help=text)
     text = "seconds until the other workers are killed after a failure (default 30)"
     parser.add_argument("--grace", type=float, default=30.0, help=text)
     parser.set_defaults(tool=Command(_run, own_signals=True, has_verdict=True))

@@ -18,7 +18,8 @@ from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ClusterError, CommandError, PluginError, UsageError
 from looplib.extras.ray.actor import News, WorkerActor
 from looplib.extras.tools.children import Signals
-from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, exit_code, outcome, pause, say
+from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, exit_code, outcome, say
+from looplib.extras.tools.worker_numbers import RestartBudget
 
 _TICK = 0.1
 _LAST_GRACE = 5.0  # seconds after a second signal until all are killed
@@ -86,8 +87,8 @@ def run(
       address: of the cluster, such as "auto"; default the one that Ray finds, or else a new one on this machine.
         Without effect if this process is connected to one.
       place: what the node of each worker has to have.
-      restarts: how often all are started again after failures.
-      backoff: seconds before the first restart, doubled with each.
+      restarts: how often all are started again after failures in an hour.
+      backoff: seconds before a restart, doubled for each that follows a start of less than a minute.
       grace: seconds that the others have to end after a failure, until they are killed.
 
     Returns:
@@ -117,26 +118,27 @@ def run(
 
 
 def _with_restarts(launched: "_RayRun", signals: Signals, restarts: int, backoff: float, grace: float) -> int:
-    failures = preemptions = 0
+    failures, preemptions = RestartBudget(backoff), RestartBudget(backoff)
     while True:
+        began = time.monotonic()
         tasks = launched.attempt()
-        if signals.came and tasks is None:  # before all had a place
+        if tasks is None:  # a signal came before all had a place
             return EXIT_PREEMPTED
         code = exit_code(tasks, signals.came)
         if code == EXIT_DONE or signals.came:
             return code
-        how = outcome(tasks, grace)
+        how, now = outcome(tasks, grace), time.monotonic()
         if code == EXIT_PREEMPTED:
-            seconds, preemptions = pause(backoff, preemptions), preemptions + 1
+            seconds = preemptions.pause(sys.maxsize, now - began, now)
             say(f"{how}; restarting in {seconds:g} s from the newest checkpoint (not counted: all was saved)")
         else:
             final = cannot_succeed(tasks, launched.lines)
-            if final or failures == restarts:
+            seconds = None if final else failures.pause(restarts, now - began, now)
+            if seconds is None:
                 say(f"error: {how}{f'; {final}' if final else ''}")
                 return EXIT_FAILED
-            seconds, failures, preemptions = pause(backoff, failures), failures + 1, 0
-            say(f"{how}")
-            say(f"restarting in {seconds:g} s from the newest checkpoint (restart {failures} of {restarts})")
+            say(how)
+            say(f"restarting in {seconds:g} s from the newest checkpoint (restart {failures.used} of {restarts})")
         if signals.wait(seconds):
             return EXIT_PREEMPTED
 

@@ -312,9 +312,7 @@ def test_the_ranges_come_from_batches_of_one_size_as_the_converter_takes_no_othe
     inputs = [keras3.Input((4,), name="a"), keras3.Input((4,), name="b")]
     joined = keras3.layers.Concatenate()([keras3.layers.Dense(3)(one) for one in inputs])
     model = keras3.Model(inputs, keras3.layers.Dense(2)(joined))
-    specs = [tf.TensorSpec([None, 4], name=name) for name in "ab"]
-    signature = tf.function(lambda a, b: {"y": model([a, b])}).get_concrete_function(*specs)
-    tf.saved_model.save(model, str(tmp_path / "saved"), signatures=signature)
+    model.export(tmp_path / "saved", verbose=False)
     rows = np.random.default_rng(0).normal(size=(150, 4)).astype("float32")
     samples = ModelInputs("eval", [{"a": part, "b": part} for part in np.split(rows, [48, 96, 144])])
     assert int8.quantize(str(tmp_path / "saved"), samples)[1:] == ("integer", "")
