@@ -8,7 +8,7 @@ from typing import Any
 
 from looplib.checkpoint.policy import KeepRule
 from looplib.extras.trials.measuring import STEPS, Measured
-from looplib.extras.trials.saves import Plan, best_interval, kept
+from looplib.extras.trials.saves import RunPlan, best_interval, kept
 from looplib.report.progress import format_seconds
 
 DEFAULT_MTBF = 24 * 3600.0
@@ -46,7 +46,7 @@ class Forecast:
       notes: sentences about what the forecast leaves out.
     """
 
-    plan: Plan
+    plan: RunPlan
     measured: Measured
     steps_per_loop: int
     rules: Sequence[KeepRule]

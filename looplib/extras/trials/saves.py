@@ -12,7 +12,7 @@ _MOST_SAVES = 200_000  # of which each is an object
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What the settings ask a training to do after step `start`, up to step `end`.
 
     Attributes:

@@ -121,7 +121,7 @@ class TrialFlags(FlagPlugin):
         values = self._values
         mode, steps = values["mode"], self._end(controller)
         measured = measuring.measure(controller, watch, None if mode == "train" else values["eval_steps"])
-        plan = saves.Plan(
+        plan = saves.RunPlan(
             self._start,
             steps,
             values["checkpoint_interval"],

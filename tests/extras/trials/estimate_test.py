@@ -14,9 +14,10 @@ import looplib
 from looplib.errors import CheckError, FlagError, SettingError
 from looplib.extras.trials.forecast import Forecast, Timed
 from looplib.extras.trials.measuring import Measured
-from looplib.extras.trials.saves import Plan, best_interval, kept
+from looplib.extras.trials.saves import RunPlan, best_interval, kept
 from looplib.extras.trials.trial import TrialFlags
 from looplib.loop.schedule import Schedule
+from looplib.report.program import DIFF
 
 ROOT = pathlib.Path(__file__).parents[3]
 CASES = [
@@ -39,14 +40,14 @@ def boundaries(start, end, loop, save_every, evaluate_every):
 def test_saves_and_evaluations_are_those_of_the_schedule(start, end, loop, save_every, evaluate_every, evaluates):
     every = evaluate_every if evaluates else None
     due = boundaries(start, end, loop, save_every, every)
-    plan = Plan(start, end, save_every, every, evaluates)
+    plan = RunPlan(start, end, save_every, every, evaluates)
     assert plan.saves() == [each.step for each in due if each.save or each.evaluate or each.end]
     assert plan.evaluations == [each.step for each in due if each.evaluate or (each.end and evaluates)]
 
 
 def test_saves_by_time_count_from_the_last_save():
-    assert Plan(0, 100, 40).saves(15) == [15, 30, 40, 55, 70, 80, 95, 100]
-    assert Plan(0, 100, 40).saves(40) == [40, 80, 100]
+    assert RunPlan(0, 100, 40).saves(15) == [15, 30, 40, 55, 70, 80, 95, 100]
+    assert RunPlan(0, 100, 40).saves(40) == [40, 80, 100]
 
 
 @pytest.mark.parametrize("last, best, every", [(5, 0, None), (2, 1, None), (1, 3, 30), (3, 2, 10)])
@@ -94,13 +95,19 @@ def test_the_time_is_that_of_a_walk_through_the_schedule(start, end, loop, save_
             now = max(now + MEASURED.evaluation, free)
         if due.end and evaluates:
             now += MEASURED.evaluation
-    found = Forecast(Plan(start, end, save_every, every, evaluates), MEASURED, loop, ())
+    found = Forecast(RunPlan(start, end, save_every, every, evaluates), MEASURED, loop, ())
     assert found.seconds == pytest.approx(now)
 
 
 def test_disk_cost_and_saves_by_a_budget():
     found = Forecast(
-        Plan(0, 1000, 100, 500, True), MEASURED, 100, (looplib.KeepLast(3),), Timed(budget=0.05), mtbf=7200.0, price=9.0
+        RunPlan(0, 1000, 100, 500, True),
+        MEASURED,
+        100,
+        (looplib.KeepLast(3),),
+        Timed(budget=0.05),
+        mtbf=7200.0,
+        price=9.0,
     )
     assert found.saves == list(range(100, 1001, 100))  # one a second of training, which is what a loop takes
     assert (found.kept, found.other_bytes) == (3, 500 + 6 * 10 + 1 * 20)
@@ -116,46 +123,53 @@ def contents(folder):
     return {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in folder.rglob("*")}
 
 
-def test_an_estimate_leaves_no_trace_and_foretells_what_a_run_leaves(python, tmp_path):
-    def start(*more):
-        command = [python, "-m", "trainers.image_classification", "--config.model=mlp", f"--model_dir={tmp_path}/run"]
-        settings = ["--train_steps=90", "--steps_per_loop=10", "--eval_interval=20", "--keep_last=2", "--keep_every=50"]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TMPDIR": f"{tmp_path}/tmp"}
-        return subprocess.run(
-            [*command, *settings, "--checkpoint_interval=50", "--keep_best=eval/loss", *more],
-            capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300,
-        )  # fmt: skip
+def start(python, folder, *more):
+    settings = ["--train_steps=90", "--steps_per_loop=10", "--eval_interval=20", "--keep_last=2", "--keep_every=50"]
+    settings += ["--checkpoint_interval=50", "--keep_best=eval/loss"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TMPDIR": f"{folder}/tmp"}
+    (folder / "tmp").mkdir(exist_ok=True)
+    program = [python, "-m", "trainers.image_classification", "--config.model=mlp", f"--model_dir={folder}/run"]
+    return subprocess.run(
+        [*program, *settings, *more], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
+    )
 
+
+def test_an_estimate_leaves_no_trace_and_foretells_what_a_run_leaves(python, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
     (tmp_path / "tmp").mkdir()
     before = contents(tmp_path)
-    told = start(
-        "--estimate", "--price_per_hour=2", "--mtbf=12h", "--checkpoint_every=1h", "--alert=http://localhost:9"
-    )
+    flags = ["--estimate", "--price_per_hour=2", "--mtbf=12h", "--checkpoint_every=1h", "--alert=http://localhost:9"]
+    told = start(python, tmp_path, *flags)
     assert told.returncode == 0, told.stderr
     estimate = json.loads(told.stdout.splitlines()[-1])
     assert "estimate of the 90 steps after step 0" in told.stdout
     assert contents(tmp_path) == before
     assert (estimate["saves"], estimate["evaluations"], estimate["mtbf_seconds"]) == (6, 5, 12 * 3600)
 
-    ran = start()
+    ran = start(python, tmp_path)
     assert ran.returncode == 0, ran.stderr
     folder = tmp_path / "run" / "checkpoints"
     saved = sorted(int(path.stem[5:]) for path in folder.glob("*.commit"))
     assert len(saved) in (estimate["checkpoints_kept"] - 1, estimate["checkpoints_kept"])  # the best may be the last
     sizes = [sum(path.stat().st_size for path in folder.glob(f"ckpt-{step}.*")) for step in saved]
     assert sizes == pytest.approx([estimate["checkpoint_bytes"]] * len(saved), rel=0.01)
-    whole = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file()) - 4  # of the notes
-    others = whole - sum(path.stat().st_size for path in folder.rglob("*"))
+    whole = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file()) - len("mine")
+    others = whole - sum(path.stat().st_size for path in [*folder.rglob("*"), *(tmp_path / "run").glob(DIFF)])
     assert others == pytest.approx(estimate["other_bytes"], rel=0.25)  # the page and run.json say what was done
 
-    done = start("--estimate")
-    assert done.returncode == 1 and "the run is at step 90 already" in done.stderr.splitlines()[-1]
+
+@pytest.mark.slow
+def test_an_estimate_counts_from_the_newest_checkpoint_and_refuses_a_finished_run(python, tmp_path):
+    assert start(python, tmp_path).returncode == 0
     left = contents(tmp_path)
-    longer = start("--estimate", "--train_steps=150")
+    done = start(python, tmp_path, "--estimate")
+    assert done.returncode == 1 and "the run is at step 90 already" in done.stderr.splitlines()[-1]
+    longer = start(python, tmp_path, "--estimate", "--train_steps=150")
     assert longer.returncode == 0, longer.stderr
     assert "estimate of the 60 steps after step 90" in longer.stdout and contents(tmp_path) == left
+    endless = start(python, tmp_path, "--estimate", "--train_steps=-1")
+    assert endless.returncode == 1 and "--train_steps=-1" in endless.stderr.splitlines()[-1]
 
 
 VALUES = {
@@ -190,6 +204,6 @@ def test_a_trial_of_several_processes_and_two_trials_are_refused():
 
 def test_more_saves_than_can_be_counted_are_refused():
     with pytest.raises(CheckError, match="raise --checkpoint_interval"):
-        Plan(0, 10**9, 1).saves()
+        RunPlan(0, 10**9, 1).saves()
     with pytest.raises(CheckError, match="raise --eval_interval"):
-        _ = Plan(0, 10**9, 10**9, 1).evaluations
+        _ = RunPlan(0, 10**9, 10**9, 1).evaluations
