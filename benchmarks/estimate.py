@@ -1,7 +1,8 @@
-"""How well `--estimate` foretells a run: `python -m benchmarks.estimate`, about four minutes on two cores.
+"""How well `--estimate` foretells a run: `python -m benchmarks.estimate`, about six minutes on two cores.
 
-Each ready trainer is estimated, and then run with the same flags. The truth is the wall time of the run in `run.json`,
-which counts from the start of its process, and what is in its directory.
+Each ready trainer is estimated, run with the same flags, and estimated again, as other programs on the machine come and
+go. The truth is the wall time of the run in `run.json`, which counts from the start of its process, and the size of its
+directory. The error is that of the mean of both estimates.
 """
 
 import json
@@ -18,9 +19,9 @@ _RUNS = {
         "--keep_last=3",
     ),
     "language_model": (
-        "--train_steps=600",
+        "--train_steps=400",
         "--steps_per_loop=50",
-        "--eval_interval=300",
+        "--eval_interval=200",
         "--eval_steps=20",
         "--checkpoint_interval=100",
     ),
@@ -55,28 +56,31 @@ def measure(name, arguments, folder):
       folder: for its run directory.
     """
     directory = os.path.join(folder, name)
-    found = json.loads(run(name, *arguments, f"--model_dir={directory}", "--estimate").splitlines()[-1])
+    before = estimate(name, *arguments)
     run(name, *arguments, f"--model_dir={directory}")
+    after = estimate(name, *arguments)
     with open(os.path.join(directory, "run.json")) as file:
         spent = json.load(file)["seconds"]
-    training = found["seconds"] - found["start_seconds"] - found["compile_seconds"]
-    of_start = sum(spent.get(phase, 0.0) for phase in ("start", "compile", "restore"))
-    sizes = {
-        place: sum(os.path.getsize(os.path.join(place, file)) for file in files)
-        for place, _, files in os.walk(directory)
-    }
-    rows = (
-        ("time s", found["seconds"], spent["wall"]),
-        ("after start s", training, spent["wall"] - of_start),
-        ("disk MB", found["disk_bytes"] / 1e6, sum(sizes.values()) / 1e6),
-    )
-    for what, estimate, truth in rows:
-        print(f"{name:<22}{what:<15}{estimate:>9.1f}{truth:>9.1f}{estimate / truth - 1:>+9.1%}", flush=True)
+    trained = spent["wall"] - sum(spent.get(phase, 0.0) for phase in ("start", "compile", "restore"))
+    size = sum(os.path.getsize(os.path.join(place, file)) for place, _, files in os.walk(directory) for file in files)
+    for what, number, truth in (
+        ("time s", lambda each: each["seconds"], spent["wall"]),
+        ("after start s", lambda each: each["seconds"] - each["start_seconds"] - each["compile_seconds"], trained),
+        ("disk MB", lambda each: each["disk_bytes"] / 1e6, size / 1e6),
+    ):
+        one, two = number(before), number(after)
+        error = (one + two) / 2 / truth - 1
+        print(f"{name:<22}{what:<15}{one:>9.1f}{two:>9.1f}{truth:>9.1f}{error:>+9.1%}", flush=True)
+
+
+def estimate(name, *arguments):
+    """Returns the numbers of an estimate, see `forecast.Forecast.as_dict`."""
+    return json.loads(run(name, *arguments, "--estimate").splitlines()[-1])
 
 
 def main():
     """Prints a table of estimates, truths and errors."""
-    print(f"{'':<22}{'':<15}{'estimate':>9}{'truth':>9}{'error':>9}", flush=True)
+    print(f"{'':<22}{'':<15}{'before':>9}{'after':>9}{'truth':>9}{'error':>9}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for name, arguments in _RUNS.items():
             measure(name, arguments, folder)

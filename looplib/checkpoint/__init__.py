@@ -11,6 +11,6 @@ Names that other rooms may use, by file:
     names: groups, in_order, NamedVariable, LiveVariables, NameNormalizer, SavedVariables
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     recorded: RecordedParts
-    restoring: check_contents, describe_differences, objects_of, peek
+    restoring: check_contents, contents_of, describe_differences, objects_of, peek
     saving: none
 """
