@@ -49,7 +49,7 @@ class FlagPlugin(abc.ABC):
         return ()
 
     def writers(self, values: Mapping[str, Any]) -> Sequence[Writer]:
-        """Returns the writers of a training, by default none; not called for a dry run."""
+        """Returns the writers of a training, by default none; not called for a trial."""
         return ()
 
 
@@ -77,7 +77,6 @@ FLAGS = (  # of the core
     Flag("tpu_spmd", bool, False, "Partitions each replica over its TPU cores (SPMD)."),
     Flag("join_limit", float, 60.0, "Seconds that a worker waits for the other workers to start."),
     Flag("num_virtual_devices", int, 1, "Number of replicas on one CPU.", least=1),
-    Flag("dry_run", bool, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),
     Flag("eval_interval", int, 1000, "Steps between evaluations.", least=1),
     Flag("eval_steps", int, -1, "Steps of each evaluation; -1 evaluates all data."),
     Flag("eval_timeout", float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import tensorflow as tf
 from absl import app, flags, logging
 
 from looplib import command_line, console, files, plugins, runtime
@@ -149,11 +148,9 @@ def _main(binary: _Binary, argv: Sequence[str]) -> None:
 
 
 def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> None:
-    preflight, replayer = (plugins.find("looplib.parts", name) for name in ("preflight", "replayer"))
+    preflight, replayer, trials = (plugins.find("looplib.parts", name) for name in ("preflight", "replayer", "trials"))
     values = session.values
-    if values["dry_run"]:
-        dry_run = plugins.load("looplib.parts", "dry_run")
-        redirected = dry_run.redirect(values["strategy"], values["mode"])
+    if redirected := trials.redirect(values) if trials else {}:
         session.temporary = redirected["model_dir"]
         values.update(redirected)
     config, others, text = binary.read()
@@ -173,7 +170,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     session.strategy = runtime.setup(**{name: values[name] for name in SETUP_FLAGS})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
-    session.controller = controller = _make_controller(binary, config, values, session.strategy)
+    session.controller = controller = _make_controller(binary, config, session)
     if preflight and preflight.requested():
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
@@ -187,9 +184,8 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     if replayer and replayer.requested():
         replayer.answer(controller, values["eval_interval"] if values["mode"] == "train_and_eval" else None)
         sys.exit(EXIT_DONE)
-    if values["dry_run"]:
-        dry_run.keep_inside(binary.actions)
-        session.tried = dry_run.try_out(controller)
+    if session.temporary:
+        session.tried = trials.try_out(controller, binary.actions)
     elif values["mode"] in binary.modes:
         _refuse_untrained(controller)
         binary.modes[values["mode"]](config, controller)
@@ -200,17 +196,16 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     controller.close()
 
 
-def _make_controller(
-    binary: _Binary, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy
-) -> Controller:
+def _make_controller(binary: _Binary, config: Any, session: Session) -> Controller:
+    values, strategy = session.values, session.strategy
     asked = command_line.flag_plugins() if values["mode"] in TRAINING_MODES else ()
-    writers = [writer for plugin in asked if not values["dry_run"] for writer in plugin.writers(values)]
+    writers = [writer for plugin in asked if not session.temporary for writer in plugin.writers(values)]
     with strategy.scope():
         built = binary.build(config)
     if not isinstance(built, tuple) or len(built) != 2:
         raise TaskError(f"build returned a {type(built).__name__}; expected (trainer, evaluator), or (trainer, None)")
     trainer, evaluator = built
-    if evaluator is None and (values["dry_run"] or not flags.FLAGS["mode"].present):
+    if evaluator is None and (session.temporary or not flags.FLAGS["mode"].present):
         values["mode"] = "train"
     mode = values["mode"]
     if mode not in ("train", "export") and evaluator is None:
@@ -232,7 +227,7 @@ def _make_controller(
     controller.report.settings.flags = values | phases
     if controller.report.path:  # a controller with a trainer may only export
         controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
-    records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
+    records_program = controller.is_chief and not session.temporary  # which is removed
     this_program = plugins.find("looplib.parts", "this_program") if records_program else None
     controller.report.program = this_program() if this_program else None
     controller.report.settings.defaults = {

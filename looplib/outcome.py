@@ -105,8 +105,8 @@ class Session:
       strategy: None until it is made.
       controller: None until it is built.
       earlier: `run.json` as it was before this process.
-      temporary: the run directory of a dry run, which is removed at the end.
-      tried: the last line of a dry run that went well.
+      temporary: the run directory of a trial, such as a dry run, which is removed at the end.
+      tried: the last lines of a trial that went well.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -215,6 +215,12 @@ FAULTS = [
           "if not self._said and next(rest, None) is not None:", "if False:", "python_data"),
     Fault("an export writes into no folder of the run", "extras/outputs/new_folder.py",
           "if parts[0] in written and", "if False and", "extras/outputs/export_formats"),
+    Fault("an estimate counts the saves before evaluations", "extras/trials/saves.py",
+          "found = sorted({*by_steps, *self.evaluations, self.end})", "found = sorted({*by_steps, self.end})", "estimate"),
+    Fault("an estimate leaves the run directory as it is", "extras/trials/trial.py",
+          'changed = {"model_dir": folder,', 'changed = {"model_dir": values["model_dir"],', "estimate"),
+    Fault("run.json has the goodput of all starts", "report/run_json.py",
+          "goodput(starts) if goodput else None", "goodput([own]) if goodput else None", "goodput"),
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypedDict, runtime_checkable
 import numpy as np
 from absl import logging
 
-from looplib import console, files, folders
+from looplib import console, files, folders, plugins
 from looplib.cluster import peers
 from looplib.errors import Preempted, UsageError
 from looplib.files import parse_json, read_text
@@ -342,6 +342,7 @@ class RunReport:
               for start in self._earlier.get("starts", [])),
             own,
         ])  # fmt: skip
+        goodput = plugins.find("looplib.parts", "goodput")
         earlier = self._earlier.get("metrics", {}) if self._earlier.get("step") == standing.step else {}
         content = {
             **ends,
@@ -355,6 +356,7 @@ class RunReport:
             "restarts": max(len(starts) - 1, self._earlier.get("restarts", -1) + 1),
             "started": starts[0].get("started"),
             "seconds": _added_up(self._earlier.get("seconds", {}), own["seconds"]),
+            "goodput": goodput(starts) if goodput else None,
             "starts": starts,
             **({"model": computation.model} if computation.model else {}),
             **({"speed": dataclasses.asdict(computation.speed)} if computation.speed else {}),

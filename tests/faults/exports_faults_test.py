@@ -15,7 +15,7 @@ from tampering import rewrite_run_state
 
 import looplib
 from looplib.errors import ExportError, UsageError
-from looplib.extras.tools import dry_run
+from looplib.extras.trials import dry_run
 
 __all__ = ["disk"]
 SMALL = ("--config.state_mb=0.01", "--loop=eager")

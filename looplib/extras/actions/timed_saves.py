@@ -47,7 +47,7 @@ class TimedSaves(Action):
             raise ActionError("TimedSaves needs one of every, a time such as '10m', and budget, a share such as 0.01")
         if budget is not None and not (isinstance(budget, (int, float)) and 0 < budget < 1):
             raise ActionError(f"the budget of TimedSaves is {budget!r:.100}; expected a share such as 0.01, for 1%")
-        self._every, self._budget, self._now = duration("every of TimedSaves", every), budget, now
+        self.every, self.budget, self._now = duration("every of TimedSaves", every), budget, now
         self._last = now()  # when the training began, or was saved last
         self._stops: collections.deque[float] = collections.deque(maxlen=_STOPS)  # seconds
         self._longest = 0.0
@@ -56,11 +56,11 @@ class TimedSaves(Action):
     @property
     def interval(self) -> float:
         """Seconds between two saves; 0 while their cost is not known."""
-        if self._budget is None:
-            return self._every
+        if self.budget is None:
+            return self.every
         if not self._stops:
             return 0.0
-        return max(statistics.median(self._stops) / self._budget, self._longest, _LEAST_SECONDS)
+        return max(statistics.median(self._stops) / self.budget, self._longest, _LEAST_SECONDS)
 
     def on_start(self, controller: Any) -> None:
         """Refuses a run without a directory; the time counts from here."""

@@ -43,7 +43,7 @@ class AlertFlags(FlagPlugin):
 
     def actions(self, values: Mapping[str, Any]) -> Sequence[Action]:
         """Returns the action that starts the process."""
-        if not values["alert"] or values["dry_run"]:
+        if not values["alert"] or values["dry_run"] or values["estimate"]:
             return ()
         return (WatchedBeside(values["alert"], values["alert_when"] or ()),)
 

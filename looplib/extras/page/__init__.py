@@ -9,7 +9,7 @@ Names that other rooms may use, by file:
     curves: none
     exports: none
     fields: none
-    goodput: none
+    goodput: as_report
     html: none
     marks: none
     phases: none

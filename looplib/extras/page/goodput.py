@@ -94,6 +94,12 @@ def goodput(starts: list[dict[str, Any]]) -> Goodput | None:
     return found if found.wall else None
 
 
+def as_report(starts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the `goodput` of `run.json`: `share` and `seconds`; None if it is not known, or nothing was trained."""
+    found = goodput(starts)
+    return {"share": round(found.share, 4), "seconds": found.seconds} if found and found.share else None
+
+
 def restored_step(start: dict[str, Any]) -> int | None:
     """Returns the step of the checkpoint that a start continued from; None for none."""
     found = re.search(r"ckpt-(\d{1,15})$", values.text(start.get("restored_from")))

@@ -9,7 +9,6 @@ Names that other rooms may use, by file:
     commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
     diff: none
-    dry_run: none
     example_checksum: none
     fitting: fitting
     export: none

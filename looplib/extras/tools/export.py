@@ -37,7 +37,14 @@ def export(
     """
     directory = os.path.abspath(directory)
     command, folder = recorded_run.command_of(recorded_run.report_of(directory), directory)
-    flags = [f"--model_dir={directory}", "--mode=export", "--strategy=auto", "--nodry_run", "--max_time="]
+    flags = [
+        f"--model_dir={directory}",
+        "--mode=export",
+        "--strategy=auto",
+        "--nodry_run",
+        "--noestimate",
+        "--max_time=",
+    ]
     check_export(formats.split(",") if formats else (), license)  # now, and not after the start of the program
     flags += [f"--checkpoint={checkpoint}", f"--export_formats={formats}", f"--export_averages={averages}"]
     flags += [f"--export_license={license}"]

@@ -185,7 +185,7 @@ class Replayable(Recorded):
 
     def _flags(self, debug: bool) -> list[str]:
         flags = self.report.get("flags", {})
-        found = ["--nodry_run", "--max_time=", "--verbosity=-1", "--trackers="]  # which write elsewhere
+        found = ["--nodry_run", "--noestimate", "--max_time=", "--verbosity=-1", "--trackers="]  # which write elsewhere
         found += ["--loop=graph"] * (self.engine != "graph")  # the one that can stand before any step
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
         # Python's debugger follows one thread, and each replica has its own.

@@ -1,9 +1,12 @@
 """Goodput: what `run.json` says of a simulated week with kills and rollbacks is what the simulation knows."""
 
 import datetime
+import json
 import random
 
 import pytest
+import toy
+from conftest import make_strategy
 
 from looplib.extras.page.goodput import goodput
 
@@ -126,3 +129,17 @@ def test_foreign_values_are_left_out():
     start = {"started": BEGIN.isoformat(), "step": "x", "points": [3, {"step": None}], "rollbacks": [{"step": 1}, 5],
              "seconds": {"train": 5.0, "wall": 5.0}}  # fmt: skip
     assert goodput([start, start]).seconds["other"] >= 0
+
+
+def test_a_run_report_has_the_goodput_of_all_its_starts(tmp_path):
+    for steps in (20, 40):
+        with toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path) as controller:
+            controller.train(steps)
+    report = json.loads((tmp_path / "run.json").read_text())
+    began, again = (datetime.datetime.fromisoformat(start["started"]).timestamp() for start in report["starts"])
+    wall = again - began + report["starts"][1]["seconds"]["wall"]
+    found = report["goodput"]
+    assert sum(found["seconds"].values()) == pytest.approx(wall, abs=1.1)  # a start is noted in whole seconds
+    trained = sum(start["seconds"]["train"] for start in report["starts"])
+    assert found["seconds"]["train"] == pytest.approx(trained, abs=0.01) and found["seconds"]["repeated"] == 0
+    assert found["share"] == pytest.approx(found["seconds"]["train"] / sum(found["seconds"].values()), abs=1e-3)

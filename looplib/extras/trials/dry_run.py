@@ -1,10 +1,7 @@
-"""A dry run: two steps of everything that a binary does, in a temporary directory that is removed."""
+"""A dry run: two steps of everything that a binary does."""
 
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
-
-from absl import flags
 
 from looplib.controller import Controller
 from looplib.errors import CheckError
@@ -12,38 +9,17 @@ from looplib.errors import CheckError
 _STEPS = 2
 
 
-def redirect(strategy: str, mode: str) -> dict[str, Any]:
-    """Points the flags of this process to a temporary run directory and to short intervals.
-
-    Args:
-      strategy: the value of --strategy.
-      mode: the value of --mode.
-
-    Returns:
-      dict from flag to its new value.
-
-    Raises:
-      UsageError: for several processes, which would not share the directory.
-    """
-    if strategy in ("multi_worker", "parameter_server"):
-        raise CheckError(
-            f"--dry_run tries the program in one process; leave out --strategy={strategy}, and give "
-            "--num_virtual_devices=2 for two replicas"
-        )
-    values = {
-        "model_dir": tempfile.mkdtemp(prefix="looplib-dry-run-"),
+def settings(mode: str) -> dict[str, Any]:
+    """Returns the flags of a dry run, by name, for a job of a mode."""
+    return {
         "mode": "train" if mode == "train" else "train_and_eval",
         "checkpoint": "final",
         "steps_per_loop": 1,
         "checkpoint_interval": 1,
     }
-    for name, value in values.items():  # a program's own settings may read the flags, and do not override these
-        flags.FLAGS[name].value = value
-        flags.FLAGS[name].present = 1
-    return values
 
 
-def keep_inside(actions: Iterable[Any]) -> None:
+def keep_inside(actions: Sequence[Any]) -> None:
     """Points actions that would write to a place of the user's to the temporary run directory."""
     from looplib.extras.actions.plateau import ExportBest  # here, because every start of a binary imports this file
 
