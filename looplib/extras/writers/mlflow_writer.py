@@ -114,10 +114,10 @@ def open_client(directory: str, uri: str | None) -> "mlflow.MlflowClient":
       directory: the run directory.
       uri: where MLflow keeps its runs; default files beside the run directory.
     """
-    if not uri:
+    uri = uri or pathlib.Path(directory).absolute().with_name("mlruns").as_uri()
+    if urllib.parse.urlsplit(uri).scheme in ("", "file"):
         # Files, which MLflow wants to be asked for: a run needs no database, and many may write at a time.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        uri = pathlib.Path(directory).absolute().with_name("mlruns").as_uri()
     import mlflow
 
     return mlflow.MlflowClient(_without_password(uri))
