@@ -167,8 +167,8 @@ def _warn_of_contents(objects: Mapping[str, Any], path: str) -> None:
     """Warns of the vocabularies and constants here, which only checkpoints of looplib can be compared with."""
     if names := list(contents_of(objects)):
         logging.warning(
-            "%s does not say with which vocabularies or constants its weights were trained; they are right only with "
-            "the same as here, of %s", path, join_names(names, most=4),
+            "%s does not say with which vocabularies or constants its weights were trained; check that they are equal "
+            "to those here, of %s", path, join_names(names, most=4),
         )  # fmt: skip
 
 
