@@ -13,7 +13,7 @@ import tempfile
 
 _RUNS = {
     "image_classification": (
-        "--train_steps=6000",
+        "--train_steps=3000",
         "--eval_interval=1000",
         "--checkpoint_interval=500",
         "--keep_last=3",
@@ -60,12 +60,13 @@ def measure(name, arguments, folder):
     run(name, *arguments, f"--model_dir={directory}")
     after = estimate(name, *arguments)
     with open(os.path.join(directory, "run.json")) as file:
-        spent = json.load(file)["seconds"]
-    trained = spent["wall"] - sum(spent.get(phase, 0.0) for phase in ("start", "compile", "restore"))
+        report = json.load(file)
+    spent = report["seconds"]
+    speed = report["step"] / sum(spent.get(phase, 0.0) for phase in ("train", "input", "report"))
     size = sum(os.path.getsize(os.path.join(place, file)) for place, _, files in os.walk(directory) for file in files)
     for what, number, truth in (
         ("time s", lambda each: each["seconds"], spent["wall"]),
-        ("after start s", lambda each: each["seconds"] - each["start_seconds"] - each["compile_seconds"], trained),
+        ("steps/s", lambda each: each["steps_per_second"], speed),
         ("disk MB", lambda each: each["disk_bytes"] / 1e6, size / 1e6),
     ):
         one, two = number(before), number(after)

@@ -170,7 +170,7 @@ class Session:
         if has_failed:
             _tf.log_errors_only()  # warnings as objects are deleted would come after the last line
             peers.current.announce_exit(how.code, how.sentence)  # ends here if another worker failed first
-            if self.page:
+            if self.page and not self.temporary:
                 print(f"looplib: the page of the run is {self.page}", file=sys.stderr)
         if how.line:
             print(how.line, file=sys.stdout if how.is_news else sys.stderr, flush=True)

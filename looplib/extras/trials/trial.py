@@ -85,11 +85,8 @@ class TrialFlags(FlagPlugin):
             raise FlagError(f"--estimate is for trainings, and --mode={values['mode']} does not train; leave it out")
         if values["continue_from"]:
             raise FlagError("--estimate measures from step 0 on; leave out --continue_from, which changes no number")
-        if 0 < values["train_steps"] <= self._start:
-            raise CheckError(
-                f"the run is at step {self._start} already, so that --train_steps={values['train_steps']} leaves no "
-                "step to estimate; give a higher number"
-            )
+        if values["train_steps"] > 0:
+            self._refuse_finished(values["train_steps"])
         self._values = values
 
     def actions(self, values: Mapping[str, Any]) -> Sequence[Action]:
@@ -156,8 +153,16 @@ class TrialFlags(FlagPlugin):
             )
         if length is None or 0 < asked <= int(length):
             return asked
+        self._refuse_finished(int(length))
         self._notes.append(f"the data ends after {int(length):,} steps")
         return int(length)
+
+    def _refuse_finished(self, end: int) -> None:
+        if end <= self._start:
+            raise CheckError(
+                f"the run is at step {self._start} already, and the training ends at step {end}, so that there is no "
+                "step to estimate; give a higher --train_steps"
+            )
 
     def _reached(self, model_dir: str | None) -> int:
         """Returns the step from which a run would continue."""
