@@ -17,8 +17,8 @@ from looplib.task.actions import Action, Event
 
 _FIRST, STEPS = 5, 20  # steps until the first measurement, which compile, and steps that are measured at least
 _STOPS = tuple(range(_FIRST, STEPS + 1, 3))
-_SAVE_AT = _STOPS[2]
-_LOOPS_SECONDS, _MOST_SECONDS = 5.0, 15.0  # of whole loops, and how long the least number of them may take
+_SAVE_AT = _STOPS[-2]  # so late that it disturbs one measurement alone
+_LOOPS_SECONDS, _MOST_SECONDS = 5.0, 30.0  # of whole loops, and how long the least number of them may take
 _LEAST_LOOPS, _MOST_LOOPS = 3, 5000
 _OF_STEPS = ("train", "input", "report", "other")  # phases of the clock
 _OF_EVALUATIONS = ("evaluate", "report", "other")
@@ -132,10 +132,9 @@ def measure(controller: Controller, watch: Stopwatch, eval_steps: int | None) ->
     save = clock.of("save") - watch.saved_before
     last_bytes = _size_of_others(folder)
     checkpoint_bytes = _size_of_checkpoint(commits.committed(os.path.join(folder, "checkpoints"))[0])
-    step = statistics.median(_each_step(watch.stops_seen))
-    reports = len(watch.reports_seen)
+    each_step, reports = list(_each_step(watch.stops_seen)), len(watch.reports_seen)
     report_bytes = float(last_bytes - first_bytes) / max(1, reports - 1)
-    size, loop = controller.steps_per_loop, step * controller.steps_per_loop
+    size, loop = controller.steps_per_loop, min(each_step) * controller.steps_per_loop  # the first steps are slower
     loops: list[float] = []
     if _LEAST_LOOPS * loop <= _MOST_SECONDS:
         count = min(_MOST_LOOPS, max(_LEAST_LOOPS, math.ceil(_LOOPS_SECONDS / loop)))
@@ -151,7 +150,7 @@ def measure(controller: Controller, watch: Stopwatch, eval_steps: int | None) ->
     return Measured(
         start=start,
         compiling=clock.of("compile"),
-        step=statistics.median(loops) if loops else step,
+        step=statistics.median(loops or each_step),
         loops=len(loops),
         evaluation=evaluation,
         first_save=first_save,
