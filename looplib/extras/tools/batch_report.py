@@ -2,14 +2,15 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from looplib import files
 from looplib.cluster import environment
 from looplib.command_line import FlagPlugin
 from looplib.errors import EXIT_PREEMPTED
-from looplib.extras.tools.worker_numbers import BATCH_FILE
+from looplib.extras.tools.worker_numbers import BATCH_FILE, REPORTED
+from looplib.task.actions import Action, Event
 
 
 class BatchReport(FlagPlugin):
@@ -31,3 +32,25 @@ class BatchReport(FlagPlugin):
             files.write_whole(path, f"{size}", durable=False)
         if size % len(cluster.workers):
             sys.exit(EXIT_PREEMPTED)
+
+    def actions(self, values: Mapping[str, Any]) -> Sequence[Action]:
+        """Returns the action that tells the launcher of the first report."""
+        path = os.environ.get(BATCH_FILE)
+        return (FirstReport(path),) if path and not values["dry_run"] else ()
+
+
+class FirstReport(Action):
+    """Tells the launcher of the first report: only after that are workers ended so that there can be more.
+
+    Args:
+      path: the file with the size of the global batch.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path, self._is_told = path, False
+
+    def __call__(self, event: Event) -> None:
+        """Makes the file, once."""
+        if not self._is_told and event.controller.is_chief:
+            files.write_whole(self._path + REPORTED, "", durable=False)
+        self._is_told = True

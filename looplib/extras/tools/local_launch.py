@@ -11,7 +11,7 @@ from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.tasks import say
-from looplib.extras.tools.worker_numbers import BATCH_FILE, RestartBudget, WorkerNumbers, read_batch
+from looplib.extras.tools.worker_numbers import BATCH_FILE, RestartBudget, WorkerNumbers, may_be_ended, read_batch
 from looplib.extras.tools.worker_processes import LaunchedStart, LaunchRules, hold_ports
 
 NOTE = "LOOPLIB_START_NOTE"  # of the environment: what `run.json` has about the start
@@ -76,8 +76,7 @@ def launch(
     rules = LaunchRules(grace, backoff, restarts or 0)
     numbers = WorkerNumbers(least, workers, grow_after)
     with console.guarded(), Signals() as signals, tempfile.TemporaryDirectory(prefix="looplib-launch-") as folder:
-        batch_file = os.path.join(folder, "global_batch_size")
-        return _Launch(command, parameter_servers, restarts, rules, numbers, signals, batch_file).run()
+        return _Launch(command, parameter_servers, restarts, rules, numbers, signals, folder).run()
 
 
 @dataclasses.dataclass
@@ -90,7 +89,8 @@ class _Launch:
     rules: LaunchRules
     numbers: WorkerNumbers
     signals: Signals
-    batch_file: str
+    folder: str  # for what the program says about itself
+    batch_file: str = ""  # of the newest start, in that folder
 
     def run(self) -> int:
         """Starts the processes until they are done, and returns the exit code.
@@ -134,6 +134,7 @@ class _Launch:
         """Starts some workers, and returns the start once they have ended."""
         servers = self.parameter_servers
         kinds = ["chief"] * bool(servers) + ["worker"] * count + ["ps"] * servers
+        self.batch_file = os.path.join(self.folder, f"{time.monotonic_ns()}")
         environment = {NOTE: " ".join(filter(None, [self._named(count), why]))}
         environment |= {BATCH_FILE: self.batch_file} if self._is_elastic else {}
         with hold_ports(len(kinds)) as ports:  # others for each start: a worker that hangs may still have its own
@@ -143,6 +144,7 @@ class _Launch:
             start = LaunchedStart(
                 self.command, spec, environment, self.rules, self.signals,
                 grows_at=self.numbers.grows_at(count), look=self._read_batch,
+                may_grow=lambda: may_be_ended(self.batch_file),
             )  # fmt: skip
             start.run()
         self._read_batch()

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import os
 
 from looplib import files
 from looplib.extras.tools import tasks
 
 BATCH_FILE = "LOOPLIB_LAUNCH_BATCH"  # of the environment: where the program writes the size of its global batch
+REPORTED = ".reported"  # after that name: a file that is there once the program has trained and reported
 _HOUR = 3600.0
 _SHORT = 60.0  # seconds; a start that has lasted shorter than this doubles the next pause
 _MOST_DOUBLINGS = 6
@@ -22,6 +24,15 @@ def read_batch(path: str) -> int | None:
         size = int(files.read_text(path, most=20))
         return size if size > 0 else None
     return None
+
+
+def may_be_ended(path: str) -> bool:
+    """Returns whether a program has steps to save; True also for one that has written nothing about itself.
+
+    Args:
+      path: the file with the size of its global batch.
+    """
+    return os.path.exists(path + REPORTED) or not os.path.exists(path)
 
 
 @dataclasses.dataclass

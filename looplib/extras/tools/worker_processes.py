@@ -85,6 +85,7 @@ class LaunchedStart:
       signals: those that the launcher gets, which are passed on.
       grows_at: when the workers are told to save and end, to make room for a start of more; by `time.monotonic`.
       look: called every tenth of a second.
+      may_grow: returns whether the workers have steps to save.
     """
 
     def __init__(
@@ -97,9 +98,16 @@ class LaunchedStart:
         *,
         grows_at: float | None = None,
         look: Callable[[], None] = lambda: None,
+        may_grow: Callable[[], bool] = lambda: True,
     ) -> None:
         self._command, self._spec, self._environment = command, spec, environment
-        self._rules, self._signals, self._grows_at, self._look = rules, signals, grows_at, look
+        self._rules, self._signals, self._grows_at, self._look, self._may_grow = (
+            rules,
+            signals,
+            grows_at,
+            look,
+            may_grow,
+        )
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[object, bytes] = {}  # lines, by pipe
         self._lines = tasks.TaskLines()
@@ -240,7 +248,7 @@ class LaunchedStart:
         elif self._told_at is not None and now > self._told_at + _LONGEST_SAVE:
             self._end()
         elif not ending and self._grows_at is not None and now > self._grows_at:
-            if all(task.code is None for task in self._tasks):
+            if all(task.code is None for task in self._tasks) and self._may_grow():
                 say("there is room for more workers: these save and end first")
                 self._told_at = now
                 self._tell()
