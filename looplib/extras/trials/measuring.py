@@ -18,7 +18,7 @@ from looplib.task.actions import Action, Event
 _FIRST, STEPS = 5, 20  # steps until the first measurement, which compile, and steps that are measured at least
 _STOPS = tuple(range(_FIRST, STEPS + 1, 3))
 _SAVE_AT = _STOPS[-2]  # so late that it disturbs one measurement alone
-_LOOPS_SECONDS, _MOST_SECONDS = 5.0, 30.0  # of whole loops, and how long the least number of them may take
+_LOOPS_SECONDS, _MOST_SECONDS = 3.0, 30.0  # of whole loops, and how long the least number of them may take
 _LEAST_LOOPS, _MOST_LOOPS = 3, 5000
 _OF_STEPS = ("train", "input", "report", "other")  # phases of the clock
 _OF_EVALUATIONS = ("evaluate", "report", "other")
