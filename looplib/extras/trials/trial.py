@@ -80,6 +80,8 @@ class TrialFlags(FlagPlugin):
         if price is not None and not (math.isfinite(price) and price >= 0):
             raise FlagError(f"--price_per_hour is {price}; expected a number of at least 0")
         if not values["estimate"]:
+            if price is not None or values["mtbf"] is not None:
+                raise FlagError("--price_per_hour and --mtbf are for --estimate; add it, or leave them out")
             return
         if values["mode"] not in TRAINING_MODES:
             raise FlagError(f"--estimate is for trainings, and --mode={values['mode']} does not train; leave it out")
