@@ -159,8 +159,8 @@ class Forecast:
             "save": f"{times}; {_times(saves)}",
             "time": f"{format_seconds(self.seconds)} to step {plan.end:,}",
             "checkpoint": _size(measured.checkpoint_bytes),
-            "disk": f"{_size(self.disk)}: up to {self.kept} checkpoint{'s' * (self.kept != 1)}, and {_size(self.other_bytes)} of metrics and "
-            f"events; {_size(self.most_disk)} while one is written",
+            "disk": f"{_size(self.disk)}: checkpoints (at most {self.kept}), and {_size(self.other_bytes)} of metrics "
+            f"and events; {_size(self.most_disk)} while one is written",
             "memory": f"{_size(measured.memory)} of this process at most",
             "best saves": f"every {format_seconds(self.best_seconds)} (--checkpoint_interval={self.best_steps}), for a "
             f"failure every {format_seconds(self.mtbf or DEFAULT_MTBF)}",
