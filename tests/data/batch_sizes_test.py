@@ -160,6 +160,7 @@ def test_sizes_that_vary_are_taken_as_they_are():
     assert set(train(Line(LARGE, varies=True))) == {"loss", "steps_per_second"}
 
 
+@pytest.mark.slow
 def test_where_no_metric_tells_the_size_the_input_does():
     class Total(Line):
         def step_fn(self, inputs):

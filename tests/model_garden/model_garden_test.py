@@ -298,6 +298,7 @@ def test_an_experiment_without_an_optimizer_is_a_sentence(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_names_of_all_experiments_are_known():
     names = model_garden.experiments()
     assert len(names) >= 35 and {"resnet_imagenet", "bert/pretraining", "wmt_transformer/large"} <= set(names)

@@ -372,6 +372,7 @@ def test_a_rollback_loses_no_summary_that_the_program_writes_after_it(tmp_path, 
     assert [step for step, _ in events(tmp_path / "train")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_rollback_within_a_process_leaves_each_step_once(tmp_path):
     board, jsonl = TensorBoardWriter(str(tmp_path)), JsonlWriter(str(tmp_path / "m.jsonl"))
     for attempt in range(12):  # within one second

@@ -88,6 +88,7 @@ def test_several_replicas_train_as_fit_on_one_device(name, keras):
     assert_as_in_fit(model, reports, (weights, history))
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_training_alone():
     alone, reports, _ = trained("cnn", keras3, "mirrored_x2", epochs=2, steps_per_loop=4)
     evaluated = reports["eval"][-1].metrics

@@ -260,6 +260,7 @@ def test_maintenance_of_gcp_ends_a_run_only_if_the_machine_is_not_moved(server):
     assert [(found.kind, found.ends) for found in GcpNotices().look()] == [("TERMINATE_ON_HOST_MAINTENANCE", True)]
 
 
+@pytest.mark.slow
 def test_servers_that_are_not_there_or_hang_or_announce_other_things_are_one_line_each_and_end_nothing(
     server, monkeypatch, caplog
 ):

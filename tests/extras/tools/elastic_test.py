@@ -50,6 +50,7 @@ class Elastic(Launched):
         return super().lives(name) if name.startswith("worker") else []
 
 
+@pytest.mark.slow
 def test_after_a_death_those_that_are_left_start_again_and_later_all(tmp_path):
     script = "if lives == 0:\n    die() if index == 1 else stay()\nif count == 2:\n    time.sleep(1000)\n"
     launched = Elastic(tmp_path, SAVES + script, workers=3, grow_after=5.0)  # time to note the second start

@@ -182,6 +182,7 @@ def overloaded(handler):
 
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("misbehave", [cut, refuse, overloaded, hang, None])
+@pytest.mark.slow
 def test_a_collector_that_is_down_slow_or_broken_changes_nothing_of_a_training(
     misbehave, collector, monkeypatch, tmp_path, caplog
 ):
