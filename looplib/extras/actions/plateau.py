@@ -252,15 +252,14 @@ class ExportBest(_MetricWatcher):
         *old, self._kept = *self._kept[: -self._number], self._kept[-self._number :]
         if event.controller.is_chief:
             for name in old:
-                if os.path.isfile(os.path.join(folder, name, "export.json")):  # else it is none
+                if _is_export(os.path.join(folder, name)):
                     folders.remove(folder, name)
 
     def _is_there(self, event: Event, path: str) -> bool:
         """Returns whether the step that a start begins with is exported, as when a finished run starts again."""
         if event.step != self._began:
             return False
-        there = float(os.path.isfile(os.path.join(path, "export.json")))
-        return bool(event.controller.gather(there)[0])  # as the chief sees it
+        return bool(event.controller.gather(float(_is_export(path)))[0])  # as the chief sees it
 
     def state(self) -> list[Any]:
         """See `Action`."""
@@ -273,6 +272,10 @@ class ExportBest(_MetricWatcher):
             raise ValueError(f"{others[0]!r:.100} is not the name of an export")
         super().load(state)
         self._kept = names
+
+
+def _is_export(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "export.json"))
 
 
 class ReduceOnPlateau(_MetricWatcher):

@@ -1,6 +1,7 @@
 """TimedSaves: saves by time, or by what saves cost."""
 
 import collections
+import dataclasses
 import datetime
 import statistics
 import time
@@ -13,6 +14,28 @@ from looplib.task.actions import Action, Event
 
 _STOPS = 9  # of which the median counts, as one may have met a hiccup of the machine
 _LEAST_SECONDS = 1.0  # between two saves by a budget, whose cost is small
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """When saves by time come.
+
+    Attributes:
+      every: seconds between two saves; None without.
+      budget: share of the time that saves may stop the training; None without.
+    """
+
+    every: float | None = None
+    budget: float | None = None
+
+    def seconds(self, stop: float, save: float) -> float | None:
+        """Returns the seconds between two saves that take as long; None for no saves by time.
+
+        Args:
+          stop: seconds that a save stops the training.
+          save: seconds until it is committed.
+        """
+        return self.every if self.budget is None else max(stop / self.budget, save, _LEAST_SECONDS)
 
 
 class TimedSaves(Action):
@@ -47,7 +70,7 @@ class TimedSaves(Action):
             raise ActionError("TimedSaves needs one of every, a time such as '10m', and budget, a share such as 0.01")
         if budget is not None and not (isinstance(budget, (int, float)) and 0 < budget < 1):
             raise ActionError(f"the budget of TimedSaves is {budget!r:.100}; expected a share such as 0.01, for 1%")
-        self.every, self.budget, self._now = duration("every of TimedSaves", every), budget, now
+        self.timed, self._now = Timed(duration("every of TimedSaves", every), budget), now
         self._last = now()  # when the training began, or was saved last
         self._stops: collections.deque[float] = collections.deque(maxlen=_STOPS)  # seconds
         self._longest = 0.0
@@ -56,11 +79,9 @@ class TimedSaves(Action):
     @property
     def interval(self) -> float:
         """Seconds between two saves; 0 while their cost is not known."""
-        if self.budget is None:
-            return self.every
-        if not self._stops:
+        if self.timed.budget is not None and not self._stops:
             return 0.0
-        return max(statistics.median(self._stops) / self.budget, self._longest, _LEAST_SECONDS)
+        return self.timed.seconds(statistics.median(self._stops) if self._stops else 0.0, self._longest)
 
     def on_start(self, controller: Any) -> None:
         """Refuses a run without a directory; the time counts from here."""

@@ -276,12 +276,12 @@ class KerasData:
 
 def _stacked(examples: Sequence[Any]) -> Any:
     """Returns a batch of examples; raises `DatasetError` where they make none."""
-    kinds = list(dict.fromkeys(map(structure_of, examples)))
     try:
         stacked = tf.nest.map_structure(lambda *each: np.stack([np.asarray(one) for one in each]), *examples)
         if any(part.dtype == object for part in tf.nest.flatten(stacked)):
             raise TypeError("None, or objects")
     except (TypeError, ValueError) as error:
+        kinds = list(dict.fromkeys(map(structure_of, examples)))
         raise DatasetError(
             f"the examples of x have the form {join_names(kinds, most=2)}, which make no batch; return "
             "arrays or numbers of one shape from __getitem__, alone or in tuples and dicts: leave out what is None, "

@@ -18,7 +18,7 @@ from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, ClusterError, CommandError, PluginError, UsageError
 from looplib.extras.ray.actor import News, WorkerActor
 from looplib.extras.tools.children import Signals
-from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, exit_code, outcome, say
+from looplib.extras.tools.tasks import Task, TaskLines, cannot_succeed, check_options, exit_code, outcome, say
 from looplib.extras.tools.worker_numbers import RestartBudget
 
 _TICK = 0.1
@@ -100,12 +100,7 @@ def run(
     """
     if not command:
         raise CommandError("the command is missing; write it after --, as in: ray --workers=2 -- python train.py")
-    for name, value, least in (("workers", workers, 1), ("restarts", restarts, 0)):
-        if value < least:
-            raise CommandError(f"--{name} is {value}; expected at least {least}")
-    for name, value in (("grace", grace), ("backoff", backoff)):
-        if not 0 <= value < math.inf:
-            raise CommandError(f"--{name} is {value}; expected seconds of at least 0")
+    check_options([("workers", workers, 1), ("restarts", restarts, 0)], [("grace", grace), ("backoff", backoff)])
     if not place.bundle:
         raise CommandError("--cpus and --gpus are 0; expected something that a worker needs, such as --cpus=1")
     with console.guarded(), _connected(address) as ray, Signals() as signals:

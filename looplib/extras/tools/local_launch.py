@@ -1,7 +1,6 @@
 """`python -m looplib launch`: several workers of a run on this machine. A convenience, not a cluster manager."""
 
 import dataclasses
-import math
 import os
 import tempfile
 import time
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
 from looplib.extras.tools.children import Signals
-from looplib.extras.tools.tasks import say
+from looplib.extras.tools.tasks import check_options, say
 from looplib.extras.tools.worker_numbers import BATCH_FILE, RestartBudget, WorkerNumbers, may_be_ended, read_batch
 from looplib.extras.tools.worker_processes import LaunchedStart, LaunchRules, hold_ports
 
@@ -57,12 +56,11 @@ def launch(
     least = workers if min_workers is None else min_workers
     if not command:
         raise CommandError("the command is missing; write it after --, as in: launch --workers=2 -- python train.py")
-    for name, value, smallest in (
-        ("workers", workers, 1), ("min_workers", least, 1), ("parameter_servers", parameter_servers, 0),
-        ("restarts", restarts or 0, 0),
-    ):  # fmt: skip
-        if value < smallest:
-            raise CommandError(f"--{name} is {value}; expected at least {smallest}")
+    check_options(
+        [("workers", workers, 1), ("min_workers", least, 1), ("parameter_servers", parameter_servers, 0),
+         ("restarts", restarts or 0, 0)],
+        [("grace", grace), ("backoff", backoff), ("grow_after", grow_after)],
+    )  # fmt: skip
     if least > workers:
         raise CommandError(f"--min_workers is {least}; expected at most {workers}, which --workers is")
     if parameter_servers and least < workers:
@@ -70,9 +68,6 @@ def launch(
             "--min_workers is for workers that train in step; with --parameter_servers, leave it out and use "
             "--restarts: a worker that fails is restarted alone"
         )
-    for name, value in (("grace", grace), ("backoff", backoff), ("grow_after", grow_after)):
-        if not 0 <= value < math.inf:
-            raise CommandError(f"--{name} is {value}; expected seconds of at least 0")
     rules = LaunchRules(grace, backoff, restarts or 0)
     numbers = WorkerNumbers(least, workers, grow_after)
     with console.guarded(), Signals() as signals, tempfile.TemporaryDirectory(prefix="looplib-launch-") as folder:

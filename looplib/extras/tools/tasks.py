@@ -2,14 +2,15 @@
 
 import collections
 import dataclasses
+import math
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from looplib import errors
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNKNOWN, UsageError
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNKNOWN, CommandError, UsageError
 
 _LONGEST_PAUSE = 60.0
 # What may be otherwise at the next start: other machines, the network, a disk, a store.
@@ -69,6 +70,21 @@ class TaskLines:
             if isinstance(kind, type) and issubclass(kind, UsageError) and not issubclass(kind, _PASSING):
                 return kind.__name__
         return ""
+
+
+def check_options(counts: Iterable[tuple[str, int, int]], seconds: Iterable[tuple[str, float]]) -> None:
+    """Raises `CommandError` for an option of a launcher that cannot be.
+
+    Args:
+      counts: the name, the value and the smallest value of each that is a number of things.
+      seconds: the name and the value of each that is a time.
+    """
+    for name, value, least in counts:
+        if value < least:
+            raise CommandError(f"--{name} is {value}; expected at least {least}")
+    for name, value in seconds:
+        if not 0 <= value < math.inf:
+            raise CommandError(f"--{name} is {value}; expected seconds of at least 0")
 
 
 def say(text: str) -> None:

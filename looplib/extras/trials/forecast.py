@@ -7,28 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib.checkpoint.policy import KeepRule
+from looplib.extras.actions.timed_saves import Timed
 from looplib.extras.trials.measuring import STEPS, Measured
 from looplib.extras.trials.saves import RunPlan, best_interval, kept
 from looplib.report.progress import format_seconds
 
 DEFAULT_MTBF = 24 * 3600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """When a training also saves by time, see `TimedSaves`.
-
-    Attributes:
-      every: seconds between two saves; None without.
-      budget: share of the time that saves may stop the training; None without.
-    """
-
-    every: float | None = None
-    budget: float | None = None
-
-    def seconds(self, stop: float, save: float) -> float | None:
-        """Returns the seconds between two saves of a length; None for no saves by time."""
-        return self.every if self.budget is None else max(stop / self.budget, save, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +24,7 @@ class Forecast:
       measured: what that was computed from.
       steps_per_loop: steps between reports.
       rules: of the checkpoints to keep.
-      timed: further saves, by time.
+      timed: further saves, by time, see `TimedSaves`.
       mtbf: mean seconds between two failures; None if the user does not know.
       price: of an hour; None if it is not known.
       notes: sentences about what the forecast leaves out.

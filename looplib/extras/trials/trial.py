@@ -114,7 +114,7 @@ class TrialFlags(FlagPlugin):
 
     def _estimate(self, controller: "Controller", watch: "Stopwatch", actions: Sequence[Any]) -> "Forecast":
         """Measures, and returns the forecast."""
-        from looplib.extras.actions.timed_saves import TimedSaves
+        from looplib.extras.actions.timed_saves import Timed, TimedSaves
         from looplib.extras.trials import forecast, measuring, saves
 
         values = self._values
@@ -132,13 +132,13 @@ class TrialFlags(FlagPlugin):
         if controller.report.settings.flags.get("phases"):
             self._notes.append("the training has phases, and the first one was measured")
         asked = (*actions, *(action for plugin in flag_plugins() for action in plugin.actions(values)))
-        timed = [forecast.Timed(each.every, each.budget) for each in asked if isinstance(each, TimedSaves)]
+        timed = [each.timed for each in asked if isinstance(each, TimedSaves)]
         return forecast.Forecast(
             plan,
             measured,
             controller.steps_per_loop,
             controller.policy.keep,
-            timed[0] if timed else forecast.Timed(),
+            timed[0] if timed else Timed(),
             duration("--mtbf", values["mtbf"]),
             values["price_per_hour"],
             tuple(self._notes),

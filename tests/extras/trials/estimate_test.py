@@ -12,7 +12,8 @@ import pytest
 
 import looplib
 from looplib.errors import CheckError, FlagError, SettingError
-from looplib.extras.trials.forecast import Forecast, Timed
+from looplib.extras.actions.timed_saves import Timed
+from looplib.extras.trials.forecast import Forecast
 from looplib.extras.trials.measuring import Measured
 from looplib.extras.trials.saves import RunPlan, best_interval, kept
 from looplib.extras.trials.trial import TrialFlags
