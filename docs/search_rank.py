@@ -1,6 +1,6 @@
 """A hook of `make docs`: the search of the site shows guides before the reference, errors and measurements.
 
-Where only one page has the words, such as the class of an error, it is first all the same.
+Where only one page has the words, such as the class of an error, it is still the first one.
 """
 
 from typing import Any

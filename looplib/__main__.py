@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     try:
         _add_tools(tools, argv[:1])
-        options = parser.parse_args(argv[:split])
+        options = parser.parse_args(argv[:split] or ["--help"])
         options.command = argv[split + 1 :]
         tool: plugins.Command = options.tool
         with contextlib.ExitStack() as stack:

@@ -68,7 +68,7 @@ def make_model(width: int) -> keras.Model:
 
 
 def _block(images: keras.KerasTensor, known: keras.KerasTensor, width: int) -> keras.KerasTensor:
-    """Adds two convolutions, which are told the time and the label, to a copy of their input."""
+    """Adds two convolutions, which get the time and the label, to a copy of their input."""
     layers = keras.layers
     hidden = layers.Activation("silu")(layers.GroupNormalization(8)(images))
     hidden = layers.Conv2D(width, 3, padding="same")(hidden)

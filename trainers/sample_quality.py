@@ -144,7 +144,7 @@ def image_grid(images: np.ndarray) -> np.ndarray:
 class SampleEvaluator(looplib.Adapter, looplib.Evaluator):
     """Evaluates as many samples as half of the training set has, of all digits in turn.
 
-    The random numbers depend on the run's seed only: each evaluation of a run uses the same. The metrics:
+    The random numbers depend on the run's seed only: each evaluation of a run uses equal ones. The metrics:
 
     - `distance`: the Frechet distance between the samples and the first half of the training images, in the
       classifier's features.

@@ -106,6 +106,6 @@ class TimedSaves(Action):
             return
         before, self._last = controller.clock.of("save"), self._now()
         path = controller.save_checkpoint(wait=False)
-        if controller.is_chief:  # which alone is told of commits
+        if controller.is_chief:  # whose on_save alone is called
             self._committing[path] = self._last
         self._stops.append(controller.clock.of("save") - before)

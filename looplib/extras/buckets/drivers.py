@@ -56,7 +56,7 @@ class Driver:
         self._made = time.monotonic()
 
     def renew(self) -> None:
-        """Makes the driver anew, which then reads the files that have credentials: a driver reads some only once."""
+        """Makes the driver again, which then reads the files that have credentials: a driver reads some only once."""
         with self._lock:
             if time.monotonic() - self._made < _LEAST:
                 return

@@ -71,7 +71,7 @@ class Fetcher:
         Returns:
           The steps of older checkpoints, which may be fetched later.
         """
-        self._copy.note.token = ""  # a start that is killed in here begins anew
+        self._copy.note.token = ""  # a start that is killed in here begins from nothing
         self._copy.note.known.clear()
         self._copy.note.versions.clear()
         self._copy.write_note()
@@ -115,7 +115,7 @@ class Fetcher:
         """
         versions, before = self._copy.note.versions, dict(self._copy.note.versions)
         there = steps_of({*listed, *map(marker_of, leases.steps_of(writer))}) if checkpoints else []
-        for step in set(steps_of(self._copy.note.known)) - set(there) if there else ():  # of a run that began anew, say
+        for step in set(steps_of(self._copy.note.known)) - set(there) if there else ():  # of a run that began again from step 0, say
             self._forget_checkpoint(step)
         for step in there:
             version = listed.get(marker_of(step))
@@ -175,7 +175,7 @@ class Fetcher:
             self._empty()
             return False
         to = folders.make_folder(self._copy.directory, CHECKPOINTS)
-        if os.path.exists(os.path.join(to, name + commits.UNFINISHED)):  # the run is writing it anew
+        if os.path.exists(os.path.join(to, name + commits.UNFINISHED)):  # the run is writing it again
             return False
         for file in (*done.files, name + MARKER):
             folders.move(incoming, file, to)

@@ -208,7 +208,7 @@ class StoreMirror(Mirror):
                 except StoreError:
                     if notice.requested or time.monotonic() > end:
                         self._patience = 0.0  # that was long enough
-                        self._released.set()  # a process that goes on does not keep the run from others
+                        self._released.set()  # a process that continues does not keep the run from others
                         raise
 
     def _end(self, patience: float) -> None:

@@ -43,7 +43,7 @@ class LocalCopy:
       directory: the local run directory.
 
     Attributes:
-      directory: the same.
+      directory: the local run directory.
       checkpoints: the folder of its checkpoints, which may not be there yet.
       place: what is beside it.
       note: the `Note`.

@@ -46,7 +46,7 @@ class Loader(Protocol):
 
 @runtime_checkable
 class _OfEpochs(Protocol):
-    """What has another order in each epoch, and is told which; samplers of PyTorch and loaders of others."""
+    """What has another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the number of the epoch that begins."""
@@ -261,7 +261,7 @@ class LoaderBatches(PythonBatches):
     """The batches of a loader, pass after pass.
 
     A reader that begins within a pass reads the batches before in that pass, and no earlier pass. A loader, or its
-    sampler, that has `set_epoch` is told the number of each pass.
+    sampler, that has `set_epoch` is given the number of each pass.
 
     Args:
       data: the loader.
@@ -276,7 +276,7 @@ class LoaderBatches(PythonBatches):
             logging.warning(
                 "two passes of the %s that KerasTrainer got begin with different batches, so that a resumed run "
                 "reads other batches than an uninterrupted one; give its data set (%s.dataset), whose examples "
-                "looplib shuffles by the run's seed, or a sampler with set_epoch, which is told the epoch",
+                "looplib shuffles by the run's seed, or a sampler with set_epoch, which is given the epoch",
                 type(data).__name__, type(data).__name__,
             )  # fmt: skip
 

@@ -98,7 +98,7 @@ class AwsNotices(NoticeSource):
             yield Announcement("rebalance recommendation", None, False)
 
     def _item(self, name: str) -> MetadataAnswer:
-        """Returns what there is under a name; its status is 404 if there is nothing."""
+        """Returns the answer for a name; its status is 404 for an unknown name."""
         for is_new in (not self._token, True):
             if is_new:
                 ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
@@ -138,7 +138,7 @@ class AzureNotices(NoticeSource):
         for event in map(values.mapping, events):
             kind = values.text(event.get("EventType"), 40)
             names = [values.text(name).lower() for name in values.items(event.get("Resources"))]
-            if kind.isalnum() and (not own or own in names):  # other machines of a scale set are told of too
+            if kind.isalnum() and (not own or own in names):  # events name other machines of a scale set too
                 deadline = _utc(email.utils.parsedate_to_datetime, event.get("NotBefore"))
                 yield Announcement(kind, deadline, kind.lower() in self._ENDS)
 

@@ -28,7 +28,7 @@ from looplib.messages import gist
 from looplib.task.exported import Exported
 from looplib.task.state import variables_of
 
-CLOSE = 1e-3  # difference of two models that compute the same, relative to the largest number
+CLOSE = 1e-3  # difference of two models that compute equal outputs, relative to the largest number
 _SIGNATURE = "serving_default"
 
 

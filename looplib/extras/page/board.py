@@ -117,7 +117,7 @@ class BoardServer(http.server.ThreadingHTTPServer):
 
 
 def _newest(folders: Sequence[str]) -> datetime.datetime:
-    """Returns when a run has written something last, so that a page of the same runs is the same."""
+    """Returns when a run has written something last, so that the page changes only if a run did."""
     times = []
     for folder in folders:
         for name in ("run.json", "metrics.jsonl"):

@@ -17,7 +17,7 @@ class Phase:
     stay as they are. Batch normalization in a layer that is not trained keeps its statistics, and computes with them.
 
     Args:
-      until: the global step that ends the phase; None, for the last phase, goes on.
+      until: the global step that ends the phase; None, for the last phase, has no end.
       train: regular expressions, one or several, that are searched in the names of variables; "" matches all.
       learning_rate: the rate of the optimizers that train in the phase, from its first step on; None does not change
         it.

@@ -73,7 +73,7 @@ class PhasedTraining:
         return len(self._phases)
 
     def number_at(self, step: int) -> int:
-        """Returns the number, from 0, of the phase that the step after `step` belongs to; the last one goes on."""
+        """Returns the number, from 0, of the phase that the step after `step` belongs to; the last one has no end."""
         return min(bisect.bisect_right(self._ends, step), len(self._phases) - 1)
 
     def left(self, step: int) -> int | None:
@@ -83,7 +83,7 @@ class PhasedTraining:
 
     @property
     def end(self) -> int | None:
-        """The step that the last phase ends with; None if it goes on."""
+        """The step that the last phase ends with; None if it has no end."""
         return self._phases[-1].until
 
     def start(self, step: int) -> None:
@@ -186,7 +186,7 @@ def _checked(phases: Sequence[Phase]) -> list[Phase]:
         )
     ends = [phase.until for phase in found]
     if None in ends[:-1]:
-        raise SettingError(f"phase {ends.index(None) + 1} has no until; only the last phase goes on without one")
+        raise SettingError(f"phase {ends.index(None) + 1} has no until; only the last phase may have no end")
     known = [end for end in ends if end is not None]
     for number, (before, end) in enumerate(zip(known, known[1:]), 2):
         if end <= before:

@@ -43,7 +43,7 @@ def fingerprint(sources: Sequence[Source]) -> dict[str, str]:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describes how the data differs from what a fingerprint was taken of, in clauses; none if it is the same."""
+    """Describes how the data differs from what a fingerprint was taken of, in clauses; none if the two are equal."""
     lost = [name for name in before if name not in now]
     new = [name for name in now if name not in before]
     other = [name for name in now if before.get(name, now[name]) != now[name]]

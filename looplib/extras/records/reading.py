@@ -128,7 +128,7 @@ def read_records(
         leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
         if may_lack:
             there = tf.ensure_shape(leaves.pop(), [None])
-            others = tf.nest.mapstructure_of(lambda other: tf.boolean_mask(other, there, axis=1), others)
+            others = tf.nest.map_structure(lambda other: tf.boolean_mask(other, there, axis=1), others)
         records = element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
         return (records, *others) if others else records
 

@@ -18,7 +18,7 @@ from looplib.masks import MASK
 from looplib.messages import whole_number
 from looplib.report import run_json
 
-# Whoever repeats a run need not have it told, and the repetition has a directory of its own, which is no URL.
+# A repetition sends no alerts, and it has a directory of its own, which is no URL.
 _NOT_REPEATED = ("alert", "alert_when", "local_dir")
 
 

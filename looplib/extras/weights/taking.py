@@ -79,7 +79,7 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
       start: its path, and the rules.
 
     Raises:
-      WarmStartError: if the rules do not fit, or it cannot be told which value is for which variable.
+      WarmStartError: if the rules do not fit, or it is not clear which value is for which variable.
     """
     live, path = LiveVariables(objects), start.path
     weights_only(live)

@@ -113,7 +113,7 @@ class OpenTelemetryWriter(Writer):
         }
         self._root: trace.Span | None = None  # of a training
         self._early: collections.deque[_Stretch] = collections.deque(maxlen=_MOST_WAITING)
-        self._stretch: _Stretch | None = None  # may go on
+        self._stretch: _Stretch | None = None  # may not have ended
         self._clock: clock.Clock | None = None  # of this run: the first whose phase ends
         self._is_closed = False
         clock.observers.append(self._observe)
