@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -451,3 +452,27 @@ def test_only_compat_uses_what_tensorflow_and_keras_do_not_publish() -> None:
         else:
             more = sorted(found - ELSEWHERE.get(name, set()))
             assert not more, f"{name} uses {more}; put it into looplib/compat, with what to do where it is missing"
+
+
+def missing_names(path: pathlib.Path) -> Iterator[str]:
+    """Yields names such as `tf.nest.map` in a file that TensorFlow and numpy do not have."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        if not names or not isinstance(node, ast.Name) or node.id not in ("tf", "np"):
+            continue
+        found: Any = tf if node.id == "tf" else np
+        for name in names:
+            if not isinstance(found, types.ModuleType):  # of values, only running the code knows
+                break
+            if not hasattr(found, name):
+                yield f"{path.relative_to(ROOT)}: {'.'.join([node.id, *names])}"
+                break
+            found = getattr(found, name)
+
+
+def test_every_public_name_that_is_used_exists() -> None:
+    files = [*FILES, *(ROOT / "trainers").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    assert [name for path in files for name in missing_names(path)] == []

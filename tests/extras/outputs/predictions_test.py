@@ -148,7 +148,7 @@ def test_a_keras_trainer_predicts_as_model_predict_does(name, family, tmp_path):
     )
     records = read(controller.predict(tmp_path)["eval"])  # the last global batch has one example
     kernel, bias = model.get_weights()
-    np.testing.assert_allclose([r["prediction"] for r in records], np.tanh(toy.X @ kernel + bias), rtol=1e-5)
+    np.testing.assert_allclose([r["prediction"] for r in records], np.tanh(toy.X @ kernel + bias), rtol=1e-5, atol=1e-6)
 
 
 def test_tfrecord_files_hold_examples(tmp_path):

@@ -307,9 +307,12 @@ while kind != "chief" or not path.with_name("worker1").exists() or path.with_nam
 
 
 def test_a_chief_that_fails_takes_all_into_the_restart(tmp_path):
-    launched = Launched(
-        tmp_path, "time.sleep(0.3 if kind == 'chief' else 1000)\nsys.exit(lives == 0)", parameter_servers=1, restarts=1
-    )
+    script = """
+while kind != "chief" or not all(path.with_name(name).exists() for name in ("worker0", "worker1", "ps0")):
+    time.sleep(0.05)
+sys.exit(lives == 0)
+"""
+    launched = Launched(tmp_path, script, parameter_servers=1, restarts=1)
     code, _, err = launched.end(60)
     assert code == 0, err
     assert [len(launched.lives(name)) for name in ("chief0", "worker0", "worker1", "ps0")] == [2, 2, 2, 2]
