@@ -206,10 +206,10 @@ def test_the_tpu_guides_programs_run_without_a_tpu(results):
 
 @pytest.mark.slow
 def test_the_tpu_guides_program_with_a_larger_network_is_accurate(python, tmp_path):
-    """The network of the guide has four times as many filters, and takes five minutes on two cores."""
+    """The network of the guide has 64 filters, and takes five minutes on two cores; half of them are seen to be enough."""
     program, small = whole("tpu_guide_loops"), "filters, epochs, batch_size = 8, 2, 120"
     assert small in program
-    result = run(python, program.replace(small, "filters, epochs, batch_size = 64, 3, 120"), tmp_path, timeout=600)
+    result = run(python, program.replace(small, "filters, epochs, batch_size = 32, 2, 120"), tmp_path, timeout=600)
     check_the_guides_loops(printed(result), least=0.9)
 
 
@@ -270,7 +270,7 @@ CHECKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", ["tpu_guide", "tpu_strategy_data"])  # two others with the stand-in
 def test_the_tpu_pages_run_with_the_connection_by_hand(name, python, tmp_path):
     CHECKS[name](printed(run(python, by_hand(name), tmp_path, "--by_hand")))
 
@@ -280,10 +280,9 @@ def test_the_tpu_pages_run_with_the_connection_by_hand(name, python, tmp_path):
     "command",
     [
         "tpu_strategy --one_replica",
-        *more(["tpu_strategy --one_replica --by_hand", "tpu_guide", "tpu_guide_loops --by_hand", "tpu_strategy_data",
-               "tpu_course --by_hand", "tpu_course_training"]),
+        *more(["tpu_strategy --one_replica --by_hand", "tpu_guide_loops --by_hand", "tpu_course_training"]),
     ],
-)  # fmt: skip
+)
 def test_the_tpu_pages_connect_once_and_run_where_there_is_a_tpu(command, python, tmp_path):
     """With a stand-in for the TPU, two CPU devices."""
     name, *arguments = command.split()
