@@ -222,6 +222,8 @@ class Checkpointer:
         try:
             self.save(wait)
         except Diverged as fault:
+            if fault.repeats and self.directory.is_training:
+                raise
             raise fault.kind(f"{fault.what}; it is not saved") from None
         return commits.path_of(self.directory.checkpoints, self.step)
 

@@ -12,8 +12,8 @@ from looplib.task.actions import Action, Event
 
 DEFAULT_EVERY = 1000
 _CURE = (
-    "test the device and the memory of that replica, or leave it out, and run the same command again; it continues from "
-    "the newest checkpoint with the same data. If the step updates these variables from the data of each replica "
+    "test the device and the memory of that replica, or leave it out, and run the same command again, which continues "
+    "from the newest checkpoint with the same data. If the step updates these variables from the data of each replica "
     "on purpose, leave out the comparison (--check_replicas=0)"
 )
 
@@ -64,12 +64,16 @@ class ReplicaAgreement(Action, StepAddition):
         self._every = self._asked or max(DEFAULT_EVERY, per_loop)
         self._controller, self._comparison, self._compared = controller, None, None
         self._reported = self._agreed = controller.global_step
-        found = compared_variables(controller.loops["train"])
-        if found.strategy is None or found.strategy.num_replicas_in_sync == 1:
+        if controller.report.computation.num_replicas == 1:
             return
-        self._comparison = Comparison(found, controller.gather)
-        self.passed = {"checks": 0, "last_step": None}  # run.json is written with its newest values
-        controller.report.note("replica_checks", every=self._every, passed=self.passed)
+        with controller.clock.phase("compile"):
+            found = compared_variables(controller.loops["train"])
+            if found.strategy is None:
+                return
+            self._comparison = Comparison(found, controller.gather)
+            self.passed = {"checks": 0, "last_step": None}  # run.json is written with its newest values
+            controller.report.note("replica_checks", every=self._every, passed=self.passed)
+            self._compare_outside(controller)
 
     def __call__(self, event: Event) -> None:
         """Compares, if it is time."""
@@ -82,26 +86,27 @@ class ReplicaAgreement(Action, StepAddition):
 
     def check_state(self) -> None:
         """See `StepAddition`; compares what is saved."""
-        if self._controller is not None:
+        if self._comparison is not None:
             self._compare(self._controller.global_step)
 
     def on_end(self, controller: Any) -> None:
         """Compares the last state, if no save did."""
+        self._compare_outside(controller)
+
+    def _compare_outside(self, controller: Any) -> None:
+        """Compares before or after the steps of a training, where the controller cannot go back."""
         try:
             self._compare(controller.global_step)
-        except Corrupted as fault:  # too late to go back
+        except Corrupted as fault:
             raise fault.kind(f"{fault.what}; {fault.cure}") from None
 
     def _compare(self, step: int) -> None:
         """Raises `Corrupted` if copies differ; workers wait for each other."""
-        now = step, self._controller.rollbacks
-        if self._comparison is None or self._compared == now:
+        if self._comparison is None or self._compared == (step, self._controller.rollbacks):
             return
-        with self._controller.clock.phase("report"):
-            found = self._comparison.differences()
-        if found:
-            agreed = min(self._agreed, step - 1)
-            what = f"the replicas differ at step {step}, and agreed at step {agreed}: {found}"
-            raise Corrupted(self._controller, what, _CURE, agreed, step)
-        self._compared, self._agreed = now, step
+        if found := self._comparison.differences():
+            since = f", and agreed at step {self._agreed}" if self._agreed < step else ""
+            what = f"the replicas differ at step {step}{since}: {found}"
+            raise Corrupted(self._controller, what, _CURE, min(self._agreed, step - 1), step)
+        self._compared, self._agreed = (step, self._controller.rollbacks), step
         self.passed |= {"checks": self.passed["checks"] + 1, "last_step": step}

@@ -1,6 +1,8 @@
 """Integer checksums of tensors in which each changed bit shows, alike on every device, in XLA and in a data set."""
 
+import collections
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -9,6 +11,7 @@ _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32}  # by the bytes of a numbe
 _OTHERS = (tf.bool, tf.string, tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128)
 _SUMMED = frozenset({*_OTHERS, *_UNSIGNED.values(), tf.uint64, tf.int8, tf.int16, tf.int32, tf.int64})
 _COLUMNS = 1024  # of a vector that is longer, so that no temporary tensor is much larger than the vector
+_SMALL = 2**14  # elements of a tensor that is joined with others, which copies it
 _FACTOR = 0x1E3779B97F4A7C15  # odd, and without a pattern
 
 
@@ -24,10 +27,7 @@ def checksums(value: tf.Tensor) -> tf.Tensor:
     The first is the sum of the words of its content, which changes for certain if one bit does, or if all changed bits
     are in one word. The second weights each word by its place, so that it shows most other changes. Sums wrap around.
     """
-    words = _matrix(_words(value))
-    rows, columns = (tf.cast(tf.reduce_sum(words, axis=axis), tf.int64) for axis in (1, 0))
-    weighted = tf.reduce_sum(rows * _odd_numbers(rows)) + _FACTOR * tf.reduce_sum(columns * _odd_numbers(columns))
-    return tf.stack([tf.reduce_sum(rows), weighted])
+    return _sums(_words(value))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -36,15 +36,40 @@ def checksums_of_all(structure: Any) -> tf.Tensor:
 
     Ragged and sparse tensors count with their indices.
     """
-    sums = tf.zeros([2], tf.int64)
-    for number, leaf in enumerate(summed_leaves(structure)):
-        sums += checksums(leaf) * (2 * number + 1)  # odd: no changed bit vanishes
-    return sums
+    return _added([_words(leaf) for leaf in summed_leaves(structure)])
+
+
+@tf.autograph.experimental.do_not_convert
+def checksums_together(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns two checksums of many tensors, int64 `[2]`, by few ops; comparable where all have the same static shapes."""
+    small, large = collections.defaultdict(list), []
+    for words in map(_words, values):
+        count = words.shape.num_elements()
+        if count is None or count > _SMALL:
+            large.append(words)
+        else:
+            small[words.dtype].append(tf.reshape(words, [count]))
+    return _added([*(tf.concat(parts, axis=0) for parts in small.values()), *large])
 
 
 def summed_leaves(structure: Any) -> list[tf.Tensor]:
     """Returns the tensors of a structure that have checksums; of specs, the specs."""
-    return [leaf for leaf in tf.nest.flatten(structure, expand_composites=True) if can_sum(leaf.dtype)]
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, tf.TensorSpec)) and can_sum(leaf.dtype)]
+
+
+def _sums(words: tf.Tensor) -> tf.Tensor:
+    matrix = _matrix(words)
+    rows, columns = (tf.cast(tf.reduce_sum(matrix, axis=axis), tf.int64) for axis in (1, 0))
+    weighted = tf.reduce_sum(rows * _odd_numbers(rows)) + _FACTOR * tf.reduce_sum(columns * _odd_numbers(columns))
+    return tf.stack([tf.reduce_sum(rows), weighted])
+
+
+def _added(parts: list[tf.Tensor]) -> tf.Tensor:
+    sums = tf.zeros([2], tf.int64)
+    for number, words in enumerate(parts):
+        sums += _sums(words) * (2 * number + 1)  # odd: no changed bit vanishes
+    return sums
 
 
 def _odd_numbers(like: tf.Tensor) -> tf.Tensor:

@@ -8,6 +8,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.extras.integrity.checksums import can_sum
 from looplib.loop.base import Loop
 from looplib.task.averages import WeightAverages
+from looplib.task.gradients import DynamicLossScale
 from looplib.task.state import held_by, no_weights, state_of, variables_of
 
 Named = list[tuple[str, tf.Variable]]
@@ -19,7 +20,7 @@ class ComparedVariables:
 
     Attributes:
       updated_alike: those that all replicas update by the same values: weights, also frozen ones, everything that an
-        optimizer holds, and averages of these.
+        optimizer holds, averages of these, and the scale of the loss.
       not_updated: those that no step updates.
       others: the names of those that are not compared, because a replica may update them from its own data.
     """
@@ -46,9 +47,11 @@ def compared_variables(loop: Loop) -> ComparedVariables:
     copied = [(name, variable) for name, variable in variables_of(state) if _is_copied(variable)]
     free = {id(variable) for variable in no_weights(task, state)}
     alike = {id(variable) for _, variable in copied if id(variable) not in free}
-    for averages in held_by(state):
-        if isinstance(averages, WeightAverages):
-            alike |= {id(average) for variable, average in averages.pairs if id(variable) in alike}
+    for part in held_by(state):
+        if isinstance(part, WeightAverages):
+            alike |= {id(average) for variable, average in part.pairs if id(variable) in alike}
+        elif isinstance(part, DynamicLossScale):
+            alike |= {id(variable) for variable in part.variables}
     known = loop.traced is not None and task.training_phases is None
     updated = _tf.updated_by(loop.traced.function) if known else set()
     not_updated = {id(variable) for _, variable in copied if known and updated.isdisjoint(_identities(variable))}

@@ -52,7 +52,7 @@ class CopyCheck(Action, StepAddition):
         self._every = whole_number("every of CopyCheck", every)
         self.passed = {"copies": 0}
         self._controller: Any = None
-        self._replicas = 0  # 0 until a step is traced
+        self._receives, self._replicas = False, 0  # the second is known once a step is traced
         self._good = 0  # the last step up to which no copy was wrong
 
     def add_to_data(self, dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
@@ -79,7 +79,7 @@ class CopyCheck(Action, StepAddition):
 
     def receive(self, step_fn: StepFn, task: Trainer) -> StepFn:
         """See `StepAddition`."""
-        self._replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        self._receives = True
 
         def compared(inputs: Any) -> Any:
             batch, (chosen, expected) = inputs
@@ -91,7 +91,7 @@ class CopyCheck(Action, StepAddition):
 
     def on_start(self, controller: Any) -> None:
         """Refuses a trainer whose batches looplib does not see."""
-        if not self._replicas:
+        if not self._receives:
             raise ActionError(
                 "copies of batches are to be checked, and the trainer reads its data and runs its steps by itself; "
                 "leave out --check_copies"
@@ -119,8 +119,10 @@ class CopyCheck(Action, StepAddition):
         """Returns what a step adds to the metric, int64 `[3, replicas]`."""
         wrong = tf.reduce_any(tf.not_equal(tf.stack(_checksums_if(chosen, batch)), tf.stack(expected)))
         numbers = tf.cast(chosen, tf.int64), tf.cast(wrong, tf.int64), tf.where(wrong, tf.cast(step, tf.int64) + 1, 0)
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return tf.stack(numbers)[:, None] * tf.one_hot(replica, self._replicas, dtype=tf.int64)
+        context = tf.distribute.get_replica_context()
+        self._replicas = context.num_replicas_in_sync
+        own = tf.one_hot(context.replica_id_in_sync_group, self._replicas, dtype=tf.int64)
+        return tf.stack(numbers)[:, None] * own
 
     def _refuse(self, counts: np.ndarray) -> None:
         """Raises `Corrupted` if a copy since the last report was wrong."""
