@@ -87,7 +87,7 @@ def show_replicas(name):
     step, direct = np.median(without) / window, np.median(spent)
     cost = np.median(with_one[:pairs] - without[:pairs])
     print(
-        f"{name}, 2 replicas: a step {1000 * step:.2f} ms, a comparison {1000 * direct:.1f} ms (by difference of windows "
+        f"{name}, 2 replicas: a step {1000 * step:.2f} ms, a comparison {1000 * direct:.1f} ms (by windows "
         f"{1000 * cost:.1f} ms), of {_EVERY} steps {direct / (_EVERY * step):.3%}"
     )
     ratios = [1 / (1 + one / (_EVERY * step)) for one in spent]

@@ -28,6 +28,7 @@ from looplib.extras.integrity.compared import compared_variables
 _ONLY = flags.DEFINE_string("only", "", "Plants only what has this in its description.")
 _WORKER = flags.DEFINE_string("worker", "", "Runs one worker of a row: the variable to change, or 'none'.")
 STEPS, PER_LOOP, EVERY, PLANTED = 200, 10, 50, 60  # of each training; EVERY: steps between comparisons of replicas
+LAST = STEPS - PER_LOOP
 X = np.random.default_rng(0).normal(size=(512, 8)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
@@ -80,7 +81,8 @@ class Net(looplib.GradientTrainer):
         }  # fmt: skip
         model = keras.Sequential([
             layers.Input((8,)), layers.Dense(16, name="frozen", trainable=False, dtype=dtype),
-            layers.BatchNormalization(dtype=dtype), layers.Dense(16, "relu", name="first", dtype=dtype), layers.Dropout(0.1),
+            layers.BatchNormalization(dtype=dtype), layers.Dense(16, "relu", name="first", dtype=dtype),
+            layers.Dropout(0.1),
             layers.Dense(1, name="last", dtype=dtype), layers.Activation("linear", dtype="float32"),
         ])  # fmt: skip
         super().__init__(model, made[optimizer](), average_decay=0.99)
@@ -97,9 +99,13 @@ class Net(looplib.GradientTrainer):
 
 
 def found_by(
-    strategy: tf.distribute.Strategy, actions: list, optimizer: str = "adam", dtype: str = "float32", loop: str = "graph",
+    strategy: tf.distribute.Strategy,
+    actions: list,
+    optimizer: str = "adam",
+    dtype: str = "float32",
+    loop: str = "graph",
     keeps: bool = True,
-) -> Finding | None:  # fmt: skip
+) -> Finding | None:
     """Trains with some actions, in a run directory if it `keeps` checkpoints; returns how they found something."""
     with strategy.scope():
         trainer = Net(optimizer, dtype)
@@ -107,7 +113,12 @@ def found_by(
     with (
         tempfile.TemporaryDirectory() as folder,
         looplib.Controller(
-            config, trainer=trainer, strategy=strategy, model_dir=folder if keeps else None, writers=[], actions=actions
+            config,
+            trainer=trainer,
+            strategy=strategy,
+            model_dir=folder if keeps else None,
+            writers=[],
+            actions=actions,
         ) as controller,
     ):
         try:
@@ -178,7 +189,9 @@ class BadBus(looplib.CopyCheck):
         return super().add_to_data(dataset, context).enumerate().map(corrupt)
 
 
-def of_copy(loop: str = "graph", replicas: int = 1, replica: int = 0, tensor: int = 0, bit: int = 3) -> Callable[[], Finding | None]:
+def of_copy(
+    loop: str = "graph", replicas: int = 1, replica: int = 0, tensor: int = 0, bit: int = 3
+) -> Callable[[], Finding | None]:
     """Plants a corruption of the copy of a batch."""
 
     def train() -> Finding | None:
@@ -231,7 +244,7 @@ def _run_worker(name: str) -> None:
 CORRUPTIONS = [
     Corruption("a weight, on replica 1 of 2", PLANTED, of_variable("first/kernel")),
     Corruption("a weight, on replica 2 of 4", PLANTED, of_variable("first/kernel", replicas=4, replica=2)),
-    Corruption("the sign of a bias, on replica 0 of 4", PLANTED, of_variable("last/bias", replicas=4, replica=0, bit=31)),
+    Corruption("a bias, on replica 0 of 4", PLANTED, of_variable("last/bias", replicas=4, replica=0)),
     Corruption("a frozen weight, on replica 1 of 2", PLANTED, of_variable("frozen/kernel", bit=0)),
     Corruption("a momentum of Adam", PLANTED, of_variable("kernel_momentum")),
     Corruption("a velocity of Adam", PLANTED, of_variable("kernel_velocity")),
@@ -243,7 +256,7 @@ CORRUPTIONS = [
     Corruption("the scale of the loss, float16", PLANTED, of_variable("loss_scale", bit=23, dtype="mixed_float16")),
     Corruption("an int64 variable that no step updates", PLANTED, of_variable("limit", bit=40)),
     Corruption("a boolean variable", PLANTED, of_variable("flag", bit=0)),
-    Corruption("a weight, after the last comparison", STEPS - PER_LOOP, of_variable("first/kernel", step=STEPS - PER_LOOP)),
+    Corruption("a weight, just before the end", LAST, of_variable("first/kernel", step=LAST)),
     Corruption("a weight of worker 1 of 2", PLANTED, of_worker("first/kernel")),
     Corruption("a momentum of Adam of worker 0 of 2", PLANTED, of_worker("kernel_momentum", 0)),
     Corruption("the copy of a batch, graph", PLANTED, of_copy()),

@@ -4,7 +4,7 @@ from typing import Any
 
 from looplib.errors import ActionError
 from looplib.extras.integrity.compared import compared_variables
-from looplib.extras.integrity.comparison import Comparison
+from looplib.extras.integrity.comparison import ReplicaComparison
 from looplib.extras.integrity.corrupted import Corrupted
 from looplib.loop.base import StepAddition
 from looplib.messages import whole_number
@@ -48,7 +48,7 @@ class ReplicaAgreement(Action, StepAddition):
         self._asked = None if every is None else whole_number("every of ReplicaAgreement", every)
         self.passed: dict[str, int | None] = {"checks": 0, "last_step": None}
         self._controller: Any = None
-        self._comparison: Comparison | None = None
+        self._comparison: ReplicaComparison | None = None
         self._every = DEFAULT_EVERY
         self._reported = self._agreed = 0  # the steps of the last report, and of the last comparison without difference
         self._compared: tuple[int, int] | None = None  # the step of the last comparison, and the rollbacks until then
@@ -70,7 +70,7 @@ class ReplicaAgreement(Action, StepAddition):
             found = compared_variables(controller.loops["train"])
             if found.strategy is None:
                 return
-            self._comparison = Comparison(found, controller.gather)
+            self._comparison = ReplicaComparison(found, controller.gather)
             self.passed = {"checks": 0, "last_step": None}  # run.json is written with its newest values
             controller.report.note("replica_checks", every=self._every, passed=self.passed)
             self._compare_outside(controller)

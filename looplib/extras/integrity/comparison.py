@@ -1,4 +1,4 @@
-"""Comparison: the copies of variables on all replicas, by checksums that each replica computes on its device."""
+"""The comparison of replicas: the copies of variables on all replicas, by checksums that each replica computes on its device."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from looplib.messages import join_names
 _Values = list[tf.Tensor]
 
 
-class Comparison:
+class ReplicaComparison:
     """Compares the copies of the variables of a training.
 
     Making it compares them once. Variables that no step updates, and whose copies differ from the beginning (such as
