@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from absl import logging
+
 from looplib.errors import ActionError
-from looplib.extras.integrity.compared import compared_variables
+from looplib.extras.integrity.compared import compared_variables, why_not_comparable
 from looplib.extras.integrity.comparison import ReplicaComparison
 from looplib.extras.integrity.corrupted import Corrupted
 from looplib.loop.base import StepAddition
@@ -67,8 +69,12 @@ class ReplicaAgreement(Action, StepAddition):
         if controller.report.computation.num_replicas == 1:
             return
         with controller.clock.phase("compile"):
-            found = compared_variables(controller.loops["train"])
+            loop = controller.loops["train"]
+            found = compared_variables(loop)
             if found.strategy is None:
+                return
+            if why := why_not_comparable(loop, found.strategy):
+                logging.info("the replicas are not compared: %s; with --deterministic, they are", why)
                 return
             self._comparison = ReplicaComparison(found, controller.gather)
             self.passed = {"checks": 0, "last_step": None}  # run.json is written with its newest values

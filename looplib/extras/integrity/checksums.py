@@ -41,7 +41,7 @@ def checksums_of_all(structure: Any) -> tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def checksums_together(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns two checksums of many tensors, int64 `[2]`, by few ops; comparable for tensors of the same static shapes."""
+    """Returns two checksums of many tensors, int64 `[2]`, by few ops; comparable for tensors of equal static shapes."""
     small, large = collections.defaultdict(list), []
     for words in map(_words, values):
         count = words.shape.num_elements()

@@ -7,10 +7,16 @@ import tensorflow as tf
 from looplib.compat import tensorflow as _tf
 from looplib.extras.integrity.checksums import can_sum
 from looplib.loop.base import Loop
+from looplib.messages import join_names
 from looplib.task.averages import WeightAverages
 from looplib.task.gradients import DynamicLossScale
 from looplib.task.state import held_by, no_weights, state_of, variables_of
 
+# Ops that sum in an order of their own each time on a GPU, unless ops are deterministic: of sparse gradients, say.
+_UNORDERED = frozenset({
+    "ResourceScatterAdd", "ResourceScatterNdAdd", "ResourceScatterNdSub", "ResourceScatterSub", "ScatterNd",
+    "TensorScatterAdd", "TensorScatterSub", "UnsortedSegmentSum",
+})  # fmt: skip
 Named = list[tuple[str, tf.Variable]]
 
 
@@ -60,6 +66,25 @@ def compared_variables(loop: Loop) -> ComparedVariables:
         not_updated=[(name, one) for name, one in copied if id(one) in not_updated - alike],
         others=[name for name, variable in copied if id(variable) not in alike | not_updated],
     )
+
+
+def why_not_comparable(loop: Loop, strategy: tf.distribute.Strategy) -> str:
+    """Returns why replicas may come to differ without a fault, as a clause; "" if no reason is known."""
+    devices = map(tf.DeviceSpec.from_string, _tf.worker_devices(strategy))
+    if all(device.device_type != "GPU" for device in devices) or _is_deterministic():
+        return ""
+    if loop.traced is None:
+        return "what the step does on the GPUs is not known"
+    ops = sorted(_UNORDERED & loop.traced.op_counts.keys())
+    return f"on GPUs, the step sums in no fixed order ({join_names(ops)})" if ops else ""
+
+
+def _is_deterministic() -> bool:
+    try:
+        tf.timestamp()
+    except tf.errors.FailedPreconditionError:  # which TensorFlow raises only then
+        return True
+    return False
 
 
 def _identities(variable: tf.Variable) -> list[int]:

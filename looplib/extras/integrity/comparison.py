@@ -1,4 +1,4 @@
-"""The comparison of replicas: the copies of variables on all replicas, by checksums that each replica computes on its device."""
+"""The comparison of replicas: the copies of variables, by checksums that each replica computes on its device."""
 
 from collections.abc import Callable
 
