@@ -251,7 +251,7 @@ CORRUPTIONS = [
     Corruption("a momentum of SGD", PLANTED, of_variable("kernel_momentum", "sgd")),
     Corruption("a momentum of Lion", PLANTED, of_variable("kernel_momentum", "lion")),
     Corruption("a statistic of Adafactor", PLANTED, of_variable("adafactor/", "adafactor")),
-    Corruption("the count of updates, an integer", PLANTED, of_variable("iteration", "sgd", bit=0)),
+    Corruption("the count of updates, an integer", 2 * EVERY, of_variable("iteration", "sgd", bit=0, step=2 * EVERY)),
     Corruption("an average of weights", PLANTED, of_variable("average/")),
     Corruption("the scale of the loss, float16", PLANTED, of_variable("loss_scale", bit=23, dtype="mixed_float16")),
     Corruption("an int64 variable that no step updates", PLANTED, of_variable("limit", bit=40)),

@@ -53,13 +53,17 @@ def train(name, actions, steps=20, **settings):
 
 
 @pytest.mark.slow(keep=3)
-@pytest.mark.parametrize("loop, name", [("eager", "mirrored_x2"), ("graph", "default"), ("xla", "default"), ("graph", "mirrored_x2")])
+@pytest.mark.parametrize(
+    "loop, name", [("eager", "mirrored_x2"), ("graph", "default"), ("xla", "default"), ("graph", "mirrored_x2")]
+)
 def test_one_batch_in_a_thousand_is_found_at_the_report_with_its_replica_and_step(loop, name):
     replicas = make_strategy(name).num_replicas_in_sync
     struck = 15 if loop == "eager" else 705
     bus = BadBus([struck, struck + 1000])
     with pytest.raises(CorruptionError) as caught:
-        train(name, [bus], steps=40 if loop == "eager" else 1200, steps_per_loop=10 if loop == "eager" else 100, loop=loop)
+        train(
+            name, [bus], steps=40 if loop == "eager" else 1200, steps_per_loop=10 if loop == "eager" else 100, loop=loop
+        )
     step = struck // replicas + 1
     assert f"a copy to replica {struck % replicas} arrived wrongly at step {step}; no checkpoint" in str(caught.value)
     assert "the data on the host and the learning rate are not at fault" in str(caught.value)
@@ -68,7 +72,9 @@ def test_one_batch_in_a_thousand_is_found_at_the_report_with_its_replica_and_ste
 @pytest.mark.parametrize("loop, name", [("graph", "default"), *more([("xla", "default"), ("graph", "mirrored_x2")])])
 def test_healthy_runs_are_silent_and_equal(loop, name, tmp_path):
     check, reports = looplib.CopyCheck(every=3), []
-    _, checked = train(name, [check, lambda event: reports.append(event.metrics)], 24, loop=loop, model_dir=tmp_path, steps_per_loop=4)
+    _, checked = train(
+        name, [check, lambda event: reports.append(event.metrics)], 24, loop=loop, model_dir=tmp_path, steps_per_loop=4
+    )
     _, plain = train(name, [], 24, loop=loop, steps_per_loop=4)
     for one, other in zip(checked.weights(), plain.weights(), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -116,7 +122,9 @@ def test_a_rollback_repeats_the_data_and_ends_as_a_run_without_it(change, tmp_pa
 
 def test_a_wrong_copy_is_found_before_a_save_and_several_are_counted(tmp_path):
     settings = dict(model_dir=tmp_path, checkpoints=looplib.CheckpointPolicy(every_steps=5), steps_per_loop=100)
-    with pytest.raises(CorruptionError, match=r"2 copies to replica 0 arrived wrongly after step 5, up to step 10.*ckpt-5, is good"):
+    with pytest.raises(
+        CorruptionError, match=r"2 copies to replica 0 arrived wrongly after step 5, up to step 10.*ckpt-5, is good"
+    ):
         train("default", [BadBus([6, 7])], **settings)
     assert [found.step for found in looplib.list_checkpoints(tmp_path)] == [5]
 
