@@ -247,7 +247,7 @@ def test_statistics_that_were_frozen_after_they_came_to_differ_are_left_out_with
     trainer.model.layers[1].trainable = False
     agreement = looplib.ReplicaAgreement(1)
     with caplog.at_level(logging.INFO):
-        run(made(Tuned, model=trainer.model, optimizer=keras.optimizers.SGD(0.01)), 4, [agreement])
+        run(made(lambda: Tuned(trainer.model, keras.optimizers.SGD(0.01))), 4, [agreement])
     assert agreement.passed["checks"] == 5
     if keras is keras3:  # those of tf_keras are ON_READ, which are never compared
         assert "not in those that a step may update from its own data: " in caplog.text

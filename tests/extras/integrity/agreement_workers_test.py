@@ -36,7 +36,7 @@ def test_a_bit_of_one_worker_ends_both_and_a_restart_is_exact(altered, nursery, 
     for text in output:
         found = rf"the replicas differ at step 8, and agreed at step 4: .*{name}.*between replica 0 \(worker 0\) and replica 1 \(worker 1\)"
         assert re.search(found, text), text
-        assert "(CorruptionError)" in text
+    assert any("(CorruptionError)" in text for text in output)
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 4
     codes, output = start(nursery, tmp_path / "run", "-1:0:", "--check_replicas=4")
     assert codes == [0, 0], output
