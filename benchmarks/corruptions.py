@@ -131,7 +131,8 @@ def found_by(
 def _finding(text: str, step: int) -> Finding:
     what = text.partition("; no checkpoint")[0].partition("; the newest checkpoint")[0]
     if differs := re.search(r"the replicas differ at step (\d+).*?: (.*)", what):
-        return Finding(int(differs[1]), "ReplicaAgreement", differs[2])
+        named = differs[2].replace(", and which of them is right is not known", "")
+        return Finding(int(differs[1]), "ReplicaAgreement", named)
     return Finding(step, "CopyCheck", what)
 
 
@@ -142,7 +143,9 @@ def planting(name: str, replica: int, bit: int, step: int = PLANTED) -> Callable
         if event.step != step or event.split != "train":
             return
         found = compared_variables(event.controller.loops["train"])
-        variable = next(one for own, one in [*found.updated_alike, *found.not_updated] if name in own)
+        all_named = [*found.updated_alike, *found.not_updated]
+        averages = name.startswith("average")
+        variable = next(one for own, one in all_named if name in own and own.startswith("average") == averages)
         flip_bit(variable.distribute_strategy.experimental_local_results(variable)[replica], bit=bit)
 
     return plant

@@ -18,7 +18,9 @@ from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.restoring import RestoreMode, peek, read_position
 from looplib.checkpoint.saving import Checkpoints
-from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
+from looplib.errors import (
+    DivergenceError, MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError,
+)  # fmt: skip
 from looplib.health.guards import Diverged, Guards
 from looplib.health.non_finite import StateCheck
 from looplib.health.preemption import notice
@@ -456,7 +458,7 @@ class Checkpointer:
         Workers wait for each other.
 
         Raises:
-          DivergenceError: if the policy is to halt, or the run may not or cannot go back.
+          DivergenceError: to halt, or if the run may not or cannot go back; a CorruptionError for what a device did.
         """
         self.wait_and_log()  # a checkpoint under way may be the newest
         if self._saver and fault.repeats:
@@ -467,21 +469,22 @@ class Checkpointer:
         if program and program.arguments and self.directory.workers.count == 1:
             folder = shlex.quote(self.directory.model_dir or "")
             advice += f"; python -m looplib replay {folder} --step={fault.resume_after} shows that step"
-        may_skip = fault.flag == "--non_finite" and self._guards.non_finite != "skip"
+        kind, may_skip = fault.kind, fault.flag == "--non_finite" and self._guards.non_finite != "skip"
         if fault.policy == "halt":
-            cure = fault.cure or (
-                f"check the data and the learning rate, or use the policy {'skip or ' * may_skip}rollback to continue "
-                f"automatically ({fault.flag})"
-            )
-            raise fault.kind(f"{fault.what}; {advice}; {cure}") from None
+            if fault.cure:
+                raise kind(f"{fault.what}; {advice}; {fault.cure}") from None
+            raise DivergenceError(
+                f"{fault.what}; {advice}; check the data and the learning rate, or use the policy "
+                f"{'skip or ' * may_skip}rollback to continue automatically ({fault.flag})"
+            ) from None
         if done >= self._guards.rollbacks:
-            raise fault.kind(f"{fault.what}, and the run has used all {done} rollbacks; {advice}") from None
+            raise kind(f"{fault.what}, and the run has used all {done} rollbacks; {advice}") from None
         target = None
         if self._saver:
             self._saver.set_aside_after(fault.good_before)
             target = self.directory.newest_intact()
         if target is None:
-            raise fault.kind(f"{fault.what}, and there is no checkpoint to roll back to; {advice}") from None
+            raise kind(f"{fault.what}, and there is no checkpoint to roll back to; {advice}") from None
         after = target.step if fault.repeats else fault.resume_after
         logging.warning(
             "%s: rolling back to step %d and continuing with the data after step %d (rollback %d of %d)",

@@ -286,7 +286,9 @@ class Piped(Net):
 def state(controller):
     found = compared_variables(controller.loops["train"])
     return {
-        re.sub(r"_\d+", "", name): [part.numpy() for part in variable.distribute_strategy.experimental_local_results(variable)]
+        re.sub(r"_\d+", "", name): [
+            part.numpy() for part in variable.distribute_strategy.experimental_local_results(variable)
+        ]
         for name, variable in found.updated_alike
     }
 
