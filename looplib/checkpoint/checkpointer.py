@@ -18,9 +18,7 @@ from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.restoring import RestoreMode, peek, read_position
 from looplib.checkpoint.saving import Checkpoints
-from looplib.errors import (
-    DivergenceError, MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError,
-)  # fmt: skip
+from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
 from looplib.health.guards import Diverged, Guards
 from looplib.health.non_finite import StateCheck
 from looplib.health.preemption import notice
@@ -473,7 +471,7 @@ class Checkpointer:
         if fault.policy == "halt":
             if fault.cure:
                 raise kind(f"{fault.what}; {advice}; {fault.cure}") from None
-            raise DivergenceError(
+            raise kind(
                 f"{fault.what}; {advice}; check the data and the learning rate, or use the policy "
                 f"{'skip or ' * may_skip}rollback to continue automatically ({fault.flag})"
             ) from None

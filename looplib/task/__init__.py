@@ -18,7 +18,7 @@ Names that other rooms may use, by file:
     plain: as_array, as_bytes, as_json, as_number, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
-    state: differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of, unheld,
-        variables_of
+    state: differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of,
+        unheld, variables_of
     trainer: Trainer
 """
