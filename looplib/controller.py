@@ -149,7 +149,7 @@ class Controller:
             settings=RunSettings(flags, config),
             standing=lambda: self._checkpointer.standing(),
         )
-        loops.build(trainer, evaluators, *directory.peek(), self.guards.non_finite)
+        loops.build(trainer, evaluators, *directory.peek(), self.guards.non_finite, self._actions)
         self._window = None
         if trainer:
             policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})

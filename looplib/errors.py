@@ -216,6 +216,10 @@ class DivergenceError(UsageError):
     """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt, or was exhausted."""
 
 
+class CorruptionError(DivergenceError):
+    """A device changed numbers: replicas came to differ, or a copy of a batch arrived wrongly. Test that device."""
+
+
 class WriterError(UsageError):
     """A writer is of the wrong kind, or unknown."""
 

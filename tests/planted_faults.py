@@ -40,6 +40,12 @@ class Fault:
 
 
 FAULTS = [
+    Fault("replicas that differ are found", "extras/integrity/comparison.py", "if (sums == sums[:1]).all():", "if True:", "agreement"),
+    Fault("no checkpoint hides a difference", "loop/task_loop.py", "            addition.check_state()\n", "            pass\n", "agreement"),
+    Fault("a rollback from what a device did repeats the data", "checkpoint/checkpointer.py",
+          "after = target.step if fault.repeats else fault.resume_after", "after = fault.resume_after", "agreement"),
+    Fault("a wrong copy comes before its loss of NaN", "loop/task_loop.py",
+          "        if not ran.finite:\n            self._check_totals()\n", "", "copies"),
     Fault("a notice ends a run", "extras/notices/listener.py", "                preemption.request(str(told))",
           "                str(told)", "notices"),
     Fault("events for other machines end nothing", "extras/notices/sources.py", " and (not own or own in names)", "", "notices"),

@@ -18,15 +18,7 @@ from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.restoring import RestoreMode, peek, read_position
 from looplib.checkpoint.saving import Checkpoints
-from looplib.errors import (
-    DivergenceError,
-    MismatchError,
-    MissingPartError,
-    NoCheckpointError,
-    Preempted,
-    StateError,
-    UsageError,
-)
+from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
 from looplib.health.guards import Diverged, Guards
 from looplib.health.non_finite import StateCheck
 from looplib.health.preemption import notice
@@ -230,7 +222,9 @@ class Checkpointer:
         try:
             self.save(wait)
         except Diverged as fault:
-            raise DivergenceError(f"{fault.what}; it is not saved") from None
+            if fault.repeats and self.directory.is_training:
+                raise
+            raise fault.kind(f"{fault.what}; it is not saved") from None
         return commits.path_of(self.directory.checkpoints, self.step)
 
     def leave(self, step: int) -> NoReturn:
@@ -320,6 +314,7 @@ class Checkpointer:
                 self._replica_state.apply()
             if self.directory.trains:
                 self._read_position(path)
+            moved = bool(update) and update["input_offset"] != self.record.input_offset
             for name, value in (update or {}).items():
                 setattr(self.record, name, value)
             if batches:  # the checkpoint may be of a time before the last change of their size
@@ -331,8 +326,8 @@ class Checkpointer:
         self.restored_from, parts.loops.torn = path, False
         self._reporter.say(f"restored step {step} from {path}")
         if parts.trainer:
-            # After a rollback the data continues elsewhere than at the checkpoint's position.
-            parts.restore(self.record, step, None if update else self._input_state.position or None)
+            # After most rollbacks the data continues elsewhere than at the checkpoint's position.
+            parts.restore(self.record, step, None if moved else self._input_state.position or None)
             self._continued_from = step, self.record.reported.get("train", 0)
         return path
 
@@ -456,39 +451,44 @@ class Checkpointer:
             self._reporter.note_first_save()
 
     def roll_back(self, fault: Diverged) -> None:
-        """Restores the newest good checkpoint, with the data after the bad steps, and sets newer checkpoints aside.
+        """Restores the newest good checkpoint, and sets newer ones aside. Data that is at fault is left out.
 
         Workers wait for each other.
 
         Raises:
-          DivergenceError: if the policy is to halt, or the run may not or cannot go back.
+          DivergenceError: to halt, or if the run may not or cannot go back; a CorruptionError for what a device did.
         """
         self.wait_and_log()  # a checkpoint under way may be the newest
+        if self._saver and fault.repeats:
+            self._saver.set_aside_after(fault.good_before)
         kept, done, program = self.directory.latest, self.record.rollbacks, self._reporter.report.program
         self._reporter.ended_at = fault.resume_after  # unless there is a rollback
         advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"
         if program and program.arguments and self.directory.workers.count == 1:
             folder = shlex.quote(self.directory.model_dir or "")
             advice += f"; python -m looplib replay {folder} --step={fault.resume_after} shows that step"
-        may_skip = fault.flag == "--non_finite" and self._guards.non_finite != "skip"
+        kind, may_skip = fault.kind, fault.flag == "--non_finite" and self._guards.non_finite != "skip"
         if fault.policy == "halt":
-            raise DivergenceError(
+            if fault.cure:
+                raise kind(f"{fault.what}; {advice}; {fault.cure}") from None
+            raise kind(
                 f"{fault.what}; {advice}; check the data and the learning rate, or use the policy "
                 f"{'skip or ' * may_skip}rollback to continue automatically ({fault.flag})"
             ) from None
         if done >= self._guards.rollbacks:
-            raise DivergenceError(f"{fault.what}, and the run has used all {done} rollbacks; {advice}") from None
+            raise kind(f"{fault.what}, and the run has used all {done} rollbacks; {advice}") from None
         target = None
         if self._saver:
             self._saver.set_aside_after(fault.good_before)
             target = self.directory.newest_intact()
         if target is None:
-            raise DivergenceError(f"{fault.what}, and there is no checkpoint to roll back to; {advice}") from None
+            raise kind(f"{fault.what}, and there is no checkpoint to roll back to; {advice}") from None
+        after = target.step if fault.repeats else fault.resume_after
         logging.warning(
             "%s: rolling back to step %d and continuing with the data after step %d (rollback %d of %d)",
-            fault.what, target.step, fault.resume_after, done + 1, self._guards.rollbacks
+            fault.what, target.step, after, done + 1, self._guards.rollbacks
         )  # fmt: skip
-        offset = fault.resume_after + self.record.input_offset - target.step
+        offset = after + self.record.input_offset - target.step
         self.restore(target.path, {"rollbacks": done + 1, "input_offset": offset})
         self._reporter.note_rollback(fault.resume_after, self.step, fault.what)
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from looplib import settings
-from looplib.errors import SettingError
+from looplib.errors import DivergenceError, SettingError
 from looplib.messages import whole_number
 from looplib.settings import setting
 
@@ -79,7 +79,13 @@ class Diverged(Exception):
       flag: the flag that sets the policy.
       good_before: the last step whose state was good.
       resume_after: a rollback leaves out the data up to this step.
+      repeats: whether the data is not at fault, so that a rollback repeats it; checkpoints after `good_before` are then
+        set aside with the policy "halt" too.
+      cure: what to do, for the error of a halt; "" for what helps against bad data.
+      kind: the class of the error.
     """
+
+    repeats, cure, kind = False, "", DivergenceError
 
     def __init__(self, what: str, policy: str, good_before: int, resume_after: int, flag: str = "--non_finite") -> None:
         super().__init__(what)

@@ -3,11 +3,11 @@
 Names that other rooms may use, by file:
     auto: none
     backend: Backend, backend_of, Decorator
-    base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
+    base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, StepAddition, TrainingLoop
     device_loop: none
     host_loop: as_shown
     loops: Loops
-    packing: batch_size
+    packing: batch_size, Packer
     reducer: Accumulator, Reducer, State
     schedule: Schedule
     step: raise_refusal, Step, StepFn, timed

@@ -12,9 +12,11 @@ import tensorflow as tf
 
 from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.data.dataset_requests import BadRecords
+from looplib.data.input_context import InputContext
 from looplib.errors import StaleTraceError
+from looplib.loop.packing import Packer
 from looplib.loop.reducer import Accumulator
-from looplib.loop.step import Step
+from looplib.loop.step import Step, StepFn
 from looplib.report.clock import Clock
 from looplib.report.shown import Shown
 from looplib.run_config import RunConfig
@@ -99,6 +101,35 @@ class InnerLoop(abc.ABC):
         """Traces the loop for an iterator, so that no later call does. A loop that traces nothing does nothing."""
 
 
+class StepAddition:
+    """Something that looks at the batches, the steps and the state of a training; an action may be one.
+
+    All methods do nothing by default. Where several workers train, all call them.
+    """
+
+    def add_to_data(self, dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
+        """Returns a pipeline of the replicas' batches, in turn, with what `receive` needs beside each."""
+        return dataset
+
+    def receive(self, step_fn: StepFn, task: Trainer) -> StepFn:
+        """Wraps a step on one replica to take the elements that `add_to_data` makes."""
+        return step_fn
+
+    def add_to_step(self, step_fn: StepFn, task: Trainer) -> StepFn:
+        """Wraps the user's step on one replica, to have totals of its own among the metrics."""
+        return step_fn
+
+    def take(self, metrics: Metrics) -> Metrics:
+        """Removes its own totals from the metrics of a report, and checks them; returns what is reported of them."""
+        return {}
+
+    def check(self, packer: Packer, totals: list[list[float]]) -> None:
+        """Checks the totals of each replica since the last report: before a save, and where a value is not finite."""
+
+    def check_state(self) -> None:
+        """Checks the state, which is saved next."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Specification:
     """What the loop of one trainer or evaluator is built from."""
@@ -115,6 +146,7 @@ class Specification:
     chosen: EngineChoice | None = None  # the `Loop.chosen` of an earlier start of the run, or None
     # the damaged records that the run has left out, and how many it may; None for none
     left_out: BadRecords | None = None
+    additions: tuple[StepAddition, ...] = ()  # to the steps of a training
 
     @property
     def training(self) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +17,7 @@ from looplib.data.batches import Batches, Epoch
 from looplib.data.dataset_requests import BadRecords
 from looplib.errors import ClosedError, EndlessDataError, MissingPartError, SettingError, StepError
 from looplib.loop import task_loop
-from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
+from looplib.loop.base import Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
 from looplib.messages import whole_number
@@ -62,6 +62,7 @@ class Loops:
         start_step: int,
         record: RunRecord,
         non_finite: str,
+        actions: Sequence[object],
     ) -> None:
         """Builds the data sets and traces the steps.
 
@@ -71,6 +72,7 @@ class Loops:
           start_step: global batches that the run has consumed.
           record: the record of an earlier start of the run.
           non_finite: the policy of `guards.Guards`, for training.
+          actions: of the controller; a `StepAddition` among them adds to the steps of the training.
         """
 
         def make_loop(split: str, task: Trainer | Evaluator, **others: Any) -> Loop:
@@ -89,6 +91,7 @@ class Loops:
                 earlier=batches.earlier if batches else (),
                 counter=self.global_step,
                 non_finite=non_finite,
+                additions=tuple(action for action in actions if isinstance(action, StepAddition)),
             )
         for name, task in evaluators.items():
             self.evaluations[name] = make_loop(name, task, counter=self._evaluated)

@@ -1,96 +1,24 @@
-"""What is added to the step of a task on each replica: a look at batch sizes, and shares of a global batch."""
+"""What is added to the step of a task on each replica: shares of a global batch of any size."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from looplib.cluster import replicas
 from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
-from looplib.errors import BatchSizeError, MetricError
-from looplib.loop.packing import Packer, batch_size
+from looplib.errors import MetricError
+from looplib.loop.packing import batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_checks import is_summed
 from looplib.messages import join_names
-from looplib.task import metric_names, reductions
+from looplib.task import reductions
 from looplib.task.evaluator import Evaluator
-from looplib.task.reductions import Reduction, total
+from looplib.task.reductions import Reduction
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
-
-# Totals of a step: the examples that larger batches have too many, full batches, examples more than expected, batches.
-METRICS = metric_names.BATCH_SIZES
-
-
-class BatchSizes:
-    """Compares the sizes of training batches with what is expected.
-
-    The size of a batch is that of the first value per example that the step returns, else that of its input. No batch
-    may be larger than expected. The last batch of the data or of an epoch may be smaller, so at least half of the
-    batches have to be full.
-
-    Args:
-      who: the class name of the user's trainer, for messages.
-      expected: examples of a batch.
-      replicas: batches of a step.
-    """
-
-    def __init__(self, who: str, expected: int, replicas: int) -> None:
-        self._who, self._expected, self._replicas = who, expected, replicas
-        self._seen = np.zeros(len(METRICS))
-
-    def add_to(self, step_fn: Callable[[object], object]) -> Callable[[object], object]:
-        """Wraps a training step on one replica, to add the sizes of its batches to its metrics, for `check`."""
-
-        def measured(inputs: object) -> object:
-            outputs = step_fn(inputs)
-            size = _size(inputs, outputs) if isinstance(outputs, dict) else None
-            if size is None:
-                return outputs
-            more = size - self._expected
-            parts = tf.maximum(more, 0), tf.cast(more == 0, tf.float64), more, tf.constant(1, tf.float64)
-            return {**outputs, **{name: total(part) for name, part in zip(METRICS, parts)}}
-
-        return measured
-
-    def check(self, metrics: dict[str, object]) -> dict[str, object]:
-        """Returns the metrics since the last check, without the sizes; raises `UsageError` for wrong batch sizes."""
-        if METRICS[0] not in metrics:
-            return metrics
-        self._seen += [metrics[name] for name in METRICS]
-        self._refuse(self._seen)
-        return {name: value for name, value in metrics.items() if name not in METRICS}
-
-    def check_totals(self, packer: Packer, totals: list[list[float]]) -> None:
-        """Raises as `check` does, from the totals of each replica since the last check; before they are saved."""
-        if METRICS[0] in packer.names:
-            places = [packer.start_of(name) for name in METRICS]
-            self._refuse(self._seen + np.sum(totals, axis=0)[places])
-
-    def _refuse(self, seen: np.ndarray) -> None:
-        larger, full, more, count = seen
-        if larger > 0 or 2 * full < count - self._replicas:
-            raise BatchSizeError(
-                f"{self._who}.dataset made {'larger' if larger > 0 else 'smaller'} batches than "
-                f"context.per_replica_batch_size, which is {self._expected}: the first {int(count)} have "
-                f"{self._expected + more / count:g} examples on average, so that means and gradients are scaled "
-                "wrongly; batch by that size, with drop_remainder=True to have it checked before the first step, or "
-                "set batch_size_varies of the trainer if the batch size varies intentionally"
-            )
-
-
-@tf.autograph.experimental.do_not_convert
-def _size(inputs: object, outputs: dict[str, object]) -> tf.Tensor | None:
-    """Returns the examples of a batch, float64 scalar; None if unknown."""
-    for _, value in sorted(outputs.items(), key=lambda item: str(item[0])):
-        if isinstance(value, tf.Tensor) and value.shape.rank == 1:
-            # The ops of packing a mean, which TensorFlow then runs once.
-            return tf.cast(tf.size(tf.cast(value, tf.float64)), tf.float64)
-    batch = batch_size(inputs)
-    return None if batch is None else tf.cast(batch[1], tf.float64)
 
 
 def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:

@@ -3,6 +3,7 @@
 import atexit
 import dataclasses
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
 from looplib.data import distribution
 from looplib.data.batches import Batches, Epoch
+from looplib.data.input_context import InputContext
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import (
@@ -29,12 +31,13 @@ from looplib.errors import (
     StaleTraceError,
     UsageError,
 )
+from looplib.health.guards import Diverged
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator, backend_of
-from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
+from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
-from looplib.loop.step_additions import BatchSizes, add_share, check_share
+from looplib.loop.step_additions import add_share, check_share
 from looplib.loop.step_checks import TracedValues, check_metrics
 from looplib.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.report.shown import Shown
@@ -75,7 +78,13 @@ class TaskData:
             earlier=self.batches.earlier,
             in_blocks=spec.may_compile,
             remote=self._backend.remote_stream,
+            finish=self._finish,
         )
+
+    def _finish(self, dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
+        for addition in self._spec.additions:
+            dataset = addition.add_to_data(dataset, context)
+        return dataset
 
     def iterate(self) -> None:
         """Makes an iterator, from the position of the last `rewind`."""
@@ -133,8 +142,8 @@ class TaskLoop(TrainingLoop):
         )
         if not spec.training and properties.unknown:
             self._check_for_a_batch()
-        replicas = spec.strategy.num_replicas_in_sync
-        self._sizes = None if properties.sized else BatchSizes(self.who, properties.batch_size, replicas)
+        others = plugins.find("looplib.parts", "step_additions") if spec.training else None
+        self._additions: list[StepAddition] = [*spec.additions, *(others(spec, properties) if others else ())]
         self._tables = None if stream.arrays is None else backend.tables(stream.arrays)
         if spec.training:
             spec.clock.of_input = self._slowest_stage
@@ -154,18 +163,15 @@ class TaskLoop(TrainingLoop):
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
         refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: rates_of(self.task))
-        decorators: list[Decorator] = [refuse]
-        checksums = plugins.find("looplib.parts", "example_checksum") if self._spec.training else None
-        if checksums and checksums.enabled():
-            decorators.append(lambda step_fn: checksums.add_to(step_fn, lambda: self.task.global_step))
-        if self._sizes is not None:
-            decorators.append(self._sizes.add_to)
+        added = [functools.partial(addition.add_to_step, task=self.task) for addition in self._additions]
+        decorators: list[Decorator] = [refuse, *added]
         if self._tables is not None:
             rows = _rows_in_turn if self.data.stream.properties.in_turn else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(add_share, task=self.task))
-        return [*decorators, *backend.decorators()]
+        received = [functools.partial(addition.receive, task=self.task) for addition in self._additions]
+        return [*decorators, *received, *backend.decorators()]
 
     def _check_for_a_batch(self) -> None:
         """Raises `UsageError` if data of unknown length has no batch, or cannot be read."""
@@ -282,6 +288,8 @@ class TaskLoop(TrainingLoop):
         before, suspended = clock.of(phase), notice.suspended
         ran = self._inner.run(self.data.iterator, dataclasses.replace(request, sure=max(0, self.data.sure)))
         self.data.sure -= ran.done
+        if not ran.finite:
+            self._check_totals()
         suspended = notice.suspended - suspended
         if ran.done:
             seconds = clock.of(phase) - before - suspended
@@ -302,13 +310,11 @@ class TaskLoop(TrainingLoop):
         metrics = self._inner.read()
         if not self.reducer.created:
             return {}  # no step has been run, and the loop has warned of it
-        metrics = self._sizes.check(metrics) if self._sizes else metrics
-        # The user's `loop_end` does not see the checksum.
-        checksum = {name: metrics.pop(name) for name in [metric_names.CHECKSUM] if name in metrics}
+        own = [addition.take(metrics) for addition in self._additions]  # which the user's `loop_end` does not see
         before = dict(metrics)
         finished = as_numbers(self.who, self.task.loop_end(metrics))
         metric_names.check_finished(self.who, before, finished, rates_of(self.task))
-        return {**finished, **checksum}
+        return functools.reduce(operator.or_, own, finished)
 
     def shown(self) -> dict[str, Shown]:
         """See `Loop`."""
@@ -316,10 +322,17 @@ class TaskLoop(TrainingLoop):
 
     def position(self) -> bytes | None:
         """See `TrainingLoop`."""
-        if self._sizes and self.reducer.created:
-            self._sizes.check_totals(self.reducer.packer, self.reducer.state().totals)
+        self._check_totals()
+        for addition in self._additions:
+            addition.check_state()
         data = self.data
         return data.stream.position(data.iterator) if data.iterator is not None else data.position
+
+    def _check_totals(self) -> None:
+        if self._additions and self.reducer.created:
+            totals = self.reducer.state().totals
+            for addition in self._additions:
+                addition.check(self.reducer.packer, totals)
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""
@@ -377,7 +390,7 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`."""
         if isinstance(error, KeyboardInterrupt):
             return self._inner.ends_steps
-        return isinstance(error, UsageError) or _tf.is_of_the_input(error)
+        return isinstance(error, (UsageError, Diverged)) or _tf.is_of_the_input(error)
 
     def foresee_end(self, target: int) -> None:
         """See `TrainingLoop`."""

@@ -9,7 +9,7 @@ Names that other rooms may use, by file:
     evaluator: Evaluator
     exported: Exported, of_model
     gradient_trainer: GradientTrainer, UpdatePlan
-    gradients: none
+    gradients: DynamicLossScale
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     media: Media
     metric_names: BATCH_SIZES, check, check_finished, CHECKSUM, mode_of, refuse_in
@@ -18,7 +18,7 @@ Names that other rooms may use, by file:
     plain: as_array, as_bytes, as_json, as_number, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
-    state: differing_variables, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of, unheld,
-        variables_of
+    state: differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of,
+        unheld, variables_of
     trainer: Trainer
 """

@@ -2,14 +2,16 @@
 
 import math
 import os
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from looplib.data.order import mix
+from looplib.loop.base import Metrics, StepAddition
+from looplib.loop.step import StepFn
 from looplib.task import metric_names
 from looplib.task.reductions import total
+from looplib.task.trainer import Trainer
 
 VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metric to every training
 METRIC = metric_names.CHECKSUM
@@ -22,17 +24,24 @@ def enabled() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
-def add_to(step_fn: Callable[[Any], Any], step: Callable[[], tf.Tensor]) -> Callable[[Any], Any]:
-    """Wraps a step on one replica, to have the checksum of its examples too; `step` returns its number."""
+class ExampleChecksum(StepAddition):
+    """The checksum of the examples of a step as a metric of a training."""
 
-    def checked(inputs: Any) -> Any:
-        checksum = examples_checksum(inputs, step())
-        outputs = step_fn(inputs)
-        if checksum is None or not isinstance(outputs, dict):
-            return outputs
-        return {**outputs, METRIC: total(checksum)}
+    def add_to_step(self, step_fn: StepFn, task: Trainer) -> StepFn:
+        """See `StepAddition`."""
 
-    return checked
+        def checked(inputs: Any) -> Any:
+            checksum = examples_checksum(inputs, task.global_step)
+            outputs = step_fn(inputs)
+            if checksum is None or not isinstance(outputs, dict):
+                return outputs
+            return {**outputs, METRIC: total(checksum)}
+
+        return checked
+
+    def take(self, metrics: Metrics) -> Metrics:
+        """See `StepAddition`."""
+        return {METRIC: metrics.pop(METRIC)} if METRIC in metrics else {}
 
 
 def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
