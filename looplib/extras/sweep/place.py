@@ -15,6 +15,11 @@ FILE = "sweep.db"  # of a sweep on one machine
 _MARK = "sweep.shared"  # in the directory of a sweep on several machines
 
 
+def has_runs(directory: str) -> bool:
+    """Returns whether a directory has runs of trials."""
+    return any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory))
+
+
 class Place:
     """A local directory of a sweep, which is nowhere else. A `with` block has what the sweep does there.
 
@@ -61,6 +66,10 @@ class Place:
           make: whether to mark it, if it is not yet.
         """
         return ""
+
+    def has_runs(self) -> bool:
+        """Returns whether there are runs of an earlier sweep, when the study of a new one is made."""
+        return has_runs(self.directory)
 
     def gather(self) -> None:
         """Fetches what the results of a sweep need of runs on other machines."""

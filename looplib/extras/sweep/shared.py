@@ -21,7 +21,7 @@ from looplib.extras.sweep.database import Database, connect, wait_for
 from looplib.extras.sweep.leases import SECONDS, Leases
 from looplib.extras.sweep.place import Place
 from looplib.extras.sweep.space import Parameter
-from looplib.extras.sweep.study import MOST_TRIALS, PLAN, RUNS_BEFORE, Study, SweepPlan, cause_of, has_runs
+from looplib.extras.sweep.study import MOST_TRIALS, PLAN, RUNS_BEFORE, Study, SweepPlan, cause_of
 from looplib.messages import gist
 
 _LOOK = 1.0  # seconds between two looks for a trial that has become free
@@ -71,9 +71,9 @@ class SharedStudy(Study):
             try:
                 study = optuna.create_study(storage=storage, study_name=self.name, direction=self._plan.direction)
             except optuna.exceptions.DuplicatedStudyError:
-                self._wait_for_plan(storage, directory)
+                self._wait_for_plan(storage)
             else:
-                self._describe(study, directory)
+                self._describe(study)
             count = sqlalchemy.text("SELECT count(*) FROM trials WHERE study_id = :study")
             with storage.engine.connect() as connection:
                 found = connection.execute(count, {"study": storage.get_study_id_from_name(self.name)}).scalar_one()
@@ -81,19 +81,19 @@ class SharedStudy(Study):
                 raise ValueError(f"it has {found:,} trials; expected at most {MOST_TRIALS:,}")
         return storage
 
-    def _wait_for_plan(self, storage: optuna.storages.RDBStorage, directory: str) -> None:
+    def _wait_for_plan(self, storage: optuna.storages.RDBStorage) -> None:
         """Waits until the machine that makes the study has described it; does so if that one was killed."""
         study, end = optuna.load_study(study_name=self.name, storage=storage), time.monotonic() + _MADE
         while PLAN not in study.user_attrs:
             if study.get_trials(deepcopy=False):
                 raise ValueError("it has trials, and no sweep has made it")
             if time.monotonic() > end:
-                self._describe(study, directory)
+                self._describe(study)
                 return
             time.sleep(_LOOK / 5)
 
-    def _describe(self, study: optuna.Study, directory: str) -> None:
-        if has_runs(directory):
+    def _describe(self, study: optuna.Study) -> None:
+        if self._place.has_runs():
             study.set_user_attr(RUNS_BEFORE, True)
         plan = {**dataclasses.asdict(self._plan), _PLACE: self._place.mark(make=True)}
         study.set_user_attr(PLAN, json.dumps(plan))

@@ -25,7 +25,7 @@ from looplib.extras.buckets.copies import fetch_runs
 from looplib.extras.buckets.copying import EVERY
 from looplib.extras.buckets.fetching import Fetcher
 from looplib.extras.buckets.lease import Lease
-from looplib.extras.buckets.note import CHECKPOINTS, OUTGOING, LocalCopy, steps_of
+from looplib.extras.buckets.note import OUTGOING, LocalCopy, steps_of
 from looplib.extras.buckets.stores import Store
 from looplib.extras.sweep.place import FILE, LOCKED, Place
 from looplib.extras.sweep.study import MOST_BYTES
@@ -299,11 +299,17 @@ class SharedStoredPlace(StoredPlace):
         return self.shown
 
     def take(self, folder: str) -> int:
-        """Fetches the log of a run that may continue; returns the step of its newest checkpoint in the store."""
+        """Fetches the log and the reports of a run that may continue; returns the step of its newest checkpoint."""
         name = self._name(folder)
         self._fetcher.fetch(f"{name}.log")
         self._logs.add(f"{name}.log")
-        return max(steps_of(self._store.below(name).listed(CHECKPOINTS)), default=0)
+        there = {f"{name}/{file}": found for file, found in self._store.below(name).listed().items()}
+        runs = fetch_runs(self._store, there, self.directory, checkpoints=False)
+        return max(steps_of(runs.get(name, ())), default=0)
+
+    def has_runs(self) -> bool:
+        """Returns whether the store has runs of an earlier sweep, when the study of a new one is made."""
+        return any(map(_OF_A_TRIAL.match, self._store.listed()))
 
     def has(self, noted: int) -> bool:
         """Returns True: the database of the sweep is elsewhere."""

@@ -24,7 +24,7 @@ from looplib.console import printable
 from looplib.errors import SweepError, UsageError
 from looplib.extras.outputs.new_folder import new_folder
 from looplib.extras.page.values import number, text
-from looplib.extras.sweep.place import FILE
+from looplib.extras.sweep.place import FILE, has_runs
 from looplib.extras.sweep.space import Parameter
 from looplib.masks import masked
 from looplib.messages import gist
@@ -306,11 +306,6 @@ def _create(path: str, name: str, plan: SweepPlan) -> None:
         storage.engine.dispose()
         folders.move(new, FILE, directory)
     files.make_durable(directory)
-
-
-def has_runs(directory: str) -> bool:
-    """Returns whether the directory of a sweep has runs of trials."""
-    return any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory))
 
 
 def _storage_of(path: str) -> optuna.storages.RDBStorage:

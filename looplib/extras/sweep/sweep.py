@@ -82,8 +82,8 @@ def sweep(
         if trials and trials > limit:
             say(f"--trials is {trials:,}, and the command has {limit:,} combinations of values: each is tried once")
         finished = _Sweep(place, lock, plan, fixed, study, parallel, limit).run(signals)
-        trials_made = study.all()
         if finished or not database:  # else older results might replace those of another machine
+            trials_made = study.all()
             place.gather()
             results.write(directory, plan, parameters, trials_made, place.shown)
     if not finished:

@@ -25,7 +25,7 @@ from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_UNKNOWN
 
 ROOT = pathlib.Path(__file__).parents[3]
-LEASE = 1.5  # seconds; a sweep waits for twice as long
+LEASE = 2.0  # seconds; a sweep waits for twice as long
 STEPS = 10
 RATES = ("0.5", "0.25", "0.75", "0.1", "0.9", "0.3")
 # A run that costs nothing to start: a checkpoint is an empty file, and the score is the step times the rate.
