@@ -101,7 +101,8 @@ class Leases:
             return False
         try:
             with self._engine.begin() as connection:
-                if connection.execute(statement).rowcount != 1:
+                result = connection.execute(statement)
+                if seen is not None and result.rowcount != 1:  # it was changed in the meantime
                     return False
         except IntegrityError:  # another machine has added it
             return False

@@ -114,9 +114,7 @@ class Study:
             )
         self._storage = self._open(directory)
         with self._reading():
-            self._study = optuna.load_study(
-                study_name=self.name, storage=self._storage, pruner=PRUNERS[plan.prune]()
-            )
+            self._study = optuna.load_study(study_name=self.name, storage=self._storage, pruner=PRUNERS[plan.prune]())
             self._refuse_another(json.loads(self._study.user_attrs[PLAN]))
             for place, trial in enumerate(self.all()):
                 if wrong := self._wrong_in(place, trial):

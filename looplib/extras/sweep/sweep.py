@@ -36,9 +36,7 @@ _LEAST_SPACE = 1 << 20  # bytes
 _WITHOUT_VALUE = 3  # trials: if the first ones end so, the command or the metric is wrong, and the others would be too
 
 
-def sweep(
-    directory: str, plan: SweepPlan, parallel: int, trials: int | None, database: Database | None = None
-) -> int:
+def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None, database: Database | None = None) -> int:
     """Runs a sweep, or what is left of it.
 
     Args:

@@ -63,7 +63,18 @@ class Postgres:
     def start(self) -> None:
         """Starts it, and waits until it answers."""
         settings = [word for setting in _SETTINGS for word in ("-c", setting)]
-        command = ["postgres", "-D", self.folder / "data", "-p", self.port, "-k", self.folder, "-h", "127.0.0.1", *settings]
+        command = [
+            "postgres",
+            "-D",
+            self.folder / "data",
+            "-p",
+            self.port,
+            "-k",
+            self.folder,
+            "-h",
+            "127.0.0.1",
+            *settings,
+        ]
         with open(self.folder / "log", "ab") as log:
             self._process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, **self._as_user())
         end = time.monotonic() + _SECONDS

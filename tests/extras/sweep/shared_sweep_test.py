@@ -118,7 +118,9 @@ class Fleet:
 
     def whole(self, *options, **order):
         """What results.csv has of one machine's sweep."""
-        assert main(self.command(*options, folder=self.base / "whole", shared=False, **{"pause": 0, **order})) == EXIT_DONE
+        assert (
+            main(self.command(*options, folder=self.base / "whole", shared=False, **{"pause": 0, **order})) == EXIT_DONE
+        )
         return (self.base / "whole" / "results.csv").read_bytes()
 
     def results(self):
@@ -162,7 +164,9 @@ def test_a_machine_that_is_killed_and_one_that_joins_late_neither_lose_nor_repea
     assert done[1] and done[2] and sorted(sum(done, [])) == [f"trial-{number:04}" for number in range(len(RATES))]
     assert fleet.results() == fleet.whole()
     assert "best: " in fleet.output(1) and "best: " in fleet.output(2)
-    written = [path.read_bytes() for path in [*fleet.folder.rglob("*"), *fleet.base.glob("machine-*")] if path.is_file()]
+    written = [
+        path.read_bytes() for path in [*fleet.folder.rglob("*"), *fleet.base.glob("machine-*")] if path.is_file()
+    ]
     assert not [text for text in written if PASSWORD.encode() in text or QUOTED.encode() in text]
 
 
