@@ -267,7 +267,9 @@ def test_a_database_that_restarts_ends_no_machine_and_one_that_stays_away_ends_t
         server.start()
     again = fleet.start(pause=0.3)
     assert again.wait(120) == EXIT_DONE, fleet.output()
-    assert [fleet.lives(f"trial-{number:04}")[1] for number in range(len(RATES))] == [1] * len(RATES)
+    lives = [fleet.lives(f"trial-{number:04}") for number in range(len(RATES))]
+    # A run may have ended while nobody could note that: then its second start finds nothing left to do.
+    assert [done - starts.count(STEPS) for starts, done in lives] == [1] * len(RATES)
     assert fleet.results() == fleet.whole()
 
 
