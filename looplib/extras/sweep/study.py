@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -247,7 +247,7 @@ class Study:
         self._study.sampler = optuna.samplers.RandomSampler()  # a grid's refuses the end of its last trial
         return trial
 
-    def _sampler_of_a_new_point(self, number: int) -> optuna.samplers.RandomSampler:
+    def _sampler_of_a_new_point(self, number: int) -> "_Drawn":
         """Returns a sampler that draws a point which no trial before this number has, while there are any."""
         before = self.all()[:number]
         for attempt in itertools.count():
@@ -255,7 +255,7 @@ class Study:
             for parameter in self._parameters:
                 parameter.suggest(drawn)
             if number >= self.size or all(drawn.params != trial.params for trial in before):
-                return optuna.samplers.RandomSampler(_seed(number, attempt))
+                return _Drawn(drawn.params)
 
     def note(self, trial: optuna.Trial, seed: int, value: float) -> None:
         """Notes the result under one seed, and ends the trial if it was the last one."""
@@ -280,6 +280,23 @@ class Study:
     def prune(self, trial: optuna.Trial) -> None:
         """Ends a trial that was stopped as hopeless."""
         self._study.tell(trial, state=TrialState.PRUNED)
+
+
+class _Drawn(optuna.samplers.RandomSampler):
+    """Gives a trial a point that was drawn before, of which it may have a part from a start that was killed."""
+
+    def __init__(self, point: dict[str, Any]) -> None:
+        super().__init__(seed=0)
+        self._point = point
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: optuna.trial.FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        return self._point[param_name]
 
 
 def _seed(number: int, attempt: int = 0) -> int:

@@ -25,7 +25,7 @@ from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_UNKNOWN
 
 ROOT = pathlib.Path(__file__).parents[3]
-LEASE = 2.0  # seconds; a sweep waits for twice as long
+LEASE = 1.5  # seconds; a sweep waits for twice as long
 STEPS = 10
 RATES = ("0.5", "0.25", "0.75", "0.1", "0.9", "0.3")
 # A run that costs nothing to start: a checkpoint is an empty file, and the score is the step times the rate.
@@ -314,6 +314,22 @@ def test_many_machines_at_once_make_each_trial_once_and_draw_the_points_of_one(f
     found = SharedStudy(database, SharedPlace(str(tmp_path / "shared")), plan, parameters, lambda: False)
     assert [trial.params for trial in found.all()] == [alone.new().params for _ in range(limit)]
     found.hand_back()
+
+
+@pytest.mark.slow
+def test_processes_on_one_machine_may_share_a_file_of_sqlite(fleet):
+    machines = [fleet.start(f"--storage=sqlite:///{fleet.base}/study.db") for _ in range(3)]
+    assert [machine.wait(120) for machine in machines] == [EXIT_DONE] * 3, fleet.output(0) + fleet.output()
+    assert [fleet.lives(f"trial-{number:04}") for number in range(len(RATES))] == [([0], 1)] * len(RATES)
+    assert fleet.results() == fleet.whole()
+
+
+@pytest.mark.slow
+def test_a_password_in_the_environment_is_enough(fleet, monkeypatch):
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    url = fleet.server.url().replace(f":{QUOTED}@", "@")
+    assert main(fleet.command(f"--storage={url}", pause=0)) == EXIT_DONE
+    assert fleet.results() == fleet.whole()
 
 
 # Refusals: each a sentence, code 2, no trial started and no password shown.
