@@ -93,6 +93,8 @@ FAULTS = [
           "(options.directory, unchecked=True)", "(options.directory)", "extras/buckets/tools"),
     Fault("a sweep continues on another machine", "extras/sweep/stored.py",
           "            self._fetcher.fetch(FILE)\n", "", "stored_sweep"),
+    Fault("a machine of a sweep keeps its trials while it lives", "extras/sweep/leases.py",
+          "elif not seen.owner or asked - seen.since > SECONDS:", "elif True:", "shared_sweep"),
     Fault("two sweeps do not have one URL", "extras/buckets/lease.py",
           "            if holder != first:\n", "            if False:\n", "stored_sweep one_writer"),
     Fault("two processes do not write to one run", "checkpoint/lock.py",

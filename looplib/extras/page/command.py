@@ -20,7 +20,7 @@ from looplib.plugins import Command
 
 MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
-_SWEEP = "sweep.db"
+_SWEEP = {"sweep.db", "sweep.shared"}
 _OF_A_SWEEP = re.compile(r"(trial|seed)-\d+")  # the folders that a sweep makes, unlike those of a rerun beside them
 
 
@@ -111,7 +111,7 @@ def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[st
     if {"run.json", "metrics.jsonl"} & names:
         yield directory
         return
-    of_a_sweep = of_a_sweep or _SWEEP in names
+    of_a_sweep = of_a_sweep or bool(_SWEEP & names)
     for name in sorted(names) if depth < _DEEPEST else ():
         inner = os.path.join(directory, name)
         belongs = not of_a_sweep or _OF_A_SWEEP.fullmatch(name)

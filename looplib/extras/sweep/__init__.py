@@ -2,9 +2,12 @@
 
 Names that other rooms may use, by file:
     command: add
+    database: none
     jobs: none
+    leases: none
     place: none
     results: none
+    shared: none
     space: none
     stored: none
     study: none

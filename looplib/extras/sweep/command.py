@@ -17,9 +17,8 @@ def add(tools: Any) -> None:
         description="Runs COMMAND, without --model_dir, with many settings, each in a run directory of its own, and "
         "ranks the results. The same command resumes a sweep that was ended or killed. docs/sweeps.md describes "
         "the lists and ranges of values.",
-        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, a full disk, or no "
-        "store; 75 "
-        "saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again",
+        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, a full disk, no "
+        "store or no database; 75 saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again",
     )
     parser.add_argument(
         "--dir", type=place, required=True, help="directory of the sweep, or its URL in an object store"
@@ -38,6 +37,12 @@ def add(tools: Any) -> None:
     parser.add_argument(
         "--prune", default="none", help="rule that stops hopeless runs: none, median, halving or hyperband"
     )
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="database of a sweep on several machines, by its URL (default: a file in --dir, for one machine)",
+    )
+    parser.add_argument("--study", metavar="NAME", help="name of the sweep in --storage (default sweep)")
     parser.set_defaults(tool=Command(_sweep, has_verdict=True))
 
 
@@ -47,10 +52,11 @@ def _sweep(options: argparse.Namespace) -> int:
         import optuna  # noqa: F401
     except ImportError as error:
         raise PluginError(f"a sweep needs {error.name}; install it with pip install 'looplib[sweep]'") from error
+    from looplib.extras.sweep.database import parse
     from looplib.extras.sweep.study import SweepPlan
     from looplib.extras.sweep.sweep import sweep
 
     plan = SweepPlan(
         options.command, options.search, options.metric, options.goal, options.prune, options.seeds, options.value
     )
-    return sweep(options.dir, plan, options.parallel, options.trials)
+    return sweep(options.dir, plan, options.parallel, options.trials, parse(options.storage, options.study))

@@ -29,6 +29,7 @@ from looplib.report.records import each_record
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
 _GRACE = 30.0  # seconds that a process has to save and end
 _GRACE_OF_A_STORE = 120.0  # the same with an upload
+_GRACE_OF_A_LOCK = 120.0  # until a shared file system frees the locks of a machine that vanished
 # How the last line of a run ends that could not use its store, which is no failure of its trial.
 OF_THE_STORE = ("(StoreError)", "(LockedError)")
 _MOST_NAMES, _LONGEST = 20, 300  # in a sentence
@@ -46,6 +47,7 @@ class Job:
       folder: the run directory, below it.
       command: what to start.
       stored: whether the run is in an object store.
+      shared: whether another machine may have had the run.
       kept: the step of the newest checkpoint there, when the sweep was started.
       noted: what `Place.has` tells whether it may be started.
       stopped: when it was asked to end because it is hopeless or another run of its trial failed; None if not.
@@ -57,6 +59,7 @@ class Job:
     folder: str
     command: Sequence[str]
     stored: bool = False
+    shared: bool = False
     kept: int = 0
     noted: int = 0
     stopped: float | None = None
@@ -95,7 +98,8 @@ class Job:
             self._said = True
             say(f"{self.folder}: waits for a process of an earlier start, which still has {self.folder}.log open")
         holder = lock.holder(self.folder)
-        return now < self._held + _GRACE or bool(holder and holder.holds)
+        grace = _GRACE_OF_A_LOCK if self.shared else _GRACE
+        return now < self._held + grace or bool(holder and holder.holds)
 
     def poll(self) -> int | None:
         """Returns how the process ended; None while it runs."""
@@ -124,8 +128,8 @@ class Job:
         return self._idle < _IDLE_STARTS
 
     def lacks_its_store(self) -> bool:
-        """Returns whether the process could not use the store that the run is in."""
-        return self.stored and self._last_line().endswith(OF_THE_STORE)
+        """Returns whether the process could not use the store or the directory that the run is in."""
+        return (self.stored or self.shared) and self._last_line().endswith(OF_THE_STORE)
 
     def _last_line(self) -> str:
         return next((line.strip() for line in reversed(last_lines(self.folder)) if line.strip()), "")

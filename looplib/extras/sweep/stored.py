@@ -27,8 +27,8 @@ from looplib.extras.buckets.fetching import Fetcher
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import OUTGOING, LocalCopy, steps_of
 from looplib.extras.buckets.stores import Store
-from looplib.extras.sweep.place import LOCKED, Place
-from looplib.extras.sweep.study import FILE, MOST_BYTES
+from looplib.extras.sweep.place import FILE, LOCKED, Place
+from looplib.extras.sweep.study import MOST_BYTES
 from looplib.extras.tools.runs import say
 from looplib.masks import masked_text
 from looplib.messages import join_names
@@ -171,7 +171,7 @@ class StoredPlace(Place):
             self.check()
             if self._noted:  # else nobody has looked at the database
                 self._copy_new(True, patience)
-            self._lease.release(patience)
+            self._release(patience)
         except (LockedError, StoreError, OSError, sqlite3.Error) as failed:
             if error is not None:
                 return  # that is what the user should know
@@ -206,6 +206,14 @@ class StoredPlace(Place):
         """Renews the lease until the end."""
         self._lost = self._lease.keep(self._ending) or self._lost
 
+    def _check_lease(self, patience: float, surely: bool = False) -> None:
+        """Raises `LockedError` if another sweep has taken the place, see `Lease.check`."""
+        self._lease.check(patience, surely)
+
+    def _release(self, patience: float) -> None:
+        """Lets other sweeps in."""
+        self._lease.release(patience)
+
     def _copy_new(self, everything: bool, patience: float) -> None:
         """Copies what has changed, the database first.
 
@@ -214,10 +222,11 @@ class StoredPlace(Place):
           StoreError: if the store does not answer.
         """
         noted = self._noted
-        self._lease.check(patience, surely=True)
-        if noted != self._copied or self._copy.has_changed(FILE):  # times of change have ticks of some milliseconds
+        self._check_lease(patience, surely=True)
+        # Times of change have ticks of some milliseconds.
+        if not self.shared and (noted != self._copied or self._copy.has_changed(FILE)):
             self._send(FILE, patience)
-            self._copied = noted
+        self._copied = noted
         for name in filter(self._copy.has_changed, self._names()):
             wait = os.path.getsize(self._copy.path(name)) / _BYTES_A_SECOND
             if everything or time.monotonic() - self._sent_at.get(name, 0.0) >= wait:
@@ -237,7 +246,7 @@ class StoredPlace(Place):
     def _send(self, name: str, patience: float) -> None:
         found = os.stat(self._copy.path(name))
         path = self._backup() if name == FILE else self._copy.path(name)
-        self._store.put(path, name, patience, functools.partial(self._lease.check, patience))
+        self._store.put(path, name, patience, functools.partial(self._check_lease, patience))
         self._copy.remember(name, found)
         self._sent_at[name] = time.monotonic()
 
@@ -252,3 +261,73 @@ class StoredPlace(Place):
         ):
             source.backup(target)
         return path
+
+
+class SharedStoredPlace(StoredPlace):
+    """The local directory, in the cache, of a sweep in an object store that several machines run.
+
+    The store has neither the database nor a lease of the sweep: a machine copies the logs of the trials that it has,
+    and the results once all trials have ended.
+    """
+
+    shared = True
+
+    def __init__(self, url: str, signals: Callable[[], int]) -> None:
+        super().__init__(url, signals)
+        self._logs: set[str] = set()  # of the trials that this machine has had
+        self._has_all = False
+
+    def __enter__(self) -> Place:
+        """Begins to copy.
+
+        Raises:
+          UsageError: if the store has a sweep of one machine, or does not answer.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self._store.look_up(FILE)
+            raise SweepError(
+                f"{self.shown} has the {FILE} of a sweep on one machine; leave out --storage to continue that, or use "
+                "another --dir"
+            )
+        self._begun = 1
+        self._threads = [threading.Thread(target=self._work, daemon=True)]
+        self._threads[0].start()
+        return self
+
+    def mark(self, make: bool = False) -> str:
+        """Returns the URL, which is equal on all machines."""
+        return self.shown
+
+    def take(self, folder: str) -> int:
+        """Fetches the log and the reports of a run that may continue; returns the step of its newest checkpoint."""
+        name = self._name(folder)
+        self._fetcher.fetch(f"{name}.log")
+        self._logs.add(f"{name}.log")
+        there = {f"{name}/{file}": found for file, found in self._store.below(name).listed().items()}
+        runs = fetch_runs(self._store, there, self.directory, checkpoints=False)
+        return max(steps_of(runs.get(name, ())), default=0)
+
+    def has_runs(self) -> bool:
+        """Returns whether the store has runs of an earlier sweep, when the study of a new one is made."""
+        return any(map(_OF_A_TRIAL.match, self._store.listed()))
+
+    def has(self, noted: int) -> bool:
+        """Returns True: the database of the sweep is elsewhere."""
+        return True
+
+    def gather(self) -> None:
+        """Fetches the metrics of all runs."""
+        of_trials = {name: file for name, file in self._store.listed().items() if _OF_A_TRIAL.match(name)}
+        fetch_runs(self._store, of_trials, self.directory, checkpoints=False)
+        self._has_all = True
+        self.note()
+
+    def _names(self) -> Iterator[str]:
+        yield from _RESULTS if self._has_all else ()
+        yield from list(self._logs)
+
+    def _check_lease(self, patience: float, surely: bool = False) -> None:
+        """Does nothing: the database says which machine has a trial."""
+
+    def _release(self, patience: float) -> None:
+        """Does nothing, as there is no lease."""

@@ -11,10 +11,11 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -23,6 +24,7 @@ from looplib.console import printable
 from looplib.errors import SweepError, UsageError
 from looplib.extras.outputs.new_folder import new_folder
 from looplib.extras.page.values import number, text
+from looplib.extras.sweep.place import FILE, has_runs
 from looplib.extras.sweep.space import Parameter
 from looplib.masks import masked
 from looplib.messages import gist
@@ -35,13 +37,12 @@ PRUNERS = {
     "hyperband": optuna.pruners.HyperbandPruner,
 }
 VALUES = ("last", "best")
-FILE = "sweep.db"
-_NAME, _PLAN = "sweep", "plan"
+PLAN = "plan"
 _LARGEST_GRID = 10_000
 _VALUE, _ERROR, _DEVIATION = "value of seed", "error", "deviation"
-_RUNS_BEFORE = "runs before"  # whether the directory had runs when the database was made
+RUNS_BEFORE = "runs before"  # whether the directory had runs when the database was made
 # Bounds of a database that is read, which may come from somebody else.
-MOST_BYTES, _MOST_TRIALS, _MOST_SECONDS = 1 << 28, 100_000, 60.0
+MOST_BYTES, MOST_TRIALS, _MOST_SECONDS = 1 << 28, 100_000, 60.0
 _OF_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")  # at the end of a journal that names another file, to be removed
 _LONGEST = 300  # characters of a setting in a sentence
 
@@ -73,6 +74,11 @@ class SweepPlan:
         """What the trials are compared by, as a person reads it."""
         return self.metric if self.value == "last" else f"best {self.metric}"
 
+    @property
+    def direction(self) -> str:
+        """Optuna's name of the goal."""
+        return "maximize" if self.goal == "max" else "minimize"
+
 
 class Study:
     """The trials of a sweep.
@@ -83,6 +89,8 @@ class Study:
       parameters: what it searches.
 
     Attributes:
+      name: Optuna's name of it.
+      shared: whether other machines take trials of it too.
       size: the number of combinations of the parameters' values; infinity if one of them is any number of a range.
       had_runs_before: whether the database was made in a directory that had runs of trials.
 
@@ -90,6 +98,9 @@ class Study:
       UsageError: if the directory holds a sweep with another plan, or a database that is damaged; or for a grid that
         has no end.
     """
+
+    name, shared = "sweep", False
+    _other = "--dir"  # the option with which a user has another one
 
     def __init__(self, directory: str, plan: SweepPlan, parameters: Sequence[Parameter]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -101,25 +112,40 @@ class Study:
                 f"the grid has {self.size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
                 "use --search=random"
             )
-        self._path = os.path.join(directory, FILE)
-        if not os.path.lexists(self._path):
-            _create(self._path, plan)
+        self._storage = self._open(directory)
         with self._reading():
-            _check_file(self._path)
-            self._storage = _storage_of(self._path)
-            self._study = optuna.load_study(study_name=_NAME, storage=self._storage, pruner=PRUNERS[plan.prune]())
-            before = json.loads(self._study.user_attrs[_PLAN])
-            for name, new in dataclasses.asdict(plan).items():
-                if (old := before.get(name, SweepPlan.value if name == "value" else None)) != new:
-                    old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
-                    raise SweepError(
-                        f"{directory} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
-                        "start it as it was, or use another --dir"
-                    )
+            self._study = optuna.load_study(study_name=self.name, storage=self._storage, pruner=PRUNERS[plan.prune]())
+            self._refuse_another(json.loads(self._study.user_attrs[PLAN]))
             for place, trial in enumerate(self.all()):
                 if wrong := self._wrong_in(place, trial):
                     raise ValueError(f"its trial {place} has {wrong}")
-            self.had_runs_before = bool(self._study.user_attrs.get(_RUNS_BEFORE))
+            self.had_runs_before = bool(self._study.user_attrs.get(RUNS_BEFORE))
+
+    def _open(self, directory: str) -> optuna.storages.RDBStorage:
+        """Opens the database, which is made if it is not there."""
+        self._where, self._path = directory, os.path.join(directory, FILE)
+        if not os.path.lexists(self._path):
+            _create(self._path, self.name, self._plan)
+        with self._reading():
+            _check_file(self._path)
+            return _storage_of(self._path)
+
+    def _refuse_another(self, before: dict[str, Any]) -> None:
+        """Refuses to continue a sweep that was begun with another plan.
+
+        Args:
+          before: the fields of that plan.
+
+        Raises:
+          UsageError: if a field differs.
+        """
+        for name, new in dataclasses.asdict(self._plan).items():
+            if (old := before.get(name, SweepPlan.value if name == "value" else None)) != new:
+                old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
+                raise SweepError(
+                    f"{self._where} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
+                    f"start it as it was, or use another {self._other}"
+                )
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -127,11 +153,23 @@ class Study:
         try:
             yield
         except (UsageError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:
-            if isinstance(error, UsageError) or not _proves_damage(error):
+            if isinstance(error, UsageError) or not self._proves_damage(error):
                 raise
-            raise _damaged(self._path, error) from error
+            raise self._damaged(error) from error
         except Exception as error:  # Optuna raises anything for a database of another program
-            raise _damaged(self._path, error) from error
+            raise self._damaged(error) from error
+
+    def _proves_damage(self, error: BaseException) -> bool:
+        """Returns whether an error is of a damaged file, and not of one that cannot be read or written now."""
+        cause = cause_of(error)
+        return not isinstance(cause, sqlite3.OperationalError) or "no such" in str(cause) or "interrupted" in str(cause)
+
+    def _damaged(self, error: Exception) -> UsageError:
+        return SweepError(
+            f"{self._path} is damaged, or no database of a sweep ({printable(gist(cause_of(error)))}); restore a copy, "
+            "or move it away and run the same command: each trial then continues its run, if it draws the settings "
+            "which that run was started with"
+        )
 
     def _wrong_in(self, place: int, trial: optuna.trial.FrozenTrial) -> str:
         """Returns what no sweep has written into a trial; "" if there is nothing."""
@@ -168,13 +206,32 @@ class Study:
 
     def _again(self, number: int) -> optuna.Trial:
         """Returns a trial that was begun, by its number."""
-        study = self._storage.get_study_id_from_name(_NAME)
+        study = self._storage.get_study_id_from_name(self.name)
         return optuna.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study, number))
 
     def new(self) -> optuna.Trial:
         """Returns a new trial, with a value for each parameter."""
         with self._reading():
             return self._complete(len(self.all()), self._study.ask)
+
+    def next(self, limit: int) -> optuna.Trial | None:
+        """Returns the next trial to run, new or taken over; None if there is none, or none yet.
+
+        Args:
+          limit: how many trials the sweep is to have.
+        """
+        return self.new() if len(self.all()) < limit else None
+
+    def is_over(self) -> bool:
+        """Returns whether no trial runs elsewhere, which this sweep would have to wait for or to take over."""
+        return True
+
+    def lost(self) -> set[int]:
+        """Returns the numbers of trials that another machine has taken from this one since the last call."""
+        return set()
+
+    def hand_back(self) -> None:
+        """Lets other machines take the trials of this one at once."""
 
     def _complete(self, number: int, make: Callable[[], optuna.Trial]) -> optuna.Trial:
         """Makes a trial with this number's sampler: a start of the sweep draws what an uninterrupted one would."""
@@ -190,7 +247,7 @@ class Study:
         self._study.sampler = optuna.samplers.RandomSampler()  # a grid's refuses the end of its last trial
         return trial
 
-    def _sampler_of_a_new_point(self, number: int) -> optuna.samplers.RandomSampler:
+    def _sampler_of_a_new_point(self, number: int) -> "_Drawn":
         """Returns a sampler that draws a point which no trial before this number has, while there are any."""
         before = self.all()[:number]
         for attempt in itertools.count():
@@ -198,7 +255,7 @@ class Study:
             for parameter in self._parameters:
                 parameter.suggest(drawn)
             if number >= self.size or all(drawn.params != trial.params for trial in before):
-                return optuna.samplers.RandomSampler(_seed(number, attempt))
+                return _Drawn(drawn.params)
 
     def note(self, trial: optuna.Trial, seed: int, value: float) -> None:
         """Notes the result under one seed, and ends the trial if it was the last one."""
@@ -225,25 +282,41 @@ class Study:
         self._study.tell(trial, state=TrialState.PRUNED)
 
 
+class _Drawn(optuna.samplers.RandomSampler):
+    """Gives a trial a point that was drawn before, of which it may have a part from a start that was killed."""
+
+    def __init__(self, point: dict[str, Any]) -> None:
+        super().__init__(seed=0)
+        self._point = point
+
+    def sample_independent(
+        self,
+        study: optuna.Study,
+        trial: optuna.trial.FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        return self._point[param_name]
+
+
 def _seed(number: int, attempt: int = 0) -> int:
     """Returns the seed of an attempt to draw the point of a trial."""
     return int(np.random.SeedSequence((0, number, attempt)).generate_state(1)[0])
 
 
-def _create(path: str, plan: SweepPlan) -> None:
+def _create(path: str, name: str, plan: SweepPlan) -> None:
     """Makes the database in another folder first: a kill in the middle leaves no half of one."""
     directory = os.path.dirname(path)
-    had_runs = any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory))
+    had_runs = has_runs(directory)
     for suffix in ("-journal", "-wal", "-shm"):  # of a database that was removed
         if not os.path.isdir(f"{path}{suffix}"):
             folders.remove(directory, f"{FILE}{suffix}")
     with new_folder(path) as new:
         storage = _storage_of(os.path.join(new, FILE))
-        direction = "maximize" if plan.goal == "max" else "minimize"
-        study = optuna.create_study(storage=storage, study_name=_NAME, direction=direction)
-        study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(plan)))
+        study = optuna.create_study(storage=storage, study_name=name, direction=plan.direction)
+        study.set_user_attr(PLAN, json.dumps(dataclasses.asdict(plan)))
         if had_runs:
-            study.set_user_attr(_RUNS_BEFORE, True)
+            study.set_user_attr(RUNS_BEFORE, True)
         storage.remove_session()
         storage.engine.dispose()
         folders.move(new, FILE, directory)
@@ -281,22 +354,8 @@ def _check_file(path: str) -> None:
         if (problem := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise ValueError(problem)
         (trials,) = database.execute("SELECT count(*) FROM trials").fetchone()
-        if trials > _MOST_TRIALS:
-            raise ValueError(f"it has {trials:,} trials; expected at most {_MOST_TRIALS:,}")
-
-
-def _proves_damage(error: BaseException) -> bool:
-    """Returns whether an error of SQLite is of a damaged file, and not of one that cannot be read or written now."""
-    cause = cause_of(error)
-    return not isinstance(cause, sqlite3.OperationalError) or "no such" in str(cause) or "interrupted" in str(cause)
-
-
-def _damaged(path: str, error: Exception) -> UsageError:
-    return SweepError(
-        f"{path} is damaged, or no database of a sweep ({printable(gist(cause_of(error)))}); restore a copy, or move "
-        "it away and run the same command: each trial then continues its run, if it draws the settings which that run "
-        "was started with"
-    )
+        if trials > MOST_TRIALS:
+            raise ValueError(f"it has {trials:,} trials; expected at most {MOST_TRIALS:,}")
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -17,12 +17,14 @@ from looplib import console, files, folders
 from looplib.checkpoint.lock import RunLock, acquire
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError, UsageError
 from looplib.extras.sweep import jobs, results, space
+from looplib.extras.sweep.database import Database
 from looplib.extras.sweep.jobs import Job
-from looplib.extras.sweep.place import LOCKED, Place
+from looplib.extras.sweep.place import FILE, LOCKED, Place, SharedPlace
+from looplib.extras.sweep.space import Parameter
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Study, SweepPlan, cause_of, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
-from looplib.masks import masked
+from looplib.masks import masked, masked_text
 from looplib.messages import with_cure
 from looplib.task.metric_names import mode_of
 
@@ -34,7 +36,7 @@ _LEAST_SPACE = 1 << 20  # bytes
 _WITHOUT_VALUE = 3  # trials: if the first ones end so, the command or the metric is wrong, and the others would be too
 
 
-def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) -> int:
+def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None, database: Database | None = None) -> int:
     """Runs a sweep, or what is left of it.
 
     Args:
@@ -42,6 +44,7 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) ->
       plan: what it does.
       parallel: how many runs at a time.
       trials: how many configurations; default all points of a grid.
+      database: that of a sweep on several machines; default one in the directory, for this machine alone.
 
     Returns:
       The exit code: `EXIT_DONE`, `EXIT_FAILED` if no trial has a result, or `EXIT_PREEMPTED` if a signal ended it.
@@ -59,33 +62,51 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None) ->
         ) from None
     fixed, parameters = space.parse(plan.command)
     with console.guarded(), Signals() as signals, contextlib.ExitStack() as held:
-        place = _place_of(directory, signals)
+        place = _place_of(directory, signals, database)
         directory = place.directory
-        held.enter_context(_sentences(directory))
+        held.enter_context(_sentences(database.shown if database else os.path.join(directory, FILE)))
         place.prepare()
-        lock = acquire(folders.make_folder(directory), _give_up, LOCKED)
-        held.callback(lock.release)
+        folders.make_folder(directory)
+        lock = None
+        if place.is_alone:
+            lock = acquire(directory, _give_up, LOCKED)
+            held.callback(lock.release)
         held.enter_context(place)
-        folders.remove_unfinished(directory, 0.0)  # of sweeps that were killed, as this one has the directory
-        study = Study(directory, plan, parameters)
+        if lock:
+            folders.remove_unfinished(directory, 0.0)  # of sweeps that were killed, as this one has the directory
+        study = _study_of(place, plan, parameters, database, signals)
+        held.callback(study.hand_back)
         limit = trials if trials and (plan.search == "tpe" or trials <= study.size) else int(study.size)
         if trials and trials > limit:
             say(f"--trials is {trials:,}, and the command has {limit:,} combinations of values: each is tried once")
         finished = _Sweep(place, lock, plan, fixed, study, parallel, limit).run(signals)
-        trials_made = study.all()
-        results.write(directory, plan, parameters, trials_made, place.shown)
+        if finished or not database:  # else older results might replace those of another machine
+            trials_made = study.all()
+            place.gather()
+            results.write(directory, plan, parameters, trials_made, place.shown)
     if not finished:
         say(f"sweep: ended by a signal; all runs are saved; run the same command to resume (code {EXIT_PREEMPTED})")
         return EXIT_PREEMPTED
     return EXIT_DONE if results.ranked(trials_made, plan.goal) else EXIT_FAILED
 
 
-def _place_of(directory: str, signals: Signals) -> Place:
+def _place_of(directory: str, signals: Signals, database: Database | None) -> Place:
     if not files.is_remote(directory):
-        return Place(os.path.abspath(directory))
-    from looplib.extras.sweep.stored import StoredPlace  # a local sweep needs nothing of stores
+        return (SharedPlace if database else Place)(os.path.abspath(directory))
+    from looplib.extras.sweep import stored  # a local sweep needs nothing of stores
 
-    return StoredPlace(directory, lambda: len(signals.came))
+    kind = stored.SharedStoredPlace if database else stored.StoredPlace
+    return kind(directory, lambda: len(signals.came))
+
+
+def _study_of(
+    place: Place, plan: SweepPlan, parameters: Sequence[Parameter], database: Database | None, signals: Signals
+) -> Study:
+    if database is None:
+        return Study(place.directory, plan, parameters)
+    from looplib.extras.sweep.shared import SharedStudy  # a sweep on one machine needs nothing of it
+
+    return SharedStudy(database, place, plan, parameters, lambda: bool(signals.came))
 
 
 def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
@@ -122,7 +143,7 @@ def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _sentences(directory: str) -> Iterator[None]:
+def _sentences(database: str) -> Iterator[None]:
     """Says in a sentence what cannot be read or written while the block runs."""
     try:
         yield
@@ -130,7 +151,7 @@ def _sentences(directory: str) -> Iterator[None]:
         raise SweepError(f"{with_cure(error, 'mend that')}; then the same command resumes the sweep") from error
     except (SQLAlchemyError, optuna.exceptions.OptunaError) as error:
         raise SweepError(
-            f"{os.path.join(directory, 'sweep.db')} cannot be read or written ({cause_of(error)}); mend that, and run "
+            f"{database} cannot be read or written ({masked_text(str(cause_of(error)))}); mend that, and run "
             "the same command: no trial that has ended is lost, and the others resume"
         ) from error
 
@@ -145,7 +166,7 @@ class _Sweep:
 
     Args:
       place: where it is.
-      lock: the lock of the directory, which this process holds.
+      lock: the lock of the directory, which this process holds; None if it is for several machines.
       plan: what it does.
       fixed: the arguments that all runs have.
       study: its trials.
@@ -156,7 +177,7 @@ class _Sweep:
     def __init__(
         self,
         place: Place,
-        lock: RunLock,
+        lock: RunLock | None,
         plan: SweepPlan,
         fixed: Sequence[str],
         study: Study,
@@ -176,23 +197,36 @@ class _Sweep:
         before = self._study.all()
         unfinished = self._study.unfinished()
         if before:
-            say(f"trials that have ended: {len(before) - len(unfinished)}; that resume: {len(unfinished)}")
+            ended = sum(trial.state.is_finished() for trial in before)
+            left = f"that resume: {len(unfinished)}"
+            if self._study.shared:
+                left = f"that machines have begun: {len(before) - ended}"
+            say(f"trials that have ended: {ended}; {left}")
         for trial in unfinished:
             if not self._study.end_if_complete(trial):
                 self._add(trial)
         try:
             while not signals.came:
-                self._lock.check()
+                if self._lock:
+                    self._lock.check()
                 self._place.check()
                 self._fill()
-                if not self._running and not self._waiting:
+                if not self._running and not self._waiting and self._study.is_over():
                     return True
                 signals.wait(_TICK)
+                self._drop(self._study.lost())
                 for job in [*self._running]:
                     self._look_at(job)
             return False
         finally:
             self._stop(signals)
+
+    def _drop(self, lost: set[int]) -> None:
+        """Ends the runs of trials that another machine has taken."""
+        for job in [job for job in (*self._running, *self._waiting) if job.trial.number in lost]:
+            job.kill()
+            (self._running if job in self._running else self._waiting).remove(job)
+            self._say(job, "another machine has taken the trial, because this one gave no sign of life for long")
 
     def _stop(self, signals: Signals) -> None:
         """Lets all runs save and end; a second signal ends them at once."""
@@ -217,14 +251,16 @@ class _Sweep:
                 command = jobs.command_of(self._fixed, trial, seed if self._plan.seeds else None, flags)
                 if self._study.had_runs_before:
                     jobs.refuse_other_run(place, command, kept)
-                self._waiting.append(Job(trial, seed, self._directory, place, command, self._place.stored, kept, noted))
+                at = self._place
+                job = Job(trial, seed, self._directory, place, command, at.stored, at.shared, kept, noted)
+                self._waiting.append(job)
 
     def _fill(self) -> None:
         """Starts runs up to the number that may run at a time."""
         held = []
         while len(self._running) < self._parallel:
-            if not self._waiting and len(self._study.all()) < self._limit:
-                self._add(self._study.new())
+            if not self._waiting and (trial := self._study.next(self._limit)):
+                self._add(trial)
             if not self._waiting:
                 break
             job = self._waiting.popleft()

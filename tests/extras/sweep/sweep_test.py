@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 
+import optuna
 import pytest
 import swept
 from conftest import more
@@ -146,6 +147,21 @@ def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_rest
     assert drawn["resumed"] == drawn["whole"] and study.size == 8
     (tmp_path / "endless").mkdir()
     assert Study(str(tmp_path / "endless"), plan, space.parse(["train", "--a=0.1..1"])[1]).size == math.inf
+
+
+def test_a_trial_that_was_killed_while_its_point_was_drawn_gets_the_point_of_an_undisturbed_one(tmp_path):
+    command = ["train", "--a=1..100", "--b=0.1..0.9", "--c=0.1..0.9"]
+    plan = SweepPlan(command=command, search="random", metric="eval/score", goal="max", prune="none", seeds=0)
+    parameters = space.parse(command)[1]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        Study(str(tmp_path / name), plan, parameters)
+    whole = Study(str(tmp_path / "whole"), plan, parameters).new().params
+    url = f"sqlite:///{tmp_path}/killed/sweep.db"
+    begun = optuna.load_study(study_name="sweep", storage=url).ask()
+    begun.storage.set_trial_param(begun._trial_id, "--a", whole["--a"], parameters[0].values)
+    (trial,) = Study(str(tmp_path / "killed"), plan, parameters).unfinished()
+    assert trial.params == whole
 
 
 # Bad input.
