@@ -1,0 +1,240 @@
+"""`LearningWarnings`: a warning once, in the log, `run.json` and the page; silent where all is well; changes no bit."""
+
+import json
+import logging
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy, more
+
+import looplib
+from looplib.errors import ActionError, SettingError
+from looplib.extras.meaning.flag import LearningWarningsFlag
+from looplib.extras.page.read import read_run
+from looplib.extras.page.verdict import findings
+from looplib.report.records import read_jsonl
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(512, 8)).astype("float32")
+Y = np.argmax(X[:, :3] + 0.1 * RANDOM.normal(size=(512, 3)), axis=1)
+OTHER_X = RANDOM.normal(size=(128, 8)).astype("float32")
+OTHER_Y = np.argmax(OTHER_X[:, :3], axis=1)
+EVERY, END = 10, 160
+
+
+class Network(looplib.GradientTrainer):
+    """A classifier with two branches, of which one may be dead, and the loss may not depend on the other."""
+
+    def __init__(self, keras, bias="zeros", detached=False, frozen=False, dropout=0.0):
+        inputs = keras.Input((8,))
+        layers = keras.layers
+        hidden = layers.Dense(16, "relu", bias_initializer=bias, name="hidden")(inputs)
+        hidden = layers.BatchNormalization(name="norm")(hidden) if dropout else hidden
+        hidden = layers.Dropout(dropout, seed=1)(hidden) if dropout else hidden
+        side = layers.Dense(4, name="side", trainable=not frozen)
+        outputs = [layers.Dense(3, name="head")(hidden), side(inputs)]
+        super().__init__(keras.Model(inputs, outputs), keras.optimizers.Adam(0.01))
+        self._detached = detached
+
+    def dataset(self, context):
+        return context.indices(512).map(lambda ids: (tf.gather(X, ids), tf.gather(Y, ids)))
+
+    def loss_fn(self, inputs):
+        x, y = inputs
+        logits, side = self.model(x, training=True)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        side = tf.stop_gradient(side) if self._detached else side
+        return losses + 0.01 * tf.reduce_mean(tf.square(side), axis=1)
+
+
+class NetworkEvaluator(looplib.Evaluator):
+    """Evaluates the classifier on other examples, or on those of the training."""
+
+    def __init__(self, model, leaks=False):
+        super().__init__(model)
+        self._data = (X[:128], Y[:128]) if leaks else (OTHER_X, OTHER_Y)
+
+    def dataset(self, context):
+        x, y = self._data
+        return context.indices(128).map(lambda ids: (tf.gather(x, ids), tf.gather(y, ids)))
+
+    def step_fn(self, inputs):
+        x, y = inputs
+        return {"accuracy": tf.equal(tf.argmax(self.model(x, training=False)[0], axis=1), y)}
+
+    def predict_fn(self, inputs):
+        return {"logits": self.model(inputs[0], training=False)[0]}
+
+
+def looking():
+    return looplib.LearningWarnings(every=EVERY, share=1.0)
+
+
+def train(strategy, keras, folder, steps=END, leaks=False, actions=None, **settings):
+    """Trains, and returns the trainer."""
+    strategy = make_strategy(strategy)
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        trainer = Network(keras, **settings)
+        evaluator = NetworkEvaluator(trainer.model, leaks)
+    config = looplib.RunConfig(global_batch_size=16, steps_per_loop=10, loop="graph")
+    with looplib.Controller(
+        config, trainer=trainer, evaluator=evaluator, strategy=strategy, model_dir=folder, writers=["csv"],
+        actions=[looking()] if actions is None else actions,
+    ) as controller:  # fmt: skip
+        controller.train_and_evaluate(steps, 40)
+    return trainer
+
+
+def warnings(folder):
+    """The warnings of each start in `run.json`."""
+    starts = json.loads((pathlib.Path(folder) / "run.json").read_text())["starts"]
+    return [start.get("warnings", []) for start in starts]
+
+
+FAULTS = {
+    "dead": ({"bias": "dead"}, {("no change", "hidden/kernel"), ("no change", "hidden/bias"),
+                                ("no change", "head/kernel"), ("constant predictions", "eval")}),
+    "detached": ({"detached": True}, {("no change", "side/kernel"), ("no change", "side/bias")}),
+    "leaks": ({"leaks": True}, {("overlap", "eval")}),
+    "healthy": ({}, set()),
+    "dropout": ({"dropout": 0.2}, set()),
+    "frozen": ({"detached": True, "frozen": True}, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["default", pytest.param("mirrored_x2", marks=pytest.mark.slow(spread=1))])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found_and_nothing_else(fault, strategy, keras, tmp_path):
+    settings, expected = FAULTS[fault]
+    if settings.get("bias"):
+        settings = {"bias": keras.initializers.Constant(-100.0)}
+    train(strategy, keras, tmp_path, **settings)
+    (found,) = warnings(tmp_path)
+    assert {(one["kind"], subject) for one in found for subject in one["subjects"]} == expected
+    assert all(0 <= one["since"] <= one["step"] <= END for one in found)
+
+
+class Explodes(looplib.Action):
+    """Multiplies a kernel by a thousand at a step."""
+
+    def __call__(self, event):
+        if event.split == "train" and event.step == 140:
+            kernel = event.controller.loops["train"].task.model.get_layer("side").kernel
+            kernel.assign(1000.0 * tf.convert_to_tensor(kernel))
+
+
+@pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])
+def test_a_norm_that_explodes_is_found_with_its_history(strategy, keras, tmp_path):
+    train(strategy, keras, tmp_path, actions=[looking(), Explodes()])
+    (found,) = warnings(tmp_path)
+    assert [(one["kind"], one["subjects"], one["since"], one["step"]) for one in found] == [
+        ("exploding norm", ["side/kernel"], 140, 150)
+    ]
+
+
+def test_a_warning_comes_once_over_restarts_in_the_log_run_json_and_the_page(tmp_path, caplog, browser):
+    import keras
+
+    class Stopped(Exception):
+        pass
+
+    def stop(event):
+        if event.step == 120 and event.split == "train":
+            raise Stopped
+
+    dead = keras.initializers.Constant(-100.0)
+    with caplog.at_level(logging.WARNING), pytest.raises(Stopped):
+        train("default", keras, tmp_path, bias=dead, actions=[looking(), stop])
+    assert "hidden/kernel, hidden/bias and head/kernel" in caplog.text or "hidden/kernel" in caplog.text
+    assert caplog.text.count("have not changed by a single bit") == 1
+    train("default", keras, tmp_path, bias=dead)  # from the checkpoint of step 80 or 120
+    train("default", keras, tmp_path, steps=END + 100, bias=dead)
+    first, *later = warnings(tmp_path)
+    known = [(one["kind"], tuple(one["subjects"])) for one in first]
+    repeated = [one for start in later for one in start if (one["kind"], tuple(one["subjects"])) in known]
+    saved = [one for one in first if one["step"] <= 80]
+    assert saved and not [one for one in repeated if one["kind"] in {each["kind"] for each in saved}]
+    run = read_run(str(tmp_path), "run")
+    remarks = [remark for remark in findings(run) if remark.kind == "bad" and "single bit" in remark.text]
+    assert remarks and remarks[0].advice.startswith("Look for a ReLU")
+    assert [mark.kind for mark in run.marks].count("warning") == len(first) + sum(map(len, later))
+    sheet = browser.new_page()
+    sheet.goto((tmp_path / "report.html").as_uri())
+    assert "not changed by a single bit" in sheet.inner_text("main")
+    sheet.close()
+
+
+def state_of(folder, trainer):
+    """All variables, and the reported metrics without times."""
+    weights = [np.array(one) for one in [*trainer.model.variables, *trainer.optimizer.variables]]
+    records = read_jsonl(str(folder / "metrics.jsonl")) if (folder / "metrics.jsonl").exists() else []
+    return weights, [{k: v for k, v in one.items() if "per_second" not in k} for one in records]
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
+def test_no_bit_of_a_run_changes_nor_of_one_that_is_resumed(strategy, tmp_path):
+    import keras
+
+    def run(folder, steps, actions):
+        stated = make_strategy(strategy)
+        with stated.scope():
+            keras.utils.set_random_seed(0)
+            trainer = Network(keras, dropout=0.3)
+            evaluator = NetworkEvaluator(trainer.model)
+        config = looplib.RunConfig(global_batch_size=16, steps_per_loop=10, loop="graph")
+        with looplib.Controller(
+            config, trainer=trainer, evaluator=evaluator, strategy=stated, model_dir=folder, actions=actions
+        ) as controller:
+            controller.train_and_evaluate(steps, 40)
+        return state_of(folder, trainer)
+
+    plain_weights, plain_records = run(tmp_path / "plain", 120, [])
+    run(tmp_path / "looked", 70, [looking()])
+    weights, records = run(tmp_path / "looked", 120, [looking()])
+    for one, other in zip(plain_weights, weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    last = {(one["split"], one["step"]): one for one in records}
+    assert all(last[one["split"], one["step"]] == one for one in plain_records)
+
+
+def test_a_check_that_fails_ends_no_run(tmp_path, caplog):
+    import keras
+
+    class Broken(looplib.LearningWarnings):
+        def _of_training(self, event):
+            raise RuntimeError("planted")
+
+    with caplog.at_level(logging.WARNING):
+        train("default", keras, tmp_path, steps=40, actions=[Broken(share=1.0)])
+    assert caplog.text.count("looks no further, because a check failed: planted") == 1
+
+
+def test_checks_stay_within_their_share(tmp_path):
+    import keras
+
+    action = looplib.LearningWarnings(every=1, share=1e-9)
+    train("default", keras, tmp_path, steps=40, actions=[action], leaks=True)
+    assert action.seconds == 0 and warnings(tmp_path) == [[]]
+
+
+def test_the_flag_is_on_by_default_and_a_trial_has_no_warnings():
+    (flag,) = LearningWarningsFlag.flags
+    assert flag.name == "learning_warnings" and flag.default is True
+    values = {"learning_warnings": True, "dry_run": False, "estimate": False}
+    assert [type(action) for action in LearningWarningsFlag().actions(values)] == [looplib.LearningWarnings]
+    for other in ({"learning_warnings": False}, {"dry_run": True}, {"estimate": True}):
+        assert not LearningWarningsFlag().actions(values | other)
+
+
+def test_bad_settings_and_a_foreign_memory_are_refused():
+    with pytest.raises(SettingError):
+        looplib.LearningWarnings(every=0)
+    for share in (0, 2, True, "much"):
+        with pytest.raises(ActionError):
+            looplib.LearningWarnings(share=share)
+    for state in ({"known": "x", "norms": {}}, {"known": [1], "norms": {}}, {"known": [], "norms": []}):
+        with pytest.raises(ValueError):
+            looplib.LearningWarnings().load(state)
