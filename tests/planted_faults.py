@@ -40,6 +40,14 @@ class Fault:
 
 
 FAULTS = [
+    Fault("weights that stand still are found", "extras/meaning/weights.py", "        if track.checks < _STILL or not",
+          "        if True or not", "weights"),
+    Fault("large weights that a small update does not change are no fault", "extras/meaning/weights.py",
+          "any(_smallest(other) * _FINER >= _smallest(one) for other in others)", "True", "weights"),
+    Fault("a check of predictions leaves no trace", "extras/meaning/outputs.py", "if _tf.updated_by(traced) or types", "if types", "outputs"),
+    Fault("parts of one file are no overlap", "extras/records/reader.py", "may_be_by_pieces, kept)", "may_be_by_pieces)", "overlap"),
+    Fault("a warning comes once over restarts", "extras/meaning/learning_warnings.py",
+          "            self._known.update(_earlier(controller.report.path))\n", "", "learning_warnings"),
     Fault("a notice ends a run", "extras/notices/listener.py", "                preemption.request(str(told))",
           "                str(told)", "notices"),
     Fault("events for other machines end nothing", "extras/notices/sources.py", " and (not own or own in names)", "", "notices"),

@@ -2,21 +2,23 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from absl import logging
 
 from looplib.errors import ActionError
 from looplib.extras.meaning.budget import Budget
-from looplib.extras.meaning.finding import Finding
+from looplib.extras.meaning.finding import Finding, key
 from looplib.extras.meaning.metric_norms import MetricNorms
 from looplib.extras.meaning.outputs import ConstantOutputs
 from looplib.extras.meaning.overlap import OverlapChecks
 from looplib.extras.meaning.trained import TrainedVariables
 from looplib.extras.meaning.weights import WeightChecks
+from looplib.extras.page import values
 from looplib.loop.base import Loop
 from looplib.messages import gist, whole_number
+from looplib.report.run_json import read_report
 from looplib.task.actions import Action, Event
 
 _SECONDS_OF_A_VARIABLE = 0.001  # that a check of weights may take, before one was made
@@ -57,7 +59,7 @@ class LearningWarnings(Action):
         self._loops: list[Loop] = []
         self._checked: int | None = None  # the step of the last check of the weights
         self._seconds: float | None = None  # that it took
-        self._failed = False
+        self._failed = self._is_training = False
 
     @property
     def seconds(self) -> float:
@@ -66,13 +68,23 @@ class LearningWarnings(Action):
 
     def on_start(self, controller: Any) -> None:
         """Takes the loops of a training; the time counts from the first one on."""
+        self._is_training = True
         loops = list(controller.loops.values())
         if loops == self._loops or not controller.is_chief:  # a program may train many times
             return
         if not self._loops:
             self._budget.begin()
+            self._known.update(_earlier(controller.report.path))
         self._loops, self._trained = loops, None
         self._overlap.begin(controller.loops, self._known)
+
+    def on_end(self, controller: Any) -> None:
+        """Notes that the training has ended."""
+        self._is_training = False
+
+    def on_exception(self, error: BaseException, controller: Any) -> None:
+        """Notes that the training has ended."""
+        self._is_training = False
 
     def __call__(self, event: Event) -> None:
         """Looks at what fits into the time, and warns."""
@@ -121,7 +133,10 @@ class LearningWarnings(Action):
     def _warn(self, finding: Finding, event: Event) -> None:
         self._known.update(finding.keys)
         logging.warning("step %d: %s; %s", event.step, finding.text, finding.advice)
-        event.controller.report.note("warnings", step=event.step, **dataclasses.asdict(finding))
+        report = event.controller.report
+        report.note("warnings", step=event.step, **dataclasses.asdict(finding))
+        if self._is_training:
+            report.write("running")  # now: a start that is killed writes nothing, and the next one would warn again
 
     def state(self) -> dict[str, Any]:
         """See `Action`."""
@@ -137,3 +152,13 @@ class LearningWarnings(Action):
         self._weights.load(norms)
         self._known.update(known)
         self._checked = None
+
+
+def _earlier(path: str | None) -> Iterator[str]:
+    """Yields the keys of what earlier starts of a run have found, as far as its `run.json` says it."""
+    starts = read_report(path).get("starts", []) if path else []
+    for start in starts:
+        for one in values.items(start.get("warnings")):
+            found = values.mapping(one)
+            subjects = [subject for subject in values.items(found.get("subjects")) if isinstance(subject, str)]
+            yield from (key(values.text(found.get("kind")), subject) for subject in subjects)

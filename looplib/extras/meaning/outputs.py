@@ -122,7 +122,8 @@ def _predictor(name: str, loop: Loop) -> Callable[[], list[np.ndarray]] | None:
         types = {node.op for node in _tf.nodes_in(traced.graph.as_graph_def())}
         if _tf.updated_by(traced) or types & _tf.RANDOM_OPS or any(part in op for op in types for part in _REFUSED):
             return None
-        return functools.partial(_outputs, lambda: outputs(batch), strategy, int(hashes.shape[0]))
+        given = [leaf.numpy() for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]
+        return functools.partial(_outputs, lambda: outputs(batch), strategy, int(hashes.shape[0]), given)
     except Exception as error:  # what only a check calls may need more than it has here
         logging.debug("what %s predicts is not looked at: %s", name, gist(error))
         return None
@@ -134,7 +135,7 @@ def _predict_fn(task: Any) -> Callable[[Any], Any] | None:
         return None
     if type(task).predict_fn is not Evaluator.predict_fn:
         return task.predict_fn
-    models = [value for value in vars(task).values() if _keras.is_model(value)]
+    models = list({id(value): value for value in vars(task).values() if _keras.is_model(value)}.values())
     if len(models) != 1:
         return None
 
@@ -144,12 +145,15 @@ def _predict_fn(task: Any) -> Callable[[Any], Any] | None:
     return predict
 
 
-def _outputs(predict: Callable[[], Any], strategy: tf.distribute.Strategy, examples: int) -> list[np.ndarray]:
-    """Returns the floating-point outputs of the first replica that have a row for each example."""
+def _outputs(
+    predict: Callable[[], Any], strategy: tf.distribute.Strategy, examples: int, given: list[np.ndarray]
+) -> list[np.ndarray]:
+    """Returns the floating-point outputs of the first replica that have a row for each example, and are not given."""
     found = []
     for leaf in tf.nest.flatten(predict()):
         value = strategy.experimental_local_results(leaf)[0]
         if isinstance(value, tf.Tensor) and value.dtype.is_floating and value.shape.rank:
-            if value.shape[0] == examples:
-                found.append(value.numpy())
+            output = value.numpy()
+            if len(output) == examples and not any(np.array_equal(output, one) for one in given):  # such as labels
+                found.append(output)
     return found

@@ -53,7 +53,7 @@ class TrainedVariables:
         names: dict[str, int] = {}
         for name, variable in _trainable(trainer):
             parts = strategy.experimental_local_results(variable)
-            if id(variable) in built or not updated.isdisjoint(map(_tf.identity_of, (variable, *parts))):
+            if id(variable) in built or not updated.isdisjoint(map(_tf.identity_of, parts)):
                 names[name] = number = names.get(name, 0) + 1
                 unique = f"{name} ({number})" if number > 1 else name
                 self._all.append(TrainedVariable(unique, variable, built.get(id(variable), -1)))
