@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import make_strategy, more
+from worthless import Network, NetworkEvaluator
 
 import looplib
 from looplib.errors import ActionError, SettingError
@@ -16,56 +17,7 @@ from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 from looplib.report.records import read_jsonl
 
-RANDOM = np.random.default_rng(0)
-X = RANDOM.normal(size=(512, 8)).astype("float32")
-Y = np.argmax(X[:, :3] + 0.1 * RANDOM.normal(size=(512, 3)), axis=1)
-OTHER_X = RANDOM.normal(size=(128, 8)).astype("float32")
-OTHER_Y = np.argmax(OTHER_X[:, :3], axis=1)
 EVERY, END = 10, 160
-
-
-class Network(looplib.GradientTrainer):
-    """A classifier with two branches, of which one may be dead, and the loss may not depend on the other."""
-
-    def __init__(self, keras, bias="zeros", detached=False, frozen=False, dropout=0.0):
-        inputs = keras.Input((8,))
-        layers = keras.layers
-        hidden = layers.Dense(16, "relu", bias_initializer=bias, name="hidden")(inputs)
-        hidden = layers.BatchNormalization(name="norm")(hidden) if dropout else hidden
-        hidden = layers.Dropout(dropout, seed=1)(hidden) if dropout else hidden
-        side = layers.Dense(4, name="side", trainable=not frozen)
-        outputs = [layers.Dense(3, name="head")(hidden), side(inputs)]
-        super().__init__(keras.Model(inputs, outputs), keras.optimizers.Adam(0.01))
-        self._detached = detached
-
-    def dataset(self, context):
-        return context.indices(512).map(lambda ids: (tf.gather(X, ids), tf.gather(Y, ids)))
-
-    def loss_fn(self, inputs):
-        x, y = inputs
-        logits, side = self.model(x, training=True)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
-        side = tf.stop_gradient(side) if self._detached else side
-        return losses + 0.01 * tf.reduce_mean(tf.square(side), axis=1)
-
-
-class NetworkEvaluator(looplib.Evaluator):
-    """Evaluates the classifier on other examples, or on those of the training."""
-
-    def __init__(self, model, leaks=False):
-        super().__init__(model)
-        self._data = (X[:128], Y[:128]) if leaks else (OTHER_X, OTHER_Y)
-
-    def dataset(self, context):
-        x, y = self._data
-        return context.indices(128).map(lambda ids: (tf.gather(x, ids), tf.gather(y, ids)))
-
-    def step_fn(self, inputs):
-        x, y = inputs
-        return {"accuracy": tf.equal(tf.argmax(self.model(x, training=False)[0], axis=1), y)}
-
-    def predict_fn(self, inputs):
-        return {"logits": self.model(inputs[0], training=False)[0]}
 
 
 def looking():
@@ -236,3 +188,16 @@ def test_bad_settings_and_a_foreign_memory_are_refused():
     for state in ({"known": "x", "norms": {}}, {"known": [1], "norms": {}}, {"known": [], "norms": []}):
         with pytest.raises(ValueError):
             looplib.LearningWarnings().load(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worthless", [True, False])
+def test_the_chief_of_two_workers_warns(worthless, nursery, tmp_path):
+    arguments = [f"--config.worthless={worthless}", "--loop=graph"]
+    lives = nursery.workers(2, tmp_path, *arguments, binary="worthless")
+    assert [life.code(300) for life in lives] == [0, 0], "".join(life.output() for life in lives)
+    (found,) = warnings(tmp_path)
+    expected = {"no change", "constant predictions", "overlap"} if worthless else set()
+    assert {one["kind"] for one in found} == expected
+    assert ("by a single bit" in lives[0].output()) == worthless
+    assert "by a single bit" not in lives[1].output()
