@@ -90,7 +90,12 @@ def main():
     parser.add_argument("--every", type=int, default=20, help="steps between two checks of the weights")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--plain", action="store_true", help="as a user runs them")
-    parser.add_argument("--flag", action="append", default=[], help="a further flag of the trainers, such as --flag=--num_virtual_devices=2")
+    parser.add_argument(
+        "--flag",
+        action="append",
+        default=[],
+        help="a further flag of the trainers, such as --flag=--num_virtual_devices=2",
+    )
     options = parser.parse_args()
     names = [name for name in _RUNS if not options.only or name in options.only.split(",")]
     alarms = 0
@@ -98,7 +103,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         base = os.path.join(folder, "base")
         if any(name.startswith("fine_tune") for name in names):
-            command = [sys.executable, "-m", "trainers.image_classification", f"--model_dir={base}", "--config.classes=0-4"]
+            command = [
+                sys.executable,
+                "-m",
+                "trainers.image_classification",
+                f"--model_dir={base}",
+                "--config.classes=0-4",
+            ]
             subprocess.run([*command, "--train_steps=500"], check=True, capture_output=True)
         for name in names:
             alarms += len(measure(name, options, folder, base))

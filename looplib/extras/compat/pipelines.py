@@ -5,12 +5,11 @@ import tensorflow as tf
 from looplib.compat.tensorflow import RANDOM_OPS
 
 # Stages without a state that their iterators share, as a shuffle's seeds are. Functions of the others are looked at.
-_PLAIN = frozenset({
-    "_AssertCardinalityDataset", "_BatchDataset", "_ConcatenateDataset", "_OptionsDataset", "_PaddedBatchDataset",
-    "_ParallelBatchDataset", "_PrefetchDataset", "_RangeDataset", "_RebatchDataset", "_RepeatDataset", "_ShardDataset",
-    "_SkipDataset", "_TakeDataset", "_TensorDataset", "_TensorSliceDataset", "_UnbatchDataset", "_ZipDataset",
-})  # fmt: skip
-_OF_FUNCTIONS = frozenset({"_FlatMapDataset", "_MapDataset", "_ParallelMapDataset"})
+_PLAIN = frozenset(
+    "AssertCardinality Batch Concatenate Options PaddedBatch ParallelBatch Prefetch Range Rebatch Repeat Shard Skip "
+    "Take Tensor TensorSlice Unbatch Zip".split()
+)
+_OF_FUNCTIONS = frozenset({"FlatMap", "Map", "ParallelMap"})
 _STATE = ("PyFunc", "Shuffle", "Generator", "Assign", "Cache", "Insert", "Rng", "RandomDataset", "Stateful")
 _CALLS = ("StatefulPartitionedCall",)  # of functions whose ops are looked at
 
@@ -27,7 +26,7 @@ def leaves_no_trace(dataset: tf.data.Dataset, known: list[tf.data.Dataset]) -> b
     """
     if any(dataset is one for one in known):
         return True
-    name = type(dataset).__name__
+    name = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
     try:
         if name in _OF_FUNCTIONS and not _is_plain(dataset):
             return False

@@ -1,11 +1,11 @@
-"""Finding: what a check has found, for the log, `run.json` and the report page."""
+"""LearningFinding: what a check has found, for the log, `run.json` and the report page."""
 
 import dataclasses
 from collections.abc import Collection
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class LearningFinding:
     """What a check has found.
 
     Attributes:

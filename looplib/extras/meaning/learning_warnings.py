@@ -9,7 +9,7 @@ from absl import logging
 
 from looplib.errors import ActionError
 from looplib.extras.meaning.budget import Budget
-from looplib.extras.meaning.finding import Finding, key
+from looplib.extras.meaning.finding import LearningFinding, key
 from looplib.extras.meaning.metric_norms import MetricNorms
 from looplib.extras.meaning.outputs import ConstantOutputs
 from looplib.extras.meaning.overlap import OverlapChecks
@@ -98,7 +98,7 @@ class LearningWarnings(Action):
             self._failed = True
             logging.warning("LearningWarnings looks no further, because a check failed: %s", gist(error))
 
-    def _of_training(self, event: Event) -> list[Finding]:
+    def _of_training(self, event: Event) -> list[LearningFinding]:
         found = self._norms.check(event.step, event.metrics, self._known)
         loops = event.controller.loops
         if "train" not in loops or not self._is_due(event.step):
@@ -123,14 +123,14 @@ class LearningWarnings(Action):
         """Returns whether so many steps have passed since the last check, or the run went back."""
         return self._checked is None or not 0 <= step - self._checked < self._every
 
-    def _of_evaluation(self, event: Event) -> list[Finding]:
+    def _of_evaluation(self, event: Event) -> list[LearningFinding]:
         loop = event.controller.loops.get(event.split)
         if loop is None or not self._budget.allows(self._outputs.seconds(event.split, loop)):
             return []
         with self._budget.spending():
             return self._outputs.check(event.split, loop, event.step, event.ending, self._known)
 
-    def _warn(self, finding: Finding, event: Event) -> None:
+    def _warn(self, finding: LearningFinding, event: Event) -> None:
         self._known.update(finding.keys)
         logging.warning("step %d: %s; %s", event.step, finding.text, finding.advice)
         report = event.controller.report

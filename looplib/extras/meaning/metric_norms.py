@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping
 
-from looplib.extras.meaning.finding import Finding, is_new
+from looplib.extras.meaning.finding import LearningFinding, is_new
 from looplib.extras.meaning.weights import EXPLODING
 
 _METRIC = "gradient_norm"  # and "gradient_norm/<variable>", as `GradientTrainer(report=...)` reports them
@@ -24,7 +24,7 @@ class MetricNorms:
         self._norms: dict[str, collections.deque[float]] = {}
         self._high: dict[str, list[int]] = {}  # the steps of the reports in a row that were too high
 
-    def check(self, step: int, metrics: Mapping[str, float], known: Collection[str]) -> list[Finding]:
+    def check(self, step: int, metrics: Mapping[str, float], known: Collection[str]) -> list[LearningFinding]:
         """Looks at a report.
 
         Args:
@@ -49,9 +49,9 @@ class MetricNorms:
         return found
 
 
-def _finding(name: str, norm: float, usual: float, count: int, since: int) -> Finding:
+def _finding(name: str, norm: float, usual: float, count: int, since: int) -> LearningFinding:
     times = f"{norm / usual:.3g} times" if usual else "above"
-    return Finding(
+    return LearningFinding(
         EXPLODING,
         (name,),
         since,

@@ -13,7 +13,7 @@ from looplib.cluster import remote
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.extras.meaning import samples
-from looplib.extras.meaning.finding import Finding, is_new
+from looplib.extras.meaning.finding import LearningFinding, is_new
 from looplib.extras.tools import example_checksum
 from looplib.loop.base import Loop
 from looplib.messages import gist
@@ -45,7 +45,7 @@ class ConstantOutputs:
             return self._seconds.get(name, 0.0)
         return _SECONDS_OF_AN_OP * (len(loop.traced.function.graph.get_operations()) if loop.traced else 500)
 
-    def check(self, name: str, loop: Loop, step: int, ending: bool, known: Collection[str]) -> list[Finding]:
+    def check(self, name: str, loop: Loop, step: int, ending: bool, known: Collection[str]) -> list[LearningFinding]:
         """Looks at what a model predicts; twice in a row, or at the end of a training, constant outputs are a finding.
 
         Args:
@@ -87,20 +87,20 @@ def are_constant(outputs: list[np.ndarray]) -> bool:
     return not (is_sure and np.abs(values - np.round(values)).max() <= _SATURATED)
 
 
-def _finding(name: str, since: int, examples: int) -> Finding:
-    return Finding(
+def _finding(name: str, since: int, examples: int) -> LearningFinding:
+    return LearningFinding(
         CONSTANT,
         (name,),
         since,
-        f"the predictions of {name!r} are equal for all {examples} examples of a batch that differ, since the evaluation "
-        f"of step {since:,}",
+        f"the predictions of {name!r} are equal for all {examples} examples of a batch that differ, since the "
+        f"evaluation of step {since:,}",
         "look for layers that are dead (a ReLU whose inputs are all negative) or a collapse of the loss; lower the "
         "learning rate, check that inputs are scaled, and that they reach the model",
     )
 
 
 def _predictor(name: str, loop: Loop) -> Callable[[], list[np.ndarray]] | None:
-    """Returns a function that predicts for a batch of a loop's data; None where that is not possible without a trace."""
+    """Returns a function that predicts for a batch of a loop's data; None where that could leave a trace."""
     try:
         predict, stream = _predict_fn(loop.task), samples.stream_of(loop)
         if predict is None or stream is None or remote.plugin_of(stream.strategy) is not None:

@@ -12,7 +12,7 @@ from absl import logging
 from looplib.compat import tensorflow as _tf
 from looplib.extras.meaning import samples
 from looplib.extras.meaning.budget import Budget
-from looplib.extras.meaning.finding import Finding, is_new
+from looplib.extras.meaning.finding import LearningFinding, is_new
 from looplib.extras.meaning.record_overlap import ReadRecords
 from looplib.extras.tools import example_checksum
 from looplib.loop.base import Loop
@@ -20,7 +20,10 @@ from looplib.messages import gist
 
 OVERLAP = "overlap"
 _EVALUATED, _TRAINED = 1000, 5000  # examples that are looked at
-_FEWEST, _SHARE = 3, 0.01  # examples in common; and their part of the evaluation, where all of the training was looked at
+_FEWEST, _SHARE = (
+    3,
+    0.01,
+)  # examples in common; and their part of the evaluation, where all of the training was looked at
 _ALIKE = 0.05  # share of an evaluation's examples that equal another one of it, above which content identifies none
 _LEAST_BYTES = 8  # of an example's largest part: fewer do not identify it
 _FIRST_SECONDS = 0.02  # that a piece may take whose time is not known
@@ -35,14 +38,14 @@ class OverlapChecks:
     """
 
     def __init__(self) -> None:
-        self._work: Iterator[Finding | None] | None = None
+        self._work: Iterator[LearningFinding | None] | None = None
         self._seconds = _FIRST_SECONDS  # of the last piece
 
     def begin(self, loops: Mapping[str, Loop], known: Collection[str]) -> None:
         """Takes the loops of a training, by name, and the keys of earlier findings."""
         self._work, self._seconds = _of_all(loops, known), _FIRST_SECONDS
 
-    def advance(self, budget: Budget) -> list[Finding]:
+    def advance(self, budget: Budget) -> list[LearningFinding]:
         """Reads on as long as a budget allows it; returns what was found."""
         found = []
         while self._work is not None and budget.allows(self._seconds):
@@ -56,7 +59,7 @@ class OverlapChecks:
         return found
 
 
-def _of_all(loops: Mapping[str, Loop], known: Collection[str]) -> Iterator[Finding | None]:
+def _of_all(loops: Mapping[str, Loop], known: Collection[str]) -> Iterator[LearningFinding | None]:
     """Yields a finding for each evaluation that has one, and None after each piece of work."""
     for name, loop in loops.items():
         if name == "train" or "train" in name.lower() or not is_new(OVERLAP, name, known):
@@ -89,7 +92,7 @@ def _has_reader(loop: Loop) -> bool:
     return context is not None and context.asked.reader is not None
 
 
-def _of_records(name: str, trained: ReadRecords, evaluated: ReadRecords) -> Iterator[Finding | None]:
+def _of_records(name: str, trained: ReadRecords, evaluated: ReadRecords) -> Iterator[LearningFinding | None]:
     chosen = evaluated.spread(_EVALUATED)
     places = [evaluated.place(number) for number in chosen]
     common = [place for place in places if trained.has(place)]
@@ -116,7 +119,7 @@ def _of_records(name: str, trained: ReadRecords, evaluated: ReadRecords) -> Iter
     yield _compared(name, "records", of_evaluation, of_training, len(numbers), len(trained))
 
 
-def _of_examples(name: str, training: Loop, evaluation: Loop) -> Iterator[Finding | None]:
+def _of_examples(name: str, training: Loop, evaluation: Loop) -> Iterator[LearningFinding | None]:
     trained, evaluated = samples.batches(training), samples.batches(evaluation)
     first = next(evaluated, None) if trained is not None and evaluated is not None else None
     beginning = next(trained, None) if first is not None else None
@@ -152,7 +155,7 @@ def _and_then(first: Any, others: Iterator[Any]) -> Iterator[Any]:
 
 def _compared(
     name: str, what: str, evaluated: list[Any], trained: Collection[Any], looked_at: int, of: int | None
-) -> Finding | None:
+) -> LearningFinding | None:
     """Returns the finding about hashes of an evaluation and of so many training examples, if there is one."""
     if not evaluated or len(set(evaluated)) < (1 - _ALIKE) * len(evaluated):
         return None
@@ -168,8 +171,8 @@ def _compared(
     )
 
 
-def _finding(name: str, text: str) -> Finding:
-    return Finding(
+def _finding(name: str, text: str) -> LearningFinding:
+    return LearningFinding(
         OVERLAP,
         (name,),
         0,

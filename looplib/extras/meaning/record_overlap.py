@@ -25,7 +25,7 @@ class ReadRecords:
     """
 
     def __init__(self, reads: RecordReads) -> None:
-        self._places = _Places(reads.source)
+        self._places = _SourcePlaces(reads.source)
         self._source = reads.source
         kept, parts = list(reads.kept), reads.source.sources if isinstance(reads.source, Chain) else [reads.source]
         if len(kept) != len(parts):
@@ -67,20 +67,22 @@ class ReadRecords:
             yield [_hash(record) for record in items(self._source, numbers[start : start + _PIECE])]
 
 
-class _Places:
+class _SourcePlaces:
     """Where the records of a source are."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._inner: list[_Places] = []
+        self._inner: list[_SourcePlaces] = []
         if isinstance(source, Chain):
-            self._inner = [_Places(part) for part in source.sources]
+            self._inner = [_SourcePlaces(part) for part in source.sources]
         elif isinstance(source, Subset):
-            self._inner, self._order = [_Places(source.source)], np.argsort(source.ids, kind="stable")
+            self._inner, self._order = [_SourcePlaces(source.source)], np.argsort(source.ids, kind="stable")
         elif isinstance(source, Numbered):
             self._spans = [(_file(path), start, stop) for path, start, stop in source.spans()]
             self._firsts = np.cumsum([0, *(stop - start for _, start, stop in self._spans)])
-            self._by_file = {path: (first, start, stop) for first, (path, start, stop) in zip(self._firsts, self._spans)}
+            self._by_file = {
+                path: (first, start, stop) for first, (path, start, stop) in zip(self._firsts, self._spans)
+            }
 
     def of(self, number: int) -> Place:
         """Returns the place of a record."""

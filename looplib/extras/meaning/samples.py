@@ -6,7 +6,6 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.replicas import Share
-from looplib.data import iterator_state
 from looplib.data.host_stream import HostStream
 from looplib.extras.compat.pipelines import leaves_no_trace
 from looplib.loop.base import Loop
@@ -55,9 +54,10 @@ def _read(dataset: tf.data.Dataset, arrays: Any, calls_python: bool) -> Iterator
             yield _rows(batch, arrays)
     finally:
         if calls_python:  # in an op, which lets other threads run Python; the end of a Python object would not
+            handle, *_ = tf.nest.flatten(iterator, expand_composites=True)
             nothing = tf.data.experimental.to_variant(dataset.take(0))
             with tf.device("/cpu:0"):
-                tf.raw_ops.MakeIterator(dataset=nothing, iterator=iterator_state.handle(iterator))
+                tf.raw_ops.MakeIterator(dataset=nothing, iterator=handle)
 
 
 def _rows(batch: Any, arrays: Any) -> Any:

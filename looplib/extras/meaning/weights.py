@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.extras.meaning.finding import Finding, is_new
+from looplib.extras.meaning.finding import LearningFinding, is_new
 from looplib.extras.meaning.trained import TrainedVariable
 from looplib.messages import join_names
 
@@ -56,7 +56,7 @@ class WeightChecks:
         self._tracks: dict[str, _Track] = {}
         self._step: int | None = None  # of the last check
 
-    def check(self, step: int, trained: Sequence[TrainedVariable], known: Collection[str]) -> list[Finding]:
+    def check(self, step: int, trained: Sequence[TrainedVariable], known: Collection[str]) -> list[LearningFinding]:
         """Looks at the weights.
 
         Args:
@@ -105,7 +105,7 @@ class WeightChecks:
 
     def _stuck(
         self, still: list[TrainedVariable], moved: list[TrainedVariable], count: int, known: Collection[str]
-    ) -> list[Finding]:
+    ) -> list[LearningFinding]:
         """Returns a finding for all variables that have not changed since one step."""
         groups: dict[tuple[int, bool], list[TrainedVariable]] = {}
         for one in still:
@@ -117,7 +117,9 @@ class WeightChecks:
                 groups.setdefault((track.since, track.scaled), []).append(one)
         return [_no_change(since, scaled, own, len(moved), count) for (since, scaled), own in groups.items()]
 
-    def _explosion(self, one: TrainedVariable, track: _Track, norm: float, known: Collection[str]) -> list[Finding]:
+    def _explosion(
+        self, one: TrainedVariable, track: _Track, norm: float, known: Collection[str]
+    ) -> list[LearningFinding]:
         """Returns a finding if the norm of a variable explodes, and adds it to the history."""
         history = [before for before in track.norms if before > 0]
         if math.isfinite(norm):  # the guards find any other
@@ -130,7 +132,7 @@ class WeightChecks:
             return []
         since = self._step or 0
         return [
-            Finding(
+            LearningFinding(
                 EXPLODING,
                 (one.name,),
                 since,
@@ -158,16 +160,18 @@ class WeightChecks:
         self._tracks, self._step = found, None
 
 
-def _no_change(since: int, scaled: bool, own: Sequence[TrainedVariable], moved: int, count: int) -> Finding:
+def _no_change(since: int, scaled: bool, own: Sequence[TrainedVariable], moved: int, count: int) -> LearningFinding:
     names = tuple(one.name for one in own)
     have = "has" if len(names) == 1 else "have"
-    what = "changed only by one factor for all elements, as by weight decay," if scaled else "not changed by a single bit"
-    return Finding(
+    what = (
+        "changed only by one factor for all elements, as by weight decay," if scaled else "not changed by a single bit"
+    )
+    return LearningFinding(
         NO_CHANGE,
         names,
         since,
-        f"{join_names(names, 6)} {have} {what} since step {since:,}, in {_STILL} checks, while {moved} of {count} trained "
-        "variables did: the gradient is zero, or too small to change a float",
+        f"{join_names(names, 6)} {have} {what} since step {since:,}, in {_STILL} checks, while {moved} of {count} "
+        "trained variables did: the gradient is zero, or too small to change a float",
         "look for a ReLU whose inputs are all negative, for a part that the loss does not depend on "
         "(tf.stop_gradient, a rounded value, an unused branch), or set trainable=False on what is to stay",
     )

@@ -161,7 +161,7 @@ def _start(report: dict[str, Any]) -> ShownStart:
         note=values.text(report.get("note"), 200),
         changed=_changes(report.get("changed")),
         rollbacks=[_rollback(one) for one in values.items(report.get("rollbacks")) if isinstance(one, dict)],
-        warnings=[_warning(one) for one in values.items(report.get("warnings"))[:_MOST_WARNINGS] if isinstance(one, dict)],
+        warnings=[_warning(values.mapping(one)) for one in values.items(report.get("warnings"))[:_MOST_WARNINGS]],
     )
 
 

@@ -40,7 +40,7 @@ class ShownStart:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What happened at a step: a "restart", "rollback" or "phase", "skipped" steps, a "warning", or the "best" checkpoint."""
+    """What happened at a step: a "restart", "rollback", "warning", "phase", "skipped" steps, the "best" checkpoint."""
 
     kind: str
     step: int
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class ShownWarning:
-    """What `LearningWarnings` has found at a step; see `meaning.finding.Finding`."""
+    """What `LearningWarnings` has found at a step; see `meaning.finding.LearningFinding`."""
 
     kind: str
     step: int

@@ -93,7 +93,7 @@ class Numbered(abc.ABC):
         """Returns what an error calls a record: its number in its file, the file, and the byte where it is known."""
 
     def spans(self) -> list[tuple[str, int, int]]:
-        """Returns of each file its path, and the numbers in it of its first record here and of the one after the last."""
+        """Returns the path of each file, and the numbers in it of its first record here and the one after the last."""
         return [(path, 0, int(count)) for path, count in zip(self.files.paths, np.diff(self._firsts))]
 
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib.extras.meaning.budget import Budget
@@ -68,7 +68,7 @@ def resident(array):
     return lambda context: context.resident(array)
 
 
-@pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("strategy", ["mirrored_x2", *more(["default"])])
 def test_examples_that_both_have_are_counted(strategy):
     leaked = np.concatenate([OTHER[:80], TRAIN[40:60]])
     (finding,) = found(rows(TRAIN), rows(leaked), strategy)
@@ -78,6 +78,7 @@ def test_examples_that_both_have_are_counted(strategy):
     assert not found(rows(TRAIN), rows(OTHER), strategy)
 
 
+@pytest.mark.slow
 def test_resident_arrays_and_plain_pipelines_are_compared_too():
     def plain(context):
         return tf.data.Dataset.from_tensor_slices(TRAIN[:100]).batch(context.per_replica_batch_size)
@@ -87,6 +88,7 @@ def test_resident_arrays_and_plain_pipelines_are_compared_too():
     assert not found(resident(TRAIN), resident(OTHER))
 
 
+@pytest.mark.slow
 def test_a_few_equal_examples_and_content_that_identifies_nothing_are_silent():
     two = np.concatenate([OTHER[:98], TRAIN[:2]])
     assert not found(rows(TRAIN), rows(two))
@@ -95,6 +97,7 @@ def test_a_few_equal_examples_and_content_that_identifies_nothing_are_silent():
     assert not found(rows(TRAIN), rows(TRAIN[:100]), name="train_accuracy")
 
 
+@pytest.mark.slow
 def test_a_shuffle_of_the_user_is_left_alone():
     def shuffled(context):
         return tf.data.Dataset.from_tensor_slices(TRAIN).shuffle(400).repeat().batch(context.per_replica_batch_size)
@@ -122,7 +125,9 @@ def test_records_of_one_file_are_found_by_number_and_copies_by_content(tmp_path)
     (finding,) = found(records([train]), records([train]))
     assert "400 of 400 evaluation records" in finding.text and "train.tfrecord" in finding.text
     (tmp_path / "link.tfrecord").symlink_to(train)
-    assert "400 of 400 evaluation records" in found(records([train]), records([str(tmp_path / "link.tfrecord")]))[0].text
+    assert (
+        "400 of 400 evaluation records" in found(records([train]), records([str(tmp_path / "link.tfrecord")]))[0].text
+    )
     copy = written(tmp_path / "copy.tfrecord", np.concatenate([OTHER[:50], TRAIN[:50]]))
     assert "50 of 100 evaluation records" in found(records([train]), records([copy]))[0].text
     assert not found(records([train]), records([other]))
