@@ -64,7 +64,7 @@ def measure(name, options, folder, base):
     command = [
         sys.executable, *start, *arguments, f"--model_dir={directory}", f"--train_steps={options.steps}",
         f"--eval_interval={max(1, options.steps // 20)}", f"--steps_per_loop={min(100, options.steps)}",
-        f"--max_time={options.minutes}m", "--keep_last=2", *([] if options.plain else ["--nolearning_warnings"]),
+        f"--max_time={60 * options.minutes:g}", "--keep_last=2", *([] if options.plain else ["--nolearning_warnings"]),
         *options.flag,
     ]  # fmt: skip
     began = time.monotonic()

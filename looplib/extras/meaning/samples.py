@@ -50,8 +50,8 @@ def _read(dataset: tf.data.Dataset, arrays: Any, calls_python: bool) -> Iterator
     dataset = dataset.with_options(options)
     iterator = iter(dataset)
     try:
-        for batch in iterator:
-            yield _rows(batch, arrays)
+        while (batch := iterator.get_next_as_optional()).has_value():  # the end of a loop over it would be logged
+            yield _rows(batch.get_value(), arrays)
     finally:
         if calls_python:  # in an op, which lets other threads run Python; the end of a Python object would not
             handle, *_ = tf.nest.flatten(iterator, expand_composites=True)

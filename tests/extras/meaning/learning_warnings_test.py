@@ -91,7 +91,7 @@ def test_a_norm_that_explodes_is_found_with_its_history(strategy, family, tmp_pa
     ]
 
 
-def test_a_warning_comes_once_over_restarts_in_the_log_run_json_and_the_page(tmp_path, caplog, browser):
+def test_a_warning_comes_once_over_restarts_in_the_log_run_json_and_the_page(tmp_path, caplog):
     import keras
 
     class Stopped(Exception):
@@ -115,9 +115,19 @@ def test_a_warning_comes_once_over_restarts_in_the_log_run_json_and_the_page(tmp
     remarks = [remark for remark in findings(run) if remark.kind == "bad" and "single bit" in remark.text]
     assert remarks and remarks[0].advice.startswith("Look for a ReLU")
     assert [mark.kind for mark in run.marks].count("warning") == len(first)
+    assert "not changed by a single bit" in (tmp_path / "report.html").read_text()
+
+
+def test_the_page_shows_a_warning_and_marks_it(tmp_path, browser):
+    import keras
+
+    train("default", keras, tmp_path, steps=80, bias=keras.initializers.Constant(-100.0))
     sheet = browser.new_page()
+    troubles = []
+    sheet.on("pageerror", lambda error: troubles.append(str(error)))
     sheet.goto((tmp_path / "report.html").as_uri())
     assert "not changed by a single bit" in sheet.inner_text("main")
+    assert sheet.locator(".mark.warning").count() >= 2 and not troubles  # in the key of the charts, and in the history
     sheet.close()
 
 
