@@ -35,13 +35,21 @@ _RUNS = {  # by name: the module, and its arguments
     "mixture": ("examples.mixture", ()),
 }
 _CODE = """
+import runpy
 import sys
-import {module} as binary
 import looplib
 from looplib import launch
 
-actions = [looplib.LearningWarnings(every={every}, share=0.2)]
-launch.run(binary.build, {config}, argv=["{module}", *sys.argv[1:]], actions=actions)
+run = launch.run
+
+
+def with_checks(*arguments, actions=(), **settings):
+    run(*arguments, actions=[*actions, looplib.LearningWarnings(every={every}, share=0.2)], **settings)
+
+
+launch.run = with_checks
+sys.argv[0] = "{module}"
+runpy.run_module("{module}", run_name="__main__")
 """
 
 
@@ -58,8 +66,7 @@ def measure(name, options, folder, base):
     directory = os.path.join(folder, name.replace(" ", "_"))
     if module == "trainers.fine_tune":
         arguments = (*arguments, f"--config.base={base}")
-    config = "binary.Config()" if module.startswith("trainers.") else "None"
-    code = _CODE.format(module=module, every=options.every, config=config)
+    code = _CODE.format(module=module, every=options.every)
     start = ["-m", module] if options.plain else ["-c", code]
     command = [
         sys.executable, *start, *arguments, f"--model_dir={directory}", f"--train_steps={options.steps}",

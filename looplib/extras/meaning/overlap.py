@@ -24,6 +24,7 @@ _FEWEST, _SHARE = (
     3,
     0.01,
 )  # examples in common; and their part of the evaluation, where all of the training was looked at
+_NATURAL = 5.0  # how many times as many as the training has by itself: text repeats licenses, and pictures are blank
 _ALIKE = 0.05  # share of an evaluation's examples that equal another one of it, above which content identifies none
 _LEAST_BYTES = 8  # of an example's largest part: fewer do not identify it
 _FIRST_SECONDS = 0.02  # that a piece may take whose time is not known
@@ -107,16 +108,15 @@ def _of_records(name: str, trained: ReadRecords, evaluated: ReadRecords) -> Iter
     yield None
     if not trained.may_be_read or not evaluated.may_be_read:
         return
-    of_training: set[bytes] = set()
-    numbers = trained.spread(_TRAINED)
-    for part in trained.hashes(numbers):
-        of_training.update(part)
+    of_training: list[bytes] = []
+    for part in trained.hashes(trained.spread(_TRAINED)):
+        of_training += part
         yield None
     of_evaluation: list[bytes] = []
     for part in evaluated.hashes(chosen):
         of_evaluation += part
         yield None
-    yield _compared(name, "records", of_evaluation, of_training, len(numbers), len(trained))
+    yield _compared(name, "records", of_evaluation, [of_training], len(trained))
 
 
 def _of_examples(name: str, training: Loop, evaluation: Loop) -> Iterator[LearningFinding | None]:
@@ -134,18 +134,26 @@ def _of_examples(name: str, training: Loop, evaluation: Loop) -> Iterator[Learni
             break
         yield None
     of_evaluation = of_evaluation[:_EVALUATED]
-    examples = samples.stream_of(training).properties.examples
+    examples, left = _left_of_epoch(training)
     most = min(_TRAINED, examples or _TRAINED)
-    of_training: set[int] = set()
-    looked_at = 0
+    of_training: list[int] = []
     for batch in _and_then(beginning, trained):
-        found = _hashes(batch, signature)[: most - looked_at]
-        of_training.update(found)
-        looked_at += len(found)
-        if looked_at >= most or not found:
+        found = _hashes(batch, signature)
+        of_training += found
+        if len(of_training) >= most or not found:
             break
         yield None
-    yield _compared(name, "examples", of_evaluation, of_training, looked_at, examples)
+    parts = [of_training[: min(left, most)], of_training[left:most]]
+    yield _compared(name, "examples", of_evaluation, parts, examples)
+
+
+def _left_of_epoch(training: Loop) -> tuple[int | None, int]:
+    """Returns the examples of the training, and after how many in this pipeline they come again; None if not known."""
+    stream = samples.stream_of(training)
+    examples, context = stream.properties.examples, stream.context()
+    if not examples or context is None:
+        return examples, _TRAINED
+    return examples, (examples - stream.start_step * context.global_batch_size % examples) // context.num_pipelines
 
 
 def _and_then(first: Any, others: Iterator[Any]) -> Iterator[Any]:
@@ -154,14 +162,25 @@ def _and_then(first: Any, others: Iterator[Any]) -> Iterator[Any]:
 
 
 def _compared(
-    name: str, what: str, evaluated: list[Any], trained: Collection[Any], looked_at: int, of: int | None
+    name: str, what: str, evaluated: list[Any], parts: list[list[Any]], of: int | None
 ) -> LearningFinding | None:
-    """Returns the finding about hashes of an evaluation and of so many training examples, if there is one."""
-    if not evaluated or len(set(evaluated)) < (1 - _ALIKE) * len(evaluated):
+    """Returns the finding about hashes of an evaluation and of a training, if there is one.
+
+    Args:
+      name: of the evaluator.
+      what: "records" or "examples".
+      evaluated: of the evaluation.
+      parts: of the training, of which each part has an example once.
+      of: how many the training has; None if that is not known.
+    """
+    trained, looked_at = set().union(*parts), sum(map(len, parts))
+    if not evaluated or not looked_at or len(set(evaluated)) < (1 - _ALIKE) * len(evaluated):
         return None
     common = sum(one in trained for one in evaluated)
+    # Pairs of different examples with one content: as many among the training, in proportion to the pairs.
+    natural = 2 * sum(len(part) - len(set(part)) for part in parts) * len(evaluated) / looked_at
     sampled = min(1.0, looked_at / of) if of else 1.0
-    if common < max(_FEWEST, math.ceil(_SHARE * sampled * len(evaluated))):
+    if common < max(_FEWEST + _NATURAL * natural, _SHARE * sampled * len(evaluated)):
         return None
     whole = f" of {of:,}" if of and of > looked_at else ""
     return _finding(

@@ -92,6 +92,8 @@ def test_resident_arrays_and_plain_pipelines_are_compared_too():
 def test_a_few_equal_examples_and_content_that_identifies_nothing_are_silent():
     two = np.concatenate([OTHER[:98], TRAIN[:2]])
     assert not found(rows(TRAIN), rows(two))
+    licenses = np.concatenate([TRAIN[:390], np.tile(OTHER[:1], (10, 1))]), np.concatenate([OTHER, OTHER[:1], OTHER[:1]])
+    assert not found(*map(rows, licenses))  # a row that the training repeats
     few = RANDOM.integers(0, 2, size=(400, 6)).astype("float32")  # 64 different examples
     assert not found(rows(few), rows(few[:100]))
     assert not found(rows(TRAIN), rows(TRAIN[:100]), name="train_accuracy")
