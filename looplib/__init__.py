@@ -56,6 +56,7 @@ _PARTS = (  # of plug-ins
     "ExportBest",
     "Kept",
     "KerasTrainer",
+    "LearningWarnings",
     "Mixture",
     "MlflowWriter",
     "OrbitEvaluator",
@@ -94,8 +95,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

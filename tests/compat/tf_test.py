@@ -37,6 +37,8 @@ ELSEWHERE = {
         "_trainable_weights",
         "tf_keras.src",
     },
+    # The stages of a pipeline; without them, no pipeline is read a second time.
+    "extras/compat/pipelines.py": {"_functions", "_inputs", "_map_func"},
     "extras/keras/building.py": {"keras.src"},  # the scope of a metric; without it, the name that a graph gives it
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
     "extras/outputs/predictions.py": {"_lock"},

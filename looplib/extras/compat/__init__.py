@@ -2,4 +2,5 @@
 
 Names that other rooms may use, by file:
     methods: none
+    pipelines: none
 """

@@ -1,4 +1,4 @@
-"""What the charts mark: restarts, rollbacks, phases, skipped steps and the best checkpoint."""
+"""What the charts mark: restarts, rollbacks, warnings, phases, skipped steps and the best checkpoint."""
 
 import dataclasses
 import re
@@ -56,13 +56,14 @@ def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[Save
 
 
 def of_starts(starts: Sequence[ShownStart]) -> Iterator[Mark]:
-    """Yields the restarts of a run, and its rollbacks."""
+    """Yields the restarts of a run, its rollbacks, and its warnings."""
     trained = [start for start in starts if start.trained]
     for before, start in zip(trained, trained[1:]):
         text = f"restarted after a start that was {before.status or 'ended'}"
         yield Mark("restart", start.restored_step or 0, ", with ".join(filter(None, [text, start.note])))
     for start in starts:
         yield from start.rollbacks
+        yield from (Mark("warning", one.step, f"{one.kind}: {one.text}") for one in start.warnings)
 
 
 def of_phases(phases: Any) -> Iterator[Mark]:

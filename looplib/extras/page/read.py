@@ -12,7 +12,16 @@ from looplib.errors import UsageError
 from looplib.extras.page import curves, marks, phases, values
 from looplib.extras.page.exports import read_int8
 from looplib.extras.page.goodput import goodput, restored_step
-from looplib.extras.page.run import Change, Mark, Op, Run, SavedCheckpoint, ShownStart, Variable
+from looplib.extras.page.run import (
+    Change,
+    Mark,
+    Op,
+    Run,
+    SavedCheckpoint,
+    ShownStart,
+    ShownWarning,
+    Variable,
+)
 from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.masks import masked
@@ -23,6 +32,7 @@ from looplib.report.records import Record, each_record
 _MOST_RECORD_BYTES = 1 << 29  # of metrics.jsonl; a million steps with ten metrics have 300 MB
 _MOST_DIFF = 100_000  # characters
 _MOST_OPS = 30
+_MOST_WARNINGS = 100  # of a start
 _MOST_TRACEBACK = 20_000  # characters
 
 
@@ -151,6 +161,7 @@ def _start(report: dict[str, Any]) -> ShownStart:
         note=values.text(report.get("note"), 200),
         changed=_changes(report.get("changed")),
         rollbacks=[_rollback(one) for one in values.items(report.get("rollbacks")) if isinstance(one, dict)],
+        warnings=[_warning(values.mapping(one)) for one in values.items(report.get("warnings"))[:_MOST_WARNINGS]],
     )
 
 
@@ -158,6 +169,15 @@ def _rollback(report: dict[str, Any]) -> Mark:
     step, to = values.whole(report.get("step")) or 0, values.whole(report.get("to")) or 0
     return Mark(
         "rollback", step, f"rolled back from step {step:,} to step {to:,}: {values.text(report.get('reason'), 300)}"
+    )
+
+
+def _warning(report: dict[str, Any]) -> ShownWarning:
+    return ShownWarning(
+        kind=values.text(report.get("kind"), 100),
+        step=values.whole(report.get("step")) or 0,
+        text=values.text(report.get("text"), 1000),
+        advice=values.text(report.get("advice"), 500),
     )
 
 

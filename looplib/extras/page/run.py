@@ -35,15 +35,26 @@ class ShownStart:
     note: str
     changed: list[Change]
     rollbacks: list["Mark"]
+    warnings: list["ShownWarning"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What happened at a step: a "restart", "rollback" or "phase", "skipped" steps, or the "best" checkpoint."""
+    """What happened at a step: a "restart", "rollback", "warning", "phase", "skipped" steps, the "best" checkpoint."""
 
     kind: str
     step: int
     text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownWarning:
+    """What `LearningWarnings` has found at a step; see `meaning.finding.LearningFinding`."""
+
+    kind: str
+    step: int
+    text: str
+    advice: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ def findings(run: Run, alone: bool = True) -> list[Remark]:
       alone: whether the page has no other run. In a comparison, which is about metrics and settings, each run would say
         the same about its time.
     """
-    found = [*_of_the_end(run), *_of_values(run), *_of_learning(run), *_of_int8(run)]
+    found = [*_of_the_end(run), *_of_warnings(run), *_of_values(run), *_of_learning(run), *_of_int8(run)]
     found += [*_of_time(run), *_of_the_rate(run)] if alone else []
     return sorted(found, key=lambda one: ("bad", "note", "good").index(one.kind))
 
@@ -65,6 +65,11 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
         text = f"When this page was written, {run.copy.text}."
         ended = run.status not in ("starting", "running", "silent")
         yield Remark("bad", text, "Run the same command on this machine, which copies the rest." if ended else "")
+
+
+def _of_warnings(run: Run) -> Iterator[Remark]:
+    for one in (one for start in run.starts for one in start.warnings):
+        yield Remark("bad", f"Found at step {one.step:,}: {one.text}.", _sentence(one.advice))
 
 
 def _of_values(run: Run) -> Iterator[Remark]:
@@ -192,6 +197,10 @@ def _of_the_rate(run: Run) -> Iterator[Remark]:
     if last < 0.8 * first:
         text = f"The rate fell from {first:.4g} to {last:.4g} steps a second, from step {steps[-quarter]:,} on."
         yield Remark("note", text, "Look at what else the machine did, at the input, and at the memory.")
+
+
+def _sentence(clause: str) -> str:
+    return f"{clause[:1].upper()}{clause[1:]}." if clause else ""
 
 
 def _count(number: int, what: str) -> str:

@@ -76,6 +76,10 @@ class PhasedTraining:
         """Returns the number, from 0, of the phase that the step after `step` belongs to; the last one has no end."""
         return min(bisect.bisect_right(self._ends, step), len(self._phases) - 1)
 
+    def trained_in(self, number: int) -> list[Any]:
+        """Returns the variables that a phase, given by its number from 0, trains."""
+        return self._plans[number].trained
+
     def left(self, step: int) -> int | None:
         """Returns how many steps after `step` belong to the same phase; None for the last one."""
         number = self.number_at(step)

@@ -1,6 +1,6 @@
 // The signs of what happened at a step, in charts and in their key, and the colors of curves.
 
-const SIGNS = { restart: "↻", rollback: "↩", phase: "◆", best: "★", skipped: "▲" };
+const SIGNS = { restart: "↻", rollback: "↩", phase: "◆", best: "★", skipped: "▲", warning: "!" };
 
 /** Draws a line and a sign at the step of each mark. */
 function drawMarks(plot, marks) {

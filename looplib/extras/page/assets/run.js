@@ -217,7 +217,13 @@ function grouped(names, chart) {
 }
 
 function marksKey(run) {
-  const names = { restart: "restart", rollback: "rollback", skipped: "skipped steps", best: "best checkpoint kept" };
+  const names = {
+    restart: "restart",
+    rollback: "rollback",
+    warning: "warning",
+    skipped: "skipped steps",
+    best: "best checkpoint kept",
+  };
   const kinds = Object.keys(names).filter((kind) => run.marks.some((mark) => mark.kind === kind));
   const undone = run.curves.some((curve) => curve.undone);
   if (!kinds.length && !undone) return null;

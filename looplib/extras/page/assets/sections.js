@@ -133,7 +133,7 @@ function startsOf(run) {
     [...start.changed.map((one) => `${one.name} ${one.before} → ${one.now}`), start.note].filter(Boolean).join(", ") ||
       "–",
   ]);
-  const events = run.marks.filter((mark) => mark.kind === "rollback" || mark.kind === "skipped");
+  const events = run.marks.filter((mark) => ["rollback", "warning", "skipped"].includes(mark.kind));
   const facts = [
     ["Command", run.program.command],
     ["Directory", run.program.directory],

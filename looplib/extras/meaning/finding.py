@@ -1,0 +1,38 @@
+"""LearningFinding: what a check has found, for the log, `run.json` and the report page."""
+
+import dataclasses
+from collections.abc import Collection
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningFinding:
+    """What a check has found.
+
+    Attributes:
+      kind: "constant predictions", "no change", "exploding norm" or "overlap".
+      subjects: what it is about: names of variables, of a metric, or of an evaluator.
+      since: the global step since when it is known.
+      text: what was measured, a clause.
+      advice: what to do, a clause.
+    """
+
+    kind: str
+    subjects: tuple[str, ...]
+    since: int
+    text: str
+    advice: str
+
+    @property
+    def keys(self) -> list[str]:
+        """Returns a key for each subject; a run has one finding of each."""
+        return [key(self.kind, subject) for subject in self.subjects]
+
+
+def key(kind: str, subject: str) -> str:
+    """Returns the key of a kind of finding about a subject."""
+    return f"{kind}: {subject}"
+
+
+def is_new(kind: str, subject: str, known: Collection[str]) -> bool:
+    """Returns whether the keys of earlier findings lack a kind of finding about a subject."""
+    return key(kind, subject) not in known
