@@ -155,9 +155,9 @@ class TaskLoop(TrainingLoop):
         """Returns everything that is added to the user's step, innermost first."""
         refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: rates_of(self.task))
         decorators: list[Decorator] = [refuse]
-        checksums = plugins.find("looplib.parts", "example_checksum") if self._spec.training else None
-        if checksums and checksums.enabled():
-            decorators.append(lambda step_fn: checksums.add_to(step_fn, lambda: self.task.global_step))
+        for part in ("example_checksum", "own_times") if self._spec.training else ():
+            if (find := plugins.find("looplib.parts", part)) and (add := find(self._spec)):
+                decorators.append(add)
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)
         if self._tables is not None:

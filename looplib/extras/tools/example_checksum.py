@@ -1,15 +1,19 @@
 """A checksum of the examples of a training step, by which `check` sees that two runs trained on the same examples."""
 
+import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from looplib.data.order import mix
 from looplib.task import metric_names
 from looplib.task.reductions import total
+
+if TYPE_CHECKING:
+    from looplib.loop.base import Specification
 
 VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metric to every training
 METRIC = metric_names.CHECKSUM
@@ -20,6 +24,11 @@ _BITS = 24  # so that float64 sums them exactly over 2**29 examples, more than a
 def enabled() -> bool:
     """Returns whether the environment asks for checksums."""
     return os.environ.get(VARIABLE) == "1"
+
+
+def decorator(spec: "Specification") -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None:
+    """Returns what adds the checksum to the step of a training; None unless the environment asks for it."""
+    return functools.partial(add_to, step=lambda: spec.task.global_step) if enabled() else None
 
 
 def add_to(step_fn: Callable[[Any], Any], step: Callable[[], tf.Tensor]) -> Callable[[Any], Any]:
