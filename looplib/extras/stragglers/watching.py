@@ -13,6 +13,7 @@ from looplib.extras.stragglers.comparing import WorkerTimes, find_stragglers
 from looplib.report.clock import Clock
 from looplib.task.actions import Action, Event
 
+_FIRST, _LONGEST = 2.0, 60.0  # seconds of steps until the first comparison, and between two of them at most
 _MUCH = 1.5  # the factor by which a share has to change to be noted again
 _MOST_NOTES = 100  # of a start
 
@@ -32,14 +33,10 @@ class Stragglers(Action):
 
     The workers compare their times at reports: after two seconds of steps, and then after twice as many each time, up
     to a minute. A worker is named when it was slow twice in succession. That costs a sum over workers each time.
-
-    Args:
-      first: seconds of steps until the first comparison.
-      longest: seconds of steps between two comparisons, at most.
     """
 
-    def __init__(self, first: float = 2.0, longest: float = 60.0) -> None:
-        self._seconds, self._longest = first, longest
+    def __init__(self) -> None:
+        self._seconds = _FIRST  # of steps until the next comparison
         self._mark: _Sums | None = None  # at the last comparison
         self._next = 0  # the step from which on a report compares
         self._found: list[dict[int, Straggler]] = [{}, {}]  # by the last two comparisons
@@ -52,12 +49,13 @@ class Stragglers(Action):
 
     def __call__(self, event: Event) -> None:
         """Compares the times, if it is time to; alike on all workers."""
-        if event.split != "train":
+        begins = self._mark is None or event.step <= self._mark.step  # or has been rolled back
+        if event.split != "train" or not (begins or event.step >= self._next):
             return
         sums = _sums(event.step, event.controller.clock)
-        if self._mark is None or event.step <= self._mark.step:  # the start, or a rollback
+        if begins:
             self._mark, self._next = sums, event.step + 1
-        elif event.step >= self._next:
+        else:
             self._compare(sums, event.controller)
 
     def _compare(self, now: _Sums, controller: Any) -> None:
@@ -66,7 +64,7 @@ class Stragglers(Action):
         times = [WorkerTimes(*row) for row in gathered.tolist()]
         total = max(1e-6, *(one.total for one in times))
         if total >= 0.9 * self._seconds:  # by the rate of the steps before, which may have changed
-            self._mark, self._seconds = now, min(2 * self._seconds, self._longest)
+            self._mark, self._seconds = now, min(2 * self._seconds, _LONGEST)
             self._found = [self._found[1], {one.worker: one for one in find_stragglers(times, steps, now.step)}]
             if controller.is_chief:
                 self._name(now.step, controller)
