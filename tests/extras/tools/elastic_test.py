@@ -171,7 +171,7 @@ if count == 2:
         batch.with_name(batch.name + ".reported").write_text("")
     time.sleep(1000)
 """
-    launched = Elastic(tmp_path, script, workers=3, grow_after=1.0)
+    launched = Elastic(tmp_path, script, workers=3, grow_after=2.0)
     code, _, err = launched.end()
     assert code == 0, err
     assert [count for count, *_ in launched.starts()] == [3, 2, 3]
