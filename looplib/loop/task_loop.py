@@ -156,7 +156,7 @@ class TaskLoop(TrainingLoop):
         refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: rates_of(self.task))
         decorators: list[Decorator] = [refuse]
         for part in ("example_checksum", "own_times") if self._spec.training else ():
-            if (find := plugins.find("looplib.parts", part)) and (add := find(self._spec)):
+            if (make := plugins.find("looplib.parts", part)) and (add := make(self._spec)):
                 decorators.append(add)
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)

@@ -100,7 +100,8 @@ def decorator(spec: Specification) -> Callable[[StepFn], StepFn] | None:
     """
     if Workers(spec.strategy).count == 1 or not runs_on_host(spec.strategy):
         return None
-    _of_runs[spec.clock] = times = OwnTimes(spec.strategy)
+    if (times := of_run(spec.clock)) is None:  # a run may have several loops, one after the other
+        _of_runs[spec.clock] = times = OwnTimes(spec.strategy)
     return times.add_to
 
 
