@@ -10,6 +10,7 @@ one, less 1; "nothing, again" is a second training without features, which shows
 `--workers` measures the comparison of workers instead, with and without, on two workers that take turns together.
 """
 
+import contextlib
 import dataclasses
 import http.server
 import os
@@ -210,9 +211,10 @@ def serve():
     def scrape():
         while True:
             time.sleep(1.0)
-            if port[0]:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port[0]}/metrics") as answer:
-                    answer.read()
+            with contextlib.suppress(OSError):
+                if port[0]:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port[0]}/metrics") as answer:
+                        answer.read()
 
     threading.Thread(target=scrape, daemon=True).start()
     print(server.server_port, flush=True)
@@ -226,7 +228,9 @@ def of_workers(folder, arrays):
     with_it = build(Training(), arrays, f"{folder}/with", "graph", strategy)
     decorator, action = own_times.decorator, watching.Stragglers
     own_times.decorator, watching.Stragglers = lambda spec: None, looplib.Action
-    trainings = {_NONE: build(Training(), arrays, f"{folder}/without", "graph", strategy)}
+    trainings = {
+        name: build(Training(), arrays, f"{folder}/{i}", "graph", strategy) for i, name in enumerate((_NONE, _AGAIN))
+    }
     own_times.decorator, watching.Stragglers = decorator, action
     trainings["workers compared"] = with_it
     rates = measure(trainings, _ROUNDS.value, _SECONDS.value)
@@ -240,10 +244,8 @@ def main(argv):
     if _SERVE.value:
         return serve()
     logging.set_verbosity(logging.ERROR)
-    arrays = tuple(tf.constant(array) for array in WORKLOADS["W1"].arrays()) if not _WORKERS.value else None
     if "TF_CONFIG" in os.environ:
-        place = os.environ["LOOPLIB_PRODUCTION"]
-        return of_workers(place, WORKLOADS["W1"].arrays())
+        return of_workers(os.environ["LOOPLIB_PRODUCTION"], WORKLOADS["W1"].arrays())
     with tempfile.TemporaryDirectory() as folder:
         if _WORKERS.value:
             flags_of_all = [f"--rounds={_ROUNDS.value}", f"--seconds={_SECONDS.value}", "--workers"]
@@ -251,6 +253,7 @@ def main(argv):
             command = [sys.executable, "-m", "looplib", "launch", "--workers=2", "--", *program]
             subprocess.run(command, env={**os.environ, "LOOPLIB_PRODUCTION": folder}, check=True)
             return None
+        arrays = tuple(map(tf.constant, WORKLOADS["W1"].arrays()))
         with OtherSides() as others:
             names = (_NONE, _AGAIN, *_FEATURES)
             trainings = {name: others.training(name, arrays, f"{folder}/{i}") for i, name in enumerate(names)}

@@ -44,9 +44,10 @@ class LaunchFolder:
 
 def _remove_left_over(top: str) -> None:
     """Removes the folders of this user's launches that have ended without removing them."""
-    for name in os.listdir(top):
-        if not name.startswith(_PREFIX):
-            continue
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # it may be writable only
+        names = [name for name in os.listdir(top) if name.startswith(_PREFIX)]
+    for name in names:
         with contextlib.suppress(OSError):  # locked, without a lock, or removed meanwhile
             found = os.lstat(os.path.join(top, name))
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
