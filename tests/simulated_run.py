@@ -16,7 +16,7 @@ import numpy as np
 
 BEGIN = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
 WEEK = 7 * 86_400.0
-REPORT, SAVE, EVALUATE = 50, 500, 2000  # steps
+REPORT, SAVE, EVALUATE = 100, 500, 2000  # steps
 START = {"start": 20.0, "compile": 40.0}  # seconds
 RESTORE, SAVE_SECONDS, EVALUATE_SECONDS = 30.0, 6.0, 40.0
 CAUSES = ("train", "input", "repeated", "start", "evaluate", "save", "suspended", "off")
@@ -111,7 +111,10 @@ class SimulatedRun:
         self.moments.append(Moment("life", self._began, self.now))
         if self._written:
             self.starts.append(self._written)
-            trained = [sum(map(point["seconds"].get, ("train", "input"))) for point in [*self._written["points"], self._written]]
+            trained = [
+                sum(map(point["seconds"].get, ("train", "input")))
+                for point in [*self._written["points"], self._written]
+            ]
             self.longest = max(self.longest, *np.diff([0.0, *trained]))
         return bool(self._written) and self._written["status"] == "done"
 
@@ -127,7 +130,9 @@ class SimulatedRun:
             if self.now >= rollback:
                 if len(self._saved) > 2 and self.random.random() < 0.3:  # the newest is not proven good
                     self._saved.pop()
-                self._rollbacks.append({"step": step, "to": self._saved[-1], "reason": "a spike", "seconds": self._clock()})
+                self._rollbacks.append(
+                    {"step": step, "to": self._saved[-1], "reason": "a spike", "seconds": self._clock()}
+                )
                 self._take_back(self._saved[-1])
                 step, rollback = self._saved[-1], self._after(self.faults.rollback)
                 self._spend("restore", RESTORE)
@@ -156,7 +161,7 @@ class SimulatedRun:
             raise _Killed
         self.now += (to - step) * each
         parts = each * (1 - self.waiting), each * self.waiting
-        self._kept[:, step:to], self._top = np.array(parts)[:, None], to
+        self._kept[0, step:to], self._kept[1, step:to], self._top = *parts, to
         for name, seconds in zip(("train", "input"), parts):
             self._seconds[name] += (to - step) * seconds
         self.moments.append(Moment("steps", begin, self.now, step, to))

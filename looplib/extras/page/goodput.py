@@ -107,12 +107,12 @@ def restored_step(start: dict[str, Any]) -> int | None:
 
 
 def _cut(parts: list[_Part], step: int) -> float:
+    """Takes the steps after a step out of parts, which ascend; returns their seconds."""
     lost = 0.0
-    for part in reversed(parts):
-        if part.last <= step:
-            break
-        lost += part.cut(step)
-    parts[:] = [part for part in parts if part.last > part.first]
+    while parts and parts[-1].last > step:
+        lost += parts[-1].cut(step)
+        if parts[-1].last == parts[-1].first:
+            parts.pop()
     return lost
 
 
