@@ -93,6 +93,8 @@ class SimulatedRun:
         self._seconds = collections.Counter(train=0.0, input=0.0)
         self._reports, self._every, self._written, self._noted = 0, 1, None, self.now
         self._kill = self._after(self.faults.kill) if self.now < self._end else math.inf
+        if not self.starts:  # what was before the first that run.json has is not known
+            self._kill = max(self._kill, self.now + sum(START.values()) + 1)
         restored = self._saved[-1]
         self._fixed = {
             "started": (BEGIN + datetime.timedelta(seconds=self.now)).isoformat(timespec="seconds"),

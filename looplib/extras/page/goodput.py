@@ -17,8 +17,8 @@ _TRAINING = ("train", "input")
 class Goodput:
     """Seconds since the first start of a run, by what they were spent on.
 
-    The definition is that of ml-goodput-measurement: goodput is the share of the time in which steps were trained
-    that the run has kept.
+    Goodput is the share of the time in which steps were trained that the run has kept. That of ml-goodput-measurement
+    also has the time in which they waited for their data.
 
     Attributes:
       seconds: dict from cause to seconds. "train": steps that are kept; "input": waiting for their data; "repeated":

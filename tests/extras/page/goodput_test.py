@@ -46,7 +46,7 @@ def test_each_cause_of_a_week_has_the_seconds_of_the_simulation(seed, faults):
 MEANS = st.floats(0.2 * HOUR, 20 * HOUR) | st.just(float("inf"))
 
 
-@settings(max_examples=repetitions(6, 300), deadline=None)
+@settings(max_examples=repetitions(6, 100), deadline=None)
 @given(st.integers(0, 10**6), st.builds(Faults, MEANS, MEANS, MEANS, MEANS, st.floats(1.0, HOUR)), st.floats(0.0, 0.9),
        st.sampled_from([0.0, 0.3]))  # fmt: skip
 def test_each_cause_has_the_seconds_of_the_simulation_whatever_strikes(seed, faults, waiting, variation):
