@@ -4,7 +4,6 @@ import json
 
 import pytest
 from conftest import more
-from straggling import SECONDS
 
 from looplib.extras.page.read import read_run
 from looplib.extras.page.slow_workers import stragglers_of
@@ -26,8 +25,8 @@ def test_a_slow_worker_is_named_with_the_cause(slow, worker, cause, nursery, tmp
     start, printed = trained(nursery, tmp_path / "run", f"--config.slow={slow}", f"--config.worker={worker}")
     (found,) = stragglers_of(start)
     assert (found.worker, found.cause) == (worker, cause) and found.share > 0.3
-    if slow != "work":
-        assert SECONDS <= found.seconds < 2 * SECONDS and found.others < SECONDS
+    # What a worker reads while it reports holds nobody up.
+    assert found.seconds > (0.01 if cause == "data" else 0.03) and found.others < found.seconds / 2
     assert f"worker {worker} is slower than the others" in printed
     texts = [remark.text for remark in findings(read_run(str(tmp_path / "run"), "run"))]
     assert any(text.startswith(f"Worker {worker} is slower than the others") for text in texts), texts
@@ -42,6 +41,6 @@ def test_of_workers_that_are_alike_none_is_named(loop, nursery, tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_waits_for_its_data_is_named_in_the_eager_loop_too(nursery, tmp_path):
-    start, _ = trained(nursery, tmp_path / "run", "--config.slow=data", "--loop=eager")
+    start, _ = trained(nursery, tmp_path / "run", "--config.slow=data", "--config.seconds=0.2", "--loop=eager")
     (found,) = stragglers_of(start)
     assert (found.worker, found.cause) == (1, "data")

@@ -14,43 +14,42 @@ from looplib import launch
 from looplib.extras.stragglers import watching
 
 X = np.random.RandomState(0).randn(64, 8).astype(np.float32)
-SECONDS = 0.03
 
 
 @dataclasses.dataclass
 class Config:
     slow: str = ""  # data, step (which sleep) or work (which computes); "" for nothing
+    seconds: float = 0.03  # of a step
     worker: int = 1  # that is slow
 
 
 class Straggling(looplib.Trainer):
     def __init__(self, config):
         index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-        self.slow = config.slow if index == config.worker else ""
+        self.slow, self.seconds = config.slow if index == config.worker else "", config.seconds
         self.model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
         self.optimizer = keras.optimizers.SGD(0.01)
-        self.matrix = tf.ones([400, 400])
 
     def dataset(self, context):
         data = context.indices(64).map(lambda i: tf.gather(X, i))
         return data.map(self._late) if self.slow == "data" else data
 
-    @staticmethod
-    def _late(x):
+    def _late(self, x):
         def sleep(x):
-            time.sleep(SECONDS)
+            time.sleep(self.seconds)
             return x
 
         return tf.ensure_shape(tf.numpy_function(sleep, [x], tf.float32), x.shape)
 
-    def step_fn(self, x):
+    def _delay(self):
+        end = time.perf_counter() + self.seconds
         if self.slow == "step":
-            tf.py_function(lambda: time.sleep(SECONDS), [], [])
-        if self.slow == "work":
-            product = self.matrix
-            for _ in range(6):
-                product = tf.linalg.matmul(product, self.matrix) / 400
-            x += tf.reduce_mean(product) - 1
+            time.sleep(self.seconds)
+        while self.slow == "work" and time.perf_counter() < end:
+            pass
+
+    def step_fn(self, x):
+        tf.py_function(self._delay, [], [])  # on all workers, because their programs have to be alike
         with tf.GradientTape() as tape:
             losses = tf.reduce_sum(self.model(x, training=True) ** 2, axis=1)
             loss = self.global_mean(losses)
