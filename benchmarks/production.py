@@ -4,8 +4,10 @@ One process has a training for each feature, and one with none, and they take tu
 load meets all alike. A turn is a call of `train`; what counts is the time between its first and its last report, so
 that neither its start nor its final save does. The other sides, on loopback, are a process of their own: a collector of
 OTLP, a webhook, a metadata server, and a Prometheus that asks each second. What a feature does in a process of its own
-is stopped between its turns. The cost is the median over rounds of the rate without features divided by the rate with
-one, less 1; "nothing, again" is a second training without features, which shows the noise.
+is stopped between its turns.
+
+The cost is the median over rounds of the time of a step with a feature divided by the time without, less 1: once by the
+clock, and once by the processor time of the process, which depends less on what else the machine does. "nothing, again" is a second training without features, which shows the noise.
 
 `--workers` measures the comparison of workers instead, with and without, on two workers that take turns together.
 """
@@ -40,8 +42,9 @@ from looplib.extras.stragglers import own_times, watching
 from looplib.extras.writers.prometheus_writer import PrometheusWriter
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "Turns of each training that count.", lower_bound=3)
+_MINUTES = flags.DEFINE_float("minutes", 7.0, "Time after which no further round begins.")
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
-_ENGINE = flags.DEFINE_string("engine", "xla", "The engine of one process; several workers have graph.")
+_ENGINE = flags.DEFINE_string("engine", "graph", "The engine of one process; several workers have graph.")
 _WORKERS = flags.DEFINE_bool("workers", False, "Measures the comparison of two workers.")
 _SERVE = flags.DEFINE_bool("serve", False, "Is the process with the other sides.")
 _LOOP = 100  # steps between two reports
@@ -75,7 +78,7 @@ class Training:
     begin: Callable[[], object] = lambda: None
     end: Callable[[], object] = lambda: None
     controller: looplib.Controller | None = None
-    _reports: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    _reports: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
 
     def note(self, event):
         """Takes the reports; an action."""
@@ -83,14 +86,15 @@ class Training:
             self.begin()
         if event.ending:
             self.end()
-        self._reports.append((event.step, time.perf_counter()))
+        self._reports.append((event.step, time.perf_counter(), time.process_time()))
 
     def turn(self, steps):
-        """Trains some more steps; returns the steps per second."""
+        """Trains some more steps; returns the seconds of a step, by the clock and of the processors."""
         self._reports.clear()
         self.controller.train(self.controller.global_step + steps)
-        (first, began), (last, ended) = self._reports[0], self._reports[-1]
-        return (last - first) / (ended - began)
+        first, last = np.array(self._reports[0]), np.array(self._reports[-1])
+        steps, seconds, processor = last - first
+        return seconds / steps, processor / steps
 
 
 def build(training, arrays, folder, engine, strategy=None, writers=(), actions=()):
@@ -111,25 +115,31 @@ def build(training, arrays, folder, engine, strategy=None, writers=(), actions=(
 
 
 def measure(trainings, rounds, seconds):
-    """Lets trainings take turns; returns a dict from name to a float array `[rounds]`, steps per second."""
-    rate = next(iter(trainings.values())).turn(10 * _LOOP)
+    """Lets trainings take turns; returns a dict from name to a float array `[rounds, 2]`, see `turn`."""
+    end = time.monotonic() + 60 * _MINUTES.value
+    first, _ = next(iter(trainings.values())).turn(10 * _LOOP)
     for training in trainings.values():
         training.turn(10 * _LOOP)
-    steps = int(next(iter(trainings.values())).controller.gather(_LOOP * max(3, round(rate * seconds / _LOOP)))[0])
-    names, rates = list(trainings), {name: [] for name in trainings}
+    steps = int(next(iter(trainings.values())).controller.gather(_LOOP * max(3, round(seconds / first / _LOOP)))[0])
+    names, times = list(trainings), {name: [] for name in trainings}
+    chief = next(iter(trainings.values())).controller
     for _ in range(rounds):
+        if chief.gather(time.monotonic() > end)[0]:
+            break
         names.append(names.pop(0))
         for name in names:
-            rates[name].append(trainings[name].turn(steps))
-    return {name: np.array(values) for name, values in rates.items()}
+            times[name].append(trainings[name].turn(steps))
+    return {name: np.array(values) for name, values in times.items()}
 
 
-def show(rates, without):
+def show(times, without):
     """Prints the cost of each."""
-    print(f"\n{'':<28}{'steps/s':>9}{'cost':>8}   quartiles", flush=True)
-    for name, values in rates.items():
-        low, cost, high = np.quantile(rates[without] / values - 1, [0.25, 0.5, 0.75])
-        print(f"{name:<28}{statistics.median(values):>9.0f}{cost:>8.2%}   {low:.2%} to {high:.2%}", flush=True)
+    rounds = len(times[without])
+    print(f"\n{rounds} rounds{'':<20}{'steps/s':>9}{'cost':>8}   quartiles{'processor':>19}   quartiles", flush=True)
+    for name, values in times.items():
+        low, cost, high = np.quantile(values / times[without] - 1, [0.25, 0.5, 0.75], axis=0)
+        texts = [f"{c:>8.2%}   {a:>6.2%} to {b:>6.2%}" for a, c, b in zip(low, cost, high)]
+        print(f"{name:<28}{1 / statistics.median(values[:, 0]):>9.0f}{texts[0]}  {texts[1]}", flush=True)
 
 
 class OtherSides:
@@ -233,9 +243,9 @@ def of_workers(folder, arrays):
     }
     own_times.decorator, watching.Stragglers = decorator, action
     trainings["workers compared"] = with_it
-    rates = measure(trainings, _ROUNDS.value, _SECONDS.value)
+    times = measure(trainings, _ROUNDS.value, _SECONDS.value)
     if with_it.controller.is_chief:
-        show(rates, _NONE)
+        show(times, _NONE)
 
 
 def main(argv):
