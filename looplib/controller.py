@@ -112,9 +112,9 @@ class Controller:
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
-        self._actions = [*own, *actions]
-        rules = (*policy.keep, *(action for action in own if isinstance(action, KeepRule)))
-        policy = dataclasses.replace(policy, keep=rules)
+        watch = plugins.find("looplib.parts", "Stragglers") if trainer and Workers(strategy).count > 1 else None
+        self._actions = [*own, *actions, *([watch()] if watch else [])]
+        policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))
         self._stops, self._stopped = stops_of(self._actions), False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
         log_once()

@@ -237,6 +237,16 @@ FAULTS = [
           'changed = {"model_dir": folder,', 'changed = {"model_dir": values["model_dir"],', "estimate"),
     Fault("run.json has the goodput of all starts", "report/run_json.py",
           "goodput(starts) if goodput else None", "goodput([own]) if goodput else None", "goodput"),
+    Fault("steps that a rollback took back are not goodput", "extras/page/goodput.py", "        step = to\n", "        step = end\n",
+          "goodput"),
+    Fault("a slow worker is named by its own steps", "extras/stragglers/own_times.py",
+          "parts.append(now() - at)", "parts.append(0 * (now() - at))", "stragglers"),
+    Fault("a worker is slow only if the others wait for it", "extras/stragglers/comparing.py", "more >= _SHARE * total",
+          "more >= 0", "comparing"),
+    Fault("a launch removes what a killed one has left", "extras/tools/launch_folder.py",
+          "                folders.remove(top, name)\n", "                pass\n", "local_launch"),
+    Fault("Ctrl-C prints no traceback of workers that import", "extras/tools/worker_processes.py",
+          "    return signal.SIGTERM if number == signal.SIGINT else number", "    return number", "local_launch"),
 ]  # fmt: skip
 
 

@@ -141,7 +141,7 @@ class Reporter:
     def note_rollback(self, from_step: int, to_step: int, reason: str) -> None:
         """Writes that the run has gone back from the step at which a guard found something, the reason."""
         self.ended_at = None
-        self.report.note("rollbacks", step=from_step, to=to_step, reason=reason)
+        self.report.note("rollbacks", step=from_step, to=to_step, reason=reason, seconds=self.clock.seconds())
         self.report.write("running")
 
     def note_end(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from looplib.data.stream import BatchProperties
 from looplib.extras.integrity.batch_sizes import BatchSizes
+from looplib.extras.stragglers import own_times
 from looplib.extras.tools import example_checksum
 from looplib.loop.base import Specification, StepAddition
 
@@ -11,6 +12,8 @@ def step_additions(spec: Specification, batches: BatchProperties) -> list[StepAd
     found: list[StepAddition] = []
     if example_checksum.enabled():
         found.append(example_checksum.ExampleChecksum())
+    if times := own_times.addition(spec):
+        found.append(times)
     if not batches.sized:
         found.append(BatchSizes(spec.who, batches.batch_size, spec.strategy.num_replicas_in_sync))
     return found

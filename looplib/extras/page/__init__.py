@@ -18,6 +18,7 @@ Names that other rooms may use, by file:
     run_page: RunPage
     run_status: none
     samples: none
+    slow_workers: Straggler
     values: none
     verdict: none
 """

@@ -17,8 +17,8 @@ FIELDS = {
     "started, restarts, rollbacks": "When the first start was, and how many restarts and rollbacks there were.",
     "restored_from": "The checkpoint that the newest start began with.",
     "starts": "Each start, with these fields; `changed` has the settings that differ from the start before, `note` "
-    "what the launcher says (how many workers, and why), `rollbacks`, `notices`, `warnings`, `replica_checks` and "
-    "`copy_checks` what happened in it.",
+    "what the launcher says (how many workers, and why), `rollbacks`, `notices`, `warnings`, `stragglers` (slow "
+    "workers), `replica_checks` and `copy_checks` what happened in it.",
     "goodput": "What share of the time since the first start became kept steps, and the seconds by cause.",
     "error, traceback": "Of a start that failed.",
     "console": "Why something that was printed is lost.",

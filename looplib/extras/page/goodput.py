@@ -17,8 +17,8 @@ _TRAINING = ("train", "input")
 class Goodput:
     """Seconds since the first start of a run, by what they were spent on.
 
-    The definition is that of ml-goodput-measurement: goodput is the share of the time in which steps were trained
-    that the run has kept.
+    Goodput is the share of the time in which steps were trained that the run has kept. That of ml-goodput-measurement
+    also has the time in which they waited for their data.
 
     Attributes:
       seconds: dict from cause to seconds. "train": steps that are kept; "input": waiting for their data; "repeated":
@@ -107,42 +107,45 @@ def restored_step(start: dict[str, Any]) -> int | None:
 
 
 def _cut(parts: list[_Part], step: int) -> float:
+    """Takes the steps after a step out of parts, which ascend; returns their seconds."""
     lost = 0.0
-    for part in reversed(parts):
-        if part.last <= step:
-            break
-        lost += part.cut(step)
-    parts[:] = [part for part in parts if part.last > part.first]
+    while parts and parts[-1].last > step:
+        lost += parts[-1].cut(step)
+        if parts[-1].last == parts[-1].first:
+            parts.pop()
     return lost
 
 
 def _parts(start: dict[str, Any], spent: dict[str, float]) -> Iterator[_Part]:
-    """Yields what a start has trained between its points, and up to its end, which rollbacks interrupt.
+    """Yields what a start has trained between its points, its rollbacks and its end.
 
     The seconds between two points are divided by steps.
     """
-    rollbacks = [values.mapping(each) for each in values.items(start.get("rollbacks"))]
-    back = iter([(values.whole(each.get("step")), values.whole(each.get("to"))) for each in rollbacks])
-    points = [values.mapping(point) for point in values.items(start.get("points"))]
-    ends = [(values.whole(point.get("step")), values.numbers(point.get("seconds"))) for point in points]
     step, train, waited = restored_step(start) or 0, 0.0, 0.0
-    failed, to = next(back, (None, None))
-    for end, passed in [*ends, (values.whole(start.get("step")), spent)]:
-        if end is None:
-            continue
-        more = max(0.0, passed.get("train", 0.0) - train), max(0.0, passed.get("input", 0.0) - waited)
+    for seconds, end, to in _moments(start, spent):
+        more = max(0.0, seconds.get("train", 0.0) - train), max(0.0, seconds.get("input", 0.0) - waited)
         train, waited = train + more[0], waited + more[1]
-        legs = []
-        while failed is not None and to is not None and step <= failed and (end >= failed or end < step):
-            legs.append((step, failed))
-            step = to
-            failed, to = next(back, (None, None))
-        legs = [(first, last) for first, last in [*legs, (step, end)] if last > first]
-        steps = sum(last - first for first, last in legs)
-        for first, last in legs:
-            share = (last - first) / steps
-            yield _Part(first, last, share * more[0], share * more[1])
-        step = max(step, end)
+        if end > step:
+            yield _Part(step, end, *more)
+        step = to
+
+
+def _moments(start: dict[str, Any], spent: dict[str, float]) -> list[tuple[dict[str, float], int, int]]:
+    """Returns the moments of a start whose seconds are known, in order.
+
+    Returns:
+      List of (seconds so far, the step that was reached, the step that training continued from).
+    """
+    found = []
+    for name in ("points", "rollbacks"):
+        for each in map(values.mapping, values.items(start.get(name))):
+            step, seconds = values.whole(each.get("step")), values.numbers(each.get("seconds"))
+            to = step if name == "points" else values.whole(each.get("to"))
+            if step is not None and to is not None and seconds:
+                found.append((seconds, step, to))
+    found.sort(key=lambda moment: sum(moment[0].get(name, 0.0) for name in _TRAINING))
+    end = values.whole(start.get("step"))
+    return [*found, *([(spent, end, end)] if end is not None else [])]
 
 
 def _time(text: Any) -> float | None:

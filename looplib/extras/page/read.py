@@ -24,6 +24,7 @@ from looplib.extras.page.run import (
 )
 from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
+from looplib.extras.page.slow_workers import stragglers_of
 from looplib.masks import masked
 from looplib.messages import gist
 from looplib.report import program, run_json
@@ -97,6 +98,7 @@ def read_run(directory: str, name: str) -> Run:
         traceback=values.text(report.get("traceback"), _MOST_TRACEBACK),
         spans=phases.spans(listed),
         life=_life(listed),
+        stragglers=stragglers_of(listed[-1]) if listed else [],
         settings=settings,
         changed=_changes(changed) if isinstance(changed, dict) else None,
         versions={key: values.text(item, 100) for key, item in values.mapping(report.get("versions")).items()},

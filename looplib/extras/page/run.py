@@ -7,6 +7,7 @@ from looplib.extras.page.curves import Curve
 from looplib.extras.page.exports import ShownInt8
 from looplib.extras.page.phases import TimeSpan
 from looplib.extras.page.samples import Samples
+from looplib.extras.page.slow_workers import Straggler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Run:
       traceback: where the error of a failed run was raised.
       spans: where the time went, step by step.
       life: seconds since the first start by cause, see `goodput.Goodput`; {} for a run of one start without rollbacks.
+      stragglers: the workers that were slower than the others at the end of the newest start, the slowest first.
       int8: its int8 exports.
       copy: how far the copy in an object store is; None without one.
       notes: what could not be read, in sentences.
@@ -140,6 +142,7 @@ class Run:
     traceback: str
     spans: list[TimeSpan]
     life: dict[str, float]
+    stragglers: list[Straggler]
     settings: dict[str, str]
     changed: list[Change] | None
     versions: dict[str, str]

@@ -12,6 +12,7 @@ from looplib.extras.buckets.standing import Standing, standing_of
 from looplib.extras.notices.notice import notices_of
 from looplib.extras.page import values
 from looplib.extras.page.goodput import goodput
+from looplib.extras.page.slow_workers import stragglers_of
 from looplib.extras.writers.newest import read_newest
 from looplib.extras.writers.numbers import headline
 from looplib.report import run_json
@@ -27,7 +28,7 @@ class RunStatus:
 
     Attributes:
       state: "running", "starting", "silent", "killed", "done", "preempted", "failed" or "unknown".
-      detail: more about the state, such as the error of a failure; "" for nothing.
+      detail: more about the state, such as the error of a failure or a worker that is slow; "" for nothing.
       step: the last known step, or None.
       final: the step of an earlier checkpoint that was restored after the training, or None.
       end: the step that it trains to, or None.
@@ -80,7 +81,9 @@ def read_status(folder: str, report: run_json.Report | None = None) -> RunStatus
         detail = "; ".join(filter(None, [detail, f"back at step {final:,}"]))
         records = []  # of what came after it; the report has its metrics
     starts: list[Any] = [*report.get("starts", [])]
-    detail = "; ".join(filter(None, [detail, values.text(starts[-1].get("note"), 200) if starts else ""]))
+    if starts:
+        slow = map(str, stragglers_of(starts[-1])) if state in ("running", "silent") else ()
+        detail = "; ".join(filter(None, [detail, values.text(starts[-1].get("note"), 200), *slow]))
     life = goodput(starts) if len(starts) > 1 else None
     share = life.share if life else None
     return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report), share, standing_of(folder))

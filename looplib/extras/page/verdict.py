@@ -173,6 +173,11 @@ def _of_time(run: Run) -> Iterator[Remark]:
         text = f"{_count(len(again), 'restart')} took {seconds:.0f} s to import, build, compile and restore"
         if seconds >= _MUCH * run.wall:
             yield Remark("note", f"{text}, {seconds / run.wall:.0%} of the time.")
+    for one in run.stragglers:
+        waits = one.cause == "data"
+        advice = "Look at the disk and the network that its data comes from." if waits else ""
+        advice = advice or "Look at what else its machine does, and whether its processor or device is slower."
+        yield Remark("note", f"{one}."[0].upper() + f"{one}."[1:], advice)
 
 
 def _of_int8(run: Run) -> Iterator[Remark]:

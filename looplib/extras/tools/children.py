@@ -84,6 +84,15 @@ def poll(process: subprocess.Popen) -> int | None:
     return process.poll()
 
 
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process was stopped, by SIGSTOP or a terminal; False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Ends the `with` block at a signal by an exception, as at SIGINT, and removes its temporary folders.

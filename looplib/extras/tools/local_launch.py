@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 
 from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
 from looplib.extras.tools.children import Signals
+from looplib.extras.tools.launch_folder import LaunchFolder
 from looplib.extras.tools.tasks import check_options, say
 from looplib.extras.tools.worker_numbers import BATCH_FILE, RestartBudget, WorkerNumbers, may_be_ended, read_batch
 from looplib.extras.tools.worker_processes import LaunchedStart, LaunchRules, hold_ports
@@ -70,7 +70,7 @@ def launch(
         )
     rules = LaunchRules(grace, backoff, restarts or 0)
     numbers = WorkerNumbers(least, workers, grow_after)
-    with console.guarded(), Signals() as signals, tempfile.TemporaryDirectory(prefix="looplib-launch-") as folder:
+    with console.guarded(), Signals() as signals, LaunchFolder() as folder:
         return _Launch(command, parameter_servers, restarts, rules, numbers, signals, folder).run()
 
 
@@ -84,7 +84,7 @@ class _Launch:
     rules: LaunchRules
     numbers: WorkerNumbers
     signals: Signals
-    folder: str  # for what the program says about itself
+    folder: LaunchFolder  # for what the program says about itself, too
     batch_file: str = ""  # of the newest start, in that folder
 
     def run(self) -> int:
@@ -129,8 +129,8 @@ class _Launch:
         """Starts some workers, and returns the start once they have ended."""
         servers = self.parameter_servers
         kinds = ["chief"] * bool(servers) + ["worker"] * count + ["ps"] * servers
-        self.batch_file = os.path.join(self.folder, f"{time.monotonic_ns()}")
-        environment = {NOTE: " ".join(filter(None, [self._named(count), why]))}
+        self.batch_file = os.path.join(self.folder.path, f"{time.monotonic_ns()}")
+        environment = {NOTE: " ".join(filter(None, [self._named(count), why])), "TMPDIR": self.folder.temporary}
         environment |= {BATCH_FILE: self.batch_file} if self._is_elastic else {}
         with hold_ports(len(kinds)) as ports:  # others for each start: a worker that hangs may still have its own
             spec: dict[str, list[str]] = {}
@@ -139,7 +139,7 @@ class _Launch:
             start = LaunchedStart(
                 self.command, spec, environment, self.rules, self.signals,
                 grows_at=self.numbers.grows_at(count), look=self._read_batch,
-                may_grow=lambda: may_be_ended(self.batch_file),
+                may_grow=lambda: may_be_ended(self.batch_file), held=(self.folder.lock,),
             )  # fmt: skip
             start.run()
         self._read_batch()

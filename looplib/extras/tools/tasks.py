@@ -30,7 +30,7 @@ class Task:
       code: its end as `subprocess` has it: the exit code, or less than 0 for a signal; None while it runs.
       ended: when it was found to have ended, by `time.monotonic`.
       killed: whether the launcher has killed it.
-      lost: what has ended with it, as a predicate; "" unless its end was not seen.
+      lost: how it was lost, as a predicate, if it did not end by itself and was not just too slow; else "".
     """
 
     kind: str
@@ -101,10 +101,10 @@ def outcome(tasks: Sequence[Task], grace: float) -> str:
     """
     ways = collections.defaultdict(list)
     for task in sorted(tasks, key=lambda task: (task.killed, not task.lost, task.code > 0)):
-        if task.killed:
-            ways[f"did not exit within {grace:g} s and had to be killed"].append(task.name)
-        elif task.lost:
+        if task.lost:
             ways[task.lost].append(task.name)
+        elif task.killed:
+            ways[f"did not exit within {grace:g} s and had to be killed"].append(task.name)
         elif task.code < 0:
             known = -task.code in set(signal.Signals)  # most real-time signals have no name
             name = signal.Signals(-task.code).name if known else f"signal {-task.code}"

@@ -25,6 +25,11 @@ _LONGEST_SAVE = 600.0  # seconds that workers have to save and end, if there are
 _AT_ONCE = 1.0  # seconds between the deaths of workers of which none is the consequence of the other
 
 
+def _passed_on(number: int) -> int:
+    """Returns the signal that processes get for one of the launcher's: at SIGINT, Python prints where it is."""
+    return signal.SIGTERM if number == signal.SIGINT else number
+
+
 @contextlib.contextmanager
 def hold_ports(count: int, host: str = "127.0.0.1") -> Iterator[list[int]]:
     """Reserves free ports of an address of this machine: no other process gets one by chance while the block runs.
@@ -86,6 +91,7 @@ class LaunchedStart:
       grows_at: when the workers are told to save and end, to make room for a start of more; by `time.monotonic`.
       look: called every tenth of a second.
       may_grow: returns whether the workers have steps to save.
+      held: descriptors that the processes inherit.
     """
 
     def __init__(
@@ -99,15 +105,11 @@ class LaunchedStart:
         grows_at: float | None = None,
         look: Callable[[], None] = lambda: None,
         may_grow: Callable[[], bool] = lambda: True,
+        held: Sequence[int] = (),
     ) -> None:
         self._command, self._spec, self._environment = command, spec, environment
-        self._rules, self._signals, self._grows_at, self._look, self._may_grow = (
-            rules,
-            signals,
-            grows_at,
-            look,
-            may_grow,
-        )
+        self._rules, self._signals, self._held = rules, signals, held
+        self._grows_at, self._look, self._may_grow = grows_at, look, may_grow
         self._selector = selectors.DefaultSelector()
         self._unfinished: dict[object, bytes] = {}  # lines, by pipe
         self._lines = tasks.TaskLines()
@@ -151,7 +153,7 @@ class LaunchedStart:
     def code(self) -> int:
         """The exit code of the launch, if this is its last start."""
         deciding = self._tasks[:1] if self._tasks[0].kind == "chief" else self._tasks
-        return tasks.exit_code(deciding, [*self._signals.came, *[signal.SIGTERM] * self.told_to_grow])
+        return tasks.exit_code(deciding, [*map(_passed_on, self._signals.came), *[signal.SIGTERM] * self.told_to_grow])
 
     @property
     def is_final(self) -> str:
@@ -191,6 +193,7 @@ class LaunchedStart:
             task.process = subprocess.Popen(
                 self._command, env=environment,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                pass_fds=self._held,
                 start_new_session=True,  # so that the terminal's Ctrl-C comes through this process, once
                 preexec_fn=children.dying_with_parent(signal.SIGTERM),  # if the launcher is killed, they save and end
             )  # fmt: skip
@@ -217,7 +220,7 @@ class LaunchedStart:
             if self.told_to_grow and self._forwarded == 1:
                 continue  # they save already, and a second signal would end them at once
             # The parameter servers have to stay while a chief saves the weights on them.
-            self._send([chief] if chief and chief.code is None else self._tasks, number)
+            self._send([chief] if chief and chief.code is None else self._tasks, _passed_on(number))
         if self._forwarded > 1 and now > self._last_signal + _SERVERS_GRACE:
             self._end()
         if chief is None:
@@ -243,8 +246,10 @@ class LaunchedStart:
             for task in self._tasks:
                 task.froze |= task.code is None
             self._end()
-        elif failed and now > min(failed) + self._rules.grace and not ending:
-            self._tell()
+        elif failed and not ending:
+            self._end_stopped()
+            if now > min(failed) + self._rules.grace:
+                self._tell()
         elif self._told_at is not None and now > self._told_at + _LONGEST_SAVE:
             self._end()
         elif not ending and self._grows_at is not None and now > self._grows_at:
@@ -252,6 +257,14 @@ class LaunchedStart:
                 say("there is room for more workers: these save and end first")
                 self._told_at = now
                 self._tell()
+
+    def _end_stopped(self) -> None:
+        """Kills workers that were stopped, by SIGSTOP: no signal reaches them, and only they have not ended."""
+        running = [task for task in self._tasks if task.code is None]
+        if all(children.is_stopped(task.process.pid) for task in running):
+            for task in running:
+                task.froze, task.lost = True, "was stopped and had to be killed"
+            self._end()
 
     def _restart_alone(self, task: _LaunchedTask, now: float) -> None:
         if task.due and now >= task.due:

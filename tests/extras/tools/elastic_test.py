@@ -118,12 +118,12 @@ def test_what_fails_each_time_is_not_restarted_for_ever(script, restarts, counts
 @pytest.mark.slow
 def test_a_worker_that_freezes_counts_as_dead(tmp_path):
     script = "if count == 4:\n    os.kill(os.getpid(), signal.SIGSTOP) if index == 1 else stay(0.3)"
-    launched = Elastic(tmp_path, script, grace=6.0)
+    launched = Elastic(tmp_path, script, grace=1000.0)
     code, _, err = launched.end()
     assert code == 0, err
     assert launched.starts()[1][::2] == (
         3,
-        "3 of 4 workers because worker 1 did not exit within 6 s and had to be killed",
+        "3 of 4 workers because worker 1 was stopped and had to be killed",
     )
 
 
@@ -151,6 +151,32 @@ time.sleep(1000)
     assert code == 75, err
     assert sorted(out) == [f"[worker {i}] saved" for i in range(3)]
     assert [count for count, *_ in launched.starts()] == [4, 3]
+
+
+@pytest.mark.slow
+def test_workers_are_not_ended_for_more_of_them_before_their_first_report(tmp_path):
+    script = """
+if lives == 0:
+    die() if index == 1 else stay()
+batch = pathlib.Path(os.environ["LOOPLIB_LAUNCH_BATCH"])
+def end(*_):
+    path.with_name(f"told{index}").write_text(str(time.time()))
+    os._exit(75)
+signal.signal(signal.SIGTERM, end)
+if count == 2:
+    if index == 0:
+        batch.write_text("6")
+        time.sleep(4)
+        path.with_name("reported").write_text(str(time.time()))
+        batch.with_name(batch.name + ".reported").write_text("")
+    time.sleep(1000)
+"""
+    launched = Elastic(tmp_path, script, workers=3, grow_after=2.0)
+    code, _, err = launched.end()
+    assert code == 0, err
+    assert [count for count, *_ in launched.starts()] == [3, 2, 3]
+    told, reported = (float((tmp_path / name).read_text()) for name in ("told0", "reported"))
+    assert reported <= told < reported + 2
 
 
 def test_an_empty_place_is_tried_again_after_a_time_that_doubles():

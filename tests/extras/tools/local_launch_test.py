@@ -104,9 +104,9 @@ def test_when_one_fails_the_others_are_ended_after_the_grace(tmp_path):
 
 def test_a_frozen_worker_is_ended_too(tmp_path):
     script = "os.kill(os.getpid(), signal.SIGSTOP) if index == 1 else time.sleep(0.5)\nsys.exit(1)"
-    code, _, err = Launched(tmp_path, script, grace=1.0).end(30)
+    code, _, err = Launched(tmp_path, script, grace=1000.0).end(30)
     assert code == 1
-    assert err[-1].endswith("worker 0 exited with code 1; worker 1 did not exit within 1 s and had to be killed")
+    assert err[-1].endswith("worker 0 exited with code 1; worker 1 was stopped and had to be killed")
 
 
 def test_a_worker_ended_by_a_signal_is_named(tmp_path):
@@ -166,6 +166,13 @@ def test_a_signal_while_they_start_counts_as_preemption_too(tmp_path):
     launched.wait_for(["worker0", "worker1"])
     launched.process.terminate()
     assert launched.end(30)[0] == 75
+
+
+def test_ctrl_c_while_workers_import_prints_no_traceback(tmp_path):
+    launched = Launched(tmp_path, "time.sleep(1000)", restarts=3)  # as long as an import
+    launched.wait_for(["worker0", "worker1"])
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end(30) == (75, [], [])
 
 
 def test_a_signal_ends_the_pause_before_a_restart(tmp_path):
@@ -247,6 +254,32 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.05)
     launched.end()
+
+
+def test_what_killed_workers_leave_in_the_temporary_folder_is_removed_also_after_a_killed_launch(
+    tmp_path, tmp_path_factory
+):
+    place, folders = tmp_path_factory.mktemp("temporary"), [tmp_path / f"{i}" for i in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    (place / "looplib-launch-other").mkdir()  # without a lock
+    (place / "looplib-launch-link").symlink_to(tmp_path)
+    kept = {"looplib-launch-other", "looplib-launch-link"}
+    before = f"import os; os.environ['TMPDIR'] = {str(place)!r}; "
+    leave = "import tempfile; tempfile.mkstemp(); os.kill(os.getpid(), signal.SIGKILL)"
+    killed = Launched(folders[0], SAVES + "import tempfile; tempfile.mkstemp()\ntime.sleep(1000)", before=before)
+    killed.wait_for(["ready0", "ready1"])
+    assert Launched(folders[1], leave, before=before).end()[0] == 1
+    (left,) = set(os.listdir(place)) - kept  # of the one that runs
+    killed.process.kill()
+    end = time.monotonic() + 20
+    pids = [pid for name in ("worker0", "worker1") for pid, _ in killed.lives(name)]
+    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    killed.end()
+    assert (place / left).exists() and Launched(folders[2], "pass", before=before).end()[0] == 0
+    assert set(os.listdir(place)) == kept
 
 
 WATCHED = """

@@ -1,0 +1,46 @@
+"""Of two real workers that train in step, the one that is slow is named, by its data or its steps; or none is."""
+
+import json
+
+import pytest
+from conftest import more
+
+from looplib.extras.page.read import read_run
+from looplib.extras.page.slow_workers import stragglers_of
+from looplib.extras.page.verdict import findings
+
+
+def trained(nursery, folder, *arguments):
+    """Trains on two workers; returns (the newest start in `run.json`, what the chief printed)."""
+    workers = nursery.workers(2, folder, *arguments, binary="straggling")
+    assert [worker.code(300) for worker in workers] == [0, 0], "".join(worker.output() for worker in workers)
+    return json.loads((folder / "run.json").read_text())["starts"][-1], workers[0].output()
+
+
+@pytest.mark.parametrize(
+    "slow, worker, cause",
+    [*more([("step", 0, "step"), ("work", 1, "step"), ("data", 1, "data")]), ("step", 1, "step")],
+)
+def test_a_slow_worker_is_named_with_the_cause(slow, worker, cause, nursery, tmp_path):
+    start, printed = trained(nursery, tmp_path / "run", f"--config.slow={slow}", f"--config.worker={worker}")
+    (found,) = stragglers_of(start)
+    assert (found.worker, found.cause) == (worker, cause) and found.share > 0.3
+    # What a worker reads while it reports holds nobody up.
+    assert found.seconds > (0.01 if cause == "data" else 0.03) and found.others < found.seconds / 2
+    assert f"worker {worker} is slower than the others" in printed
+    texts = [remark.text for remark in findings(read_run(str(tmp_path / "run"), "run"))]
+    assert any(text.startswith(f"Worker {worker} is slower than the others") for text in texts), texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["graph", "eager"])
+def test_of_workers_that_are_alike_none_is_named(loop, nursery, tmp_path):
+    start, printed = trained(nursery, tmp_path / "run", f"--loop={loop}", "--train_steps=1500", "--steps_per_loop=50")
+    assert stragglers_of(start) == [] and "is slower" not in printed
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_its_data_is_named_in_the_eager_loop_too(nursery, tmp_path):
+    start, _ = trained(nursery, tmp_path / "run", "--config.slow=data", "--config.seconds=0.2", "--loop=eager")
+    (found,) = stragglers_of(start)
+    assert (found.worker, found.cause) == (1, "data")
