@@ -7,9 +7,12 @@ OTLP, a webhook, a metadata server, and a Prometheus that asks each second. What
 is stopped between its turns.
 
 The cost is the median over rounds of the time of a step with a feature divided by the time without, less 1: once by the
-clock, and once by the processor time of the process, which depends less on what else the machine does. "nothing, again" is a second training without features, which shows the noise.
+clock, and once by the processor time of the process, which depends less on what else the machine does.
+"nothing, again" is a second training without features, which shows the noise.
 
-`--workers` measures the comparison of workers instead, with and without, on two workers that take turns together.
+`--calls` measures the processor time of what each feature does at a report, or beside the training, which can be
+measured on a busy machine too. `--workers` measures the comparison of workers instead, with and without, on two workers
+that take turns together.
 """
 
 import contextlib
@@ -38,14 +41,20 @@ from benchmarks.workloads import WORKLOADS, Task
 from looplib.extras.actions.timed_saves import TimedSaves
 from looplib.extras.alerts.command import URLS
 from looplib.extras.notices.listener import NoticeListener
+from looplib.extras.notices.sources import GcpNotices
+from looplib.extras.page.run_status import read_status
 from looplib.extras.stragglers import own_times, watching
+from looplib.extras.writers.opentelemetry_writer import OpenTelemetryWriter
 from looplib.extras.writers.prometheus_writer import PrometheusWriter
+from looplib.report.progress import Progress
+from looplib.task.actions import Event
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "Turns of each training that count.", lower_bound=3)
 _MINUTES = flags.DEFINE_float("minutes", 7.0, "Time after which no further round begins.")
 _SECONDS = flags.DEFINE_float("seconds", 2.0, "Length of a turn.", lower_bound=0.1)
 _ENGINE = flags.DEFINE_string("engine", "graph", "The engine of one process; several workers have graph.")
 _WORKERS = flags.DEFINE_bool("workers", False, "Measures the comparison of two workers.")
+_CALLS = flags.DEFINE_bool("calls", False, "Measures the processor time of what the features do.")
 _SERVE = flags.DEFINE_bool("serve", False, "Is the process with the other sides.")
 _LOOP = 100  # steps between two reports
 _NONE, _AGAIN = "nothing", "nothing, again"
@@ -232,6 +241,48 @@ def serve():
         port[0] = int(line)
 
 
+def calls(folder):
+    """Prints the processor time of what each feature adds to a report, or does beside the training."""
+    metrics = {"loss": 0.3, "accuracy": 0.9, "steps_per_second": 1000.0}
+    prometheus, telemetry, saves = (
+        PrometheusWriter(folder, 0, "127.0.0.1"),
+        OpenTelemetryWriter(folder),
+        TimedSaves("10m"),
+    )
+    controller = build(Training(), tuple(map(tf.constant, WORKLOADS["W1"].arrays())), folder, "graph").controller
+    controller.train(10 * _LOOP)
+    saves.on_start(controller)
+    telemetry.settings({})
+
+    def report(writer):
+        writer.write(1, "train", metrics)
+        writer.progress(Progress(1, 10**6, False, rate=1000.0, left=5.0, waiting=0.1))
+
+    def scrape():
+        with urllib.request.urlopen(f"http://127.0.0.1:{prometheus.port}/metrics") as answer:
+            answer.read()
+
+    source = GcpNotices()
+    for name, call in {
+        "--metrics_port, a report": lambda: report(prometheus),
+        "--metrics_port, a scrape, both sides": scrape,
+        "--trackers=opentelemetry, a report": lambda: report(telemetry),
+        "--checkpoint_every, a report": lambda: saves(Event(1, "train", metrics, controller)),
+        "--notices=gcp, a look each second": lambda: list(source.look()),
+        "--alert, a look each 2 s": lambda: read_status(folder),
+    }.items():
+        call()
+        spent = []
+        for _ in range(9):
+            began = time.process_time()
+            for _ in range(30):
+                call()
+            spent.append((time.process_time() - began) / 30)
+        print(f"{name:<40}{1e6 * statistics.median(spent):>8.0f} µs", flush=True)
+    for each in (prometheus, telemetry, controller):
+        each.close()
+
+
 def of_workers(folder, arrays):
     """Measures the comparison of workers, in one of them."""
     strategy = looplib.runtime.setup(strategy="multi_worker")
@@ -264,6 +315,9 @@ def main(argv):
             subprocess.run(command, env={**os.environ, "LOOPLIB_PRODUCTION": folder}, check=True)
             return None
         arrays = tuple(map(tf.constant, WORKLOADS["W1"].arrays()))
+        if _CALLS.value:
+            with OtherSides() as others:
+                return calls(folder)
         with OtherSides() as others:
             names = (_NONE, _AGAIN, *_FEATURES)
             trainings = {name: others.training(name, arrays, f"{folder}/{i}") for i, name in enumerate(names)}

@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
     packing: batch_size, Packer
     reducer: Accumulator, Reducer, State
     schedule: Schedule
-    step: raise_refusal, Step, StepFn, timed
+    step: now, raise_refusal, Step, StepFn, timed
     step_additions: none
     step_checks: TracedValues
     task_loop: as_numbers, check_evaluation, TaskLoop

@@ -31,6 +31,8 @@ ALLOWED = {
     ("looplib/extras/buckets/fetching.py", "os.utime"): "files of a copy, which this class has written",
     ("looplib/extras/buckets/ranges.py", "os.utime"): "blocks of the cache, by names that this class has made",
     ("looplib/extras/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
+    ("looplib/extras/tools/children.py", "open, to read"): "/proc/PID/stat",
+    ("looplib/extras/tools/launch_folder.py", "os.open"): "the lock, new or without following a link",
     ("looplib/extras/tools/replay.py", "open, to write"): "names in a new temporary folder",
     ("looplib/extras/tools/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
     ("looplib/extras/records/files.py", "open, to read"): "the user's data",

@@ -18,7 +18,7 @@ Names that other rooms may use, by file:
     run_page: RunPage
     run_status: none
     samples: none
-    slow_workers: Straggler
+    slow_workers: none
     values: none
     verdict: none
 """

@@ -18,7 +18,7 @@ _MUCH = 1.5  # the factor by which a share has to change to be noted again
 _MOST_NOTES = 100  # of a start
 
 
-class _Sums(NamedTuple):
+class _Spent(NamedTuple):
     """What this worker has spent so far, in seconds; `data` by the clock of the run, `gaps` without a batch."""
 
     step: int
@@ -37,7 +37,7 @@ class Stragglers(Action):
 
     def __init__(self) -> None:
         self._seconds = _FIRST  # of steps until the next comparison
-        self._mark: _Sums | None = None  # at the last comparison
+        self._mark: _Spent | None = None  # at the last comparison
         self._next = 0  # the step from which on a report compares
         self._found: list[dict[int, Straggler]] = [{}, {}]  # by the last two comparisons
         self._named: dict[int, Straggler] = {}
@@ -58,7 +58,7 @@ class Stragglers(Action):
         else:
             self._compare(sums, event.controller)
 
-    def _compare(self, now: _Sums, controller: Any) -> None:
+    def _compare(self, now: _Spent, controller: Any) -> None:
         before, steps = self._mark, now.step - self._mark.step
         gathered = controller.gather(np.array(dataclasses.astuple(_times(before, now))))
         times = [WorkerTimes(*row) for row in gathered.tolist()]
@@ -92,14 +92,14 @@ class Stragglers(Action):
         return not before.share / _MUCH < one.share < before.share * _MUCH
 
 
-def _sums(step: int, clock: Clock) -> _Sums:
+def _sums(step: int, clock: Clock) -> _Spent:
     times = own_times.of_run(clock)
     own, gaps = times.read() if times else (0.0, 0.0)
     data = clock.of("input")
-    return _Sums(step, clock.of("train") + data, own, data, gaps)
+    return _Spent(step, clock.of("train") + data, own, data, gaps)
 
 
-def _times(before: _Sums, now: _Sums) -> WorkerTimes:
+def _times(before: _Spent, now: _Spent) -> WorkerTimes:
     """Returns what the steps between two moments took this worker.
 
     Data that is read while the worker waits for the others holds nobody up, and between two calls of the loop there is

@@ -9,10 +9,11 @@ Names that other rooms may use, by file:
     commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
     diff: none
-    example_checksum: none
+    example_checksum: decorator
     fitting: fitting
     export: none
     inspect: none
+    launch_folder: none
     local_launch: none
     normalization: none
     options: none

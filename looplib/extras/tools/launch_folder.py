@@ -29,11 +29,11 @@ class LaunchFolder:
         _remove_left_over(tempfile.gettempdir())
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
         self.temporary = os.path.join(self.path, _TEMPORARY)
-        os.mkdir(self.temporary)
+        folders.make_folder(self.path, _TEMPORARY)
         path = os.path.join(self.path, _LOCK)
         self.lock = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
-        os.rename(f"{path}.new", path)  # nobody finds the file before it is locked
+        folders.move(self.path, f"{_LOCK}.new", self.path, _LOCK)  # nobody finds the file before it is locked
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
