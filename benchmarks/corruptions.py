@@ -253,7 +253,7 @@ CORRUPTIONS = [
     Corruption("a velocity of Adam", PLANTED, of_variable("kernel_velocity")),
     Corruption("a momentum of SGD", PLANTED, of_variable("kernel_momentum", "sgd")),
     Corruption("a momentum of Lion", PLANTED, of_variable("kernel_momentum", "lion")),
-    Corruption("a statistic of Adafactor", PLANTED, of_variable("adafactor/", "adafactor")),
+    Corruption("a statistic of Adafactor", PLANTED, of_variable("adafactor/sequential", "adafactor")),
     Corruption("the count of updates, an integer", 2 * EVERY, of_variable("iteration", "sgd", bit=0, step=2 * EVERY)),
     Corruption("an average of weights", PLANTED, of_variable("average/")),
     Corruption("the scale of the loss, float16", PLANTED, of_variable("loss_scale", bit=23, dtype="mixed_float16")),

@@ -92,7 +92,7 @@ def run(trainer, steps, actions, name="mirrored_x2", **settings):
         return controller
 
 
-@pytest.mark.slow(spread=5)
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("optimizer, name", [
     ("adam", "last/kernel"), ("adam", "last/bias"), ("adam", "frozen/kernel"), ("adam", "kernel_momentum"), ("adam", "kernel_velocity"),
     ("momentum", "iteration"), ("adam", "average/"), ("adam", "count"), ("adam", "big"), ("adam", "flag"), ("adam", "wave"),
@@ -214,7 +214,7 @@ def compiled(keras):
     return looplib.KerasTrainer(model, X, Y)
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind, arguments", [
     *[(Net, {"optimizer": name}) for name in OPTIMIZERS if name != "averaging"],
     (Net, {"optimizer": "averaging", "average_decay": None}), (Net, {"clip_global_norm": 0.1, "micro_batches": 2}),
@@ -259,6 +259,7 @@ def test_one_replica_compares_nothing():
     assert agreement.passed == {"checks": 0, "last_step": None}
 
 
+@pytest.mark.slow
 def test_where_every_copy_is_nan_the_bits_of_nan_do_not_matter():
     def spoil(event):
         if event.step == 5:

@@ -52,7 +52,7 @@ def train(name, actions, steps=20, **settings):
         return controller, trainer
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "loop, name", [("eager", "mirrored_x2"), ("graph", "default"), ("xla", "default"), ("graph", "mirrored_x2")]
 )

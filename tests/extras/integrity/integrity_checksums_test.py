@@ -44,17 +44,17 @@ def by_numpy(value):
     return (total + 2**63) % 2**64 - 2**63
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("kind", [name for name in VALUES if name != "long vector"])
 def test_every_single_bit_shows(kind):
     value = VALUES[kind]
     assert can_sum(tf.as_dtype(value.dtype)) and sums(value)[0] == by_numpy(value)
-    found, bits = {sums(value)[0]}, 1 if value.dtype == bool else 8 * value.dtype.itemsize
-    elements = min(value.size, 6)
+    expected, bits = sums(value)[0], 1 if value.dtype == bool else 8 * value.dtype.itemsize
+    elements = min(value.size, 3)
     for element in range(elements):
         for bit in range(bits):
             changed = with_flipped_bit(value, element * (value.size // elements), bit)
-            assert sums(changed)[0] not in found or sums(changed)[0] != sums(value)[0]
-            assert sums(changed)[0] != sums(value)[0], (element, bit)
+            assert sums(changed)[0] != expected, (element, bit)
 
 
 def test_places_count():
@@ -72,6 +72,7 @@ def test_nothing_sums_to_nothing(value):
     assert sums(value) == (0, 0)
 
 
+@pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("kind", [*VALUES, "strings"])
 def test_graphs_xla_and_data_sets_compute_the_same(kind):
     value = tf.constant([["a", ""], ["bc", "d"]]) if kind == "strings" else tf.constant(VALUES[kind])
