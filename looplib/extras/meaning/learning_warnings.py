@@ -124,8 +124,8 @@ class LearningWarnings(Action):
         return self._checked is None or not 0 <= step - self._checked < self._every
 
     def _of_evaluation(self, event: Event) -> list[LearningFinding]:
-        loop = event.controller.loops.get(event.split)
-        if loop is None or not self._budget.allows(self._outputs.seconds(event.split, loop)):
+        loop, compiled = event.controller.loops.get(event.split), event.controller.clock.of("compile")
+        if loop is None or not self._budget.allows(self._outputs.seconds(event.split, loop, compiled)):
             return []
         with self._budget.spending():
             return self._outputs.check(event.split, loop, event.step, event.ending, self._known)

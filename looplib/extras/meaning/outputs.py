@@ -23,7 +23,8 @@ CONSTANT = "constant predictions"
 _EXAMPLES, _FEWEST = 32, 8  # of a batch: predicted for, and different ones that a verdict needs
 _ALIKE = 8.0  # roundings by which outputs may differ, in units of the largest
 _SATURATED = 1e-6  # probabilities this close to 0 and 1 are equal for examples that a model is sure of
-_SECONDS_OF_AN_OP = 2e-4  # to trace one of an evaluation step
+_OF_COMPILING = 0.25  # share of the seconds that the run has compiled, which a prediction may take to trace
+_LEAST_SECONDS = 0.1
 _REFUSED = ("PyFunc", "Collective", "Nccl")  # Python, which may keep a state; a wait for other workers
 
 
@@ -39,11 +40,11 @@ class ConstantOutputs:
         self._since: dict[str, int] = {}  # the first of the evaluations in a row with constant outputs
         self._seconds: dict[str, float] = {}  # that a prediction took
 
-    def seconds(self, name: str, loop: Loop) -> float:
-        """Returns the seconds that the next check of an evaluator may take."""
+    def seconds(self, name: str, loop: Loop, compiled: float) -> float:
+        """Returns the seconds that the next check of an evaluator may take, in a run that has compiled for so many."""
         if name in self._predictors and self._predictors[name][0] is loop:
             return self._seconds.get(name, 0.0)
-        return _SECONDS_OF_AN_OP * (len(loop.traced.function.graph.get_operations()) if loop.traced else 500)
+        return max(_LEAST_SECONDS, _OF_COMPILING * compiled)
 
     def check(self, name: str, loop: Loop, step: int, ending: bool, known: Collection[str]) -> list[LearningFinding]:
         """Looks at what a model predicts; twice in a row, or at the end of a training, constant outputs are a finding.

@@ -27,7 +27,7 @@ _FEWEST, _SHARE = (
 _NATURAL = 5.0  # how many times as many as the training has by itself: text repeats licenses, and pictures are blank
 _ALIKE = 0.05  # share of an evaluation's examples that equal another one of it, above which content identifies none
 _LEAST_BYTES = 8  # of an example's largest part: fewer do not identify it
-_FIRST_SECONDS = 0.02  # that a piece may take whose time is not known
+_FIRST_SECONDS = 0.05  # that a piece may take whose time is not known
 _Signature = tuple[Any, tuple[int | None, ...]]  # the type of a part of an example, and its shape
 
 
