@@ -112,6 +112,8 @@ class Controller:
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
+        if trainer and run_config.data_digest:  # first, because others may save when they are called
+            own.insert(0, plugins.load("looplib.parts", "DataDigest")())
         self._actions = [*own, *actions]
         rules = (*policy.keep, *(action for action in own if isinstance(action, KeepRule)))
         policy = dataclasses.replace(policy, keep=rules)

@@ -156,8 +156,9 @@ class TaskLoop(TrainingLoop):
         refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: rates_of(self.task))
         decorators: list[Decorator] = [refuse]
         checksums = plugins.find("looplib.parts", "example_checksum") if self._spec.training else None
-        if checksums and checksums.enabled():
-            decorators.append(lambda step_fn: checksums.add_to(step_fn, lambda: self.task.global_step))
+        self._checksums = checksums if checksums and checksums.enabled(self._spec.config.data_digest) else None
+        if self._checksums:
+            decorators.append(lambda step_fn: self._checksums.add_to(step_fn, lambda: self.task.global_step))
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)
         if self._tables is not None:
@@ -304,7 +305,7 @@ class TaskLoop(TrainingLoop):
             return {}  # no step has been run, and the loop has warned of it
         metrics = self._sizes.check(metrics) if self._sizes else metrics
         # The user's `loop_end` does not see the checksum.
-        checksum = {name: metrics.pop(name) for name in [metric_names.CHECKSUM] if name in metrics}
+        checksum = self._checksums.taken_from(metrics) if self._checksums else {}
         before = dict(metrics)
         finished = as_numbers(self.who, self.task.loop_end(metrics))
         metric_names.check_finished(self.who, before, finished, rates_of(self.task))

@@ -1,0 +1,58 @@
+"""Whether two trainings of one interval have equal bits: it takes a machine of one kind, one engine, and one version."""
+
+from collections.abc import Sequence
+
+from looplib.extras.audit.machine import machine_of
+from looplib.extras.page import values
+from looplib.report.run_json import Report, StartRecord
+from looplib.task.record import RunRecord
+
+_COMPUTING = ("tensorflow", "keras", "tf_keras", "numpy")  # packages
+_SHOWN = 3
+
+
+def why_not_bits(
+    starts: Sequence[StartRecord], now: Report, first: RunRecord | None, last: RunRecord, again: RunRecord
+) -> str:
+    """Returns why an interval need not have the bits that it had, as a clause; "" if it has to.
+
+    Args:
+      starts: the starts of the run that trained the interval.
+      now: the report of the training that was to repeat it.
+      first: the record of the checkpoint that the interval begins with; None for the start of the run.
+      last: the record of its last checkpoint.
+      again: the record of the checkpoint that was made again.
+    """
+    found: list[str] = []
+    for start in starts:
+        found += _differences(start, now)
+    if now.get("flags", {}).get("loop") == "auto" and now.get("num_replicas") == 1:
+        engines = {_engine(record) for record in (first or RunRecord(), last, again)}
+        if len(engines) > 1 or engines == {None}:
+            found.append("--loop=auto had not chosen one engine for all of these steps")
+    machine = machine_of(now)
+    if machine and machine.devices and not now.get("flags", {}).get("deterministic"):
+        found.append(f"ops on a {machine.devices[0]} need not be deterministic without --deterministic")
+    found = list(dict.fromkeys(found))
+    more = f", and {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
+    return "; ".join(found[:_SHOWN]) + more
+
+
+def _differences(start: StartRecord, now: Report) -> list[str]:
+    then, here = machine_of(start), machine_of(now)
+    found = then.differences(here) if then and here else ["run.json does not say what kind of machine it was"]
+    versions = start.get("versions", {}), now.get("versions", {})
+    for name in _COMPUTING:
+        before, after = (values.text(version.get(name, ""), 50) or "not used" for version in versions)
+        found += [f"{name} was {before}, and is {after}"] * (before != after)
+    replicas = start.get("num_replicas"), now.get("num_replicas")
+    found += [f"it had {values.shown(replicas[0])} replicas, and has {values.shown(replicas[1])}"] * (
+        replicas[0] != replicas[1]
+    )
+    return found
+
+
+def _engine(record: RunRecord) -> tuple[str, int] | None:
+    """Returns the engine that `loop="auto"` had chosen for the training; None before it had."""
+    chosen = record.engines.get("train")
+    return (chosen.loop, chosen.chunk) if chosen else None
