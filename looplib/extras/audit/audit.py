@@ -1,7 +1,9 @@
 """`python -m looplib audit DIR`: intervals of a run trained again, and compared with what the run has kept."""
 
+import contextlib
 import os
 import random
+import re
 import tempfile
 import time
 
@@ -23,6 +25,7 @@ from looplib.task.record import RunningTotals, RunRecord
 _SHOWN, _KEPT = 6, 20  # differences that are printed, and kept in the journal
 _MOST_GONE = 100  # checkpoints that a run under way may remove before they are copied
 _MOST_LINES = 10  # of the changes of the code
+_UNKNOWN_CODE = re.compile("not recorded|cannot be compared|not known \\(")  # lines that name no difference
 
 
 def audit(directory: str, intervals: int = 1, every: bool = False, seed: int | None = None) -> int:
@@ -115,7 +118,8 @@ class _Audit:
         found = self._compare(self._last.path, path)
         if not found:
             what = f"{found.tensors} tensors of the checkpoint of step {self._interval.end:,}"
-            say(f"EQUAL, bit by bit: {self._interval}, {what} and {found.records} reports")
+            reports = f"{found.records} report" + "s" * (found.records != 1)
+            say(f"EQUAL, bit by bit: {self._interval}, {what} and {reports}")
             return self._told(EQUAL)
         if doubt := self._doubt():
             say(f"not known: {self._interval} differ, but {doubt}")
@@ -198,8 +202,10 @@ class _Audit:
             found += [f"the training data has changed since: {clause}" for clause in clauses]
         if None not in (self._of_last.examples, now.examples) and self._of_last.examples != now.examples:
             found.append(f"the training data had {self._of_last.examples:,} examples, and has {now.examples:,}")
-        lines = rerun.differences_now(self._run.report, self._run.directory)
-        return found + [line.strip() for line in lines[:_MOST_LINES]]
+        with contextlib.suppress(KeyError, TypeError, AttributeError):  # of a report that lacks them
+            lines = rerun.differences_now(self._run.report, self._run.directory)
+            found += [line.strip() for line in lines[:_MOST_LINES] if not _UNKNOWN_CODE.search(line)]
+        return found
 
     def _told(self, result: str, why: str = "", found: Differences | None = None, causes: list[str] | None = None) -> Verdict:
         texts = [*found.variables, *found.reports] if found else []

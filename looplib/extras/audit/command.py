@@ -1,7 +1,6 @@
 """The command `audit`. Importing this file is cheap."""
 
 import argparse
-import os
 from typing import Any
 
 from looplib.errors import CommandError

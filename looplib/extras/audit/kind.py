@@ -24,21 +24,22 @@ def why_not_bits(
       again: the record of the checkpoint that was made again.
     """
     found: list[str] = []
+    here, flags = (now.get("starts") or [StartRecord()])[-1], now.get("flags", {})
     for start in starts:
-        found += _differences(start, now)
-    if now.get("flags", {}).get("loop") == "auto" and now.get("num_replicas") == 1:
+        found += _differences(start, here)
+    if flags.get("loop") == "auto" and now.get("num_replicas") == 1:
         engines = {_engine(record) for record in (first or RunRecord(), last, again)}
         if len(engines) > 1 or engines == {None}:
             found.append("--loop=auto had not chosen one engine for all of these steps")
-    machine = machine_of(now)
-    if machine and machine.devices and not now.get("flags", {}).get("deterministic"):
+    machine = machine_of(here)
+    if machine and machine.devices and not flags.get("deterministic"):
         found.append(f"ops on a {machine.devices[0]} need not be deterministic without --deterministic")
     found = list(dict.fromkeys(found))
     more = f", and {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
     return "; ".join(found[:_SHOWN]) + more
 
 
-def _differences(start: StartRecord, now: Report) -> list[str]:
+def _differences(start: StartRecord, now: StartRecord) -> list[str]:
     then, here = machine_of(start), machine_of(now)
     found = then.differences(here) if then and here else ["run.json does not say what kind of machine it was"]
     versions = start.get("versions", {}), now.get("versions", {})
