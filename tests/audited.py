@@ -24,6 +24,7 @@ class Config:
     rate: float = 0.05
     files: str = ""  # TFRecord files of float32 rows, for the kind "records"
     waits: float = 0.0  # seconds of each batch
+    model_file: str = ""  # for a callback of Keras
 
 
 def flip():
@@ -97,7 +98,7 @@ class Unrepeatable(Dropout):
 
 class OfRecords(Dropout):
     def dataset(self, context):
-        decode = lambda rows: tf.reshape(tf.io.decode_raw(rows, tf.float32), [-1, 7])
+        decode = lambda rows: tf.ensure_shape(tf.io.decode_raw(rows, tf.float32), [None, 7])
         return context.records(self.config.files).map(decode).map(lambda rows: (rows[:, :6], rows[:, 6:]))
 
 
@@ -117,8 +118,8 @@ def by_keras(config):
     net.compile(keras.optimizers.Adam(config.rate), "mse", metrics=["mae"])
     callbacks = [
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=100.0),
-        keras.callbacks.ModelCheckpoint(os.environ.get("AUDITED_MODEL", "/tmp/audited.keras")),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        *([keras.callbacks.ModelCheckpoint(config.model_file)] if config.model_file else []),
     ]
     return looplib.KerasTrainer(net, X, Y, callbacks=callbacks)
 

@@ -114,14 +114,15 @@ HEALTHY = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_runs_are_equal(kind, train, tmp_path, capfd):
-    folder = train(*HEALTHY[kind], AUDITED_MODEL=str(tmp_path / "model.keras"))
-    written = (tmp_path / "model.keras").stat().st_mtime_ns if kind == "callbacks" else 0
+    model = tmp_path / "model.keras"
+    folder = train(*HEALTHY[kind], f"--config.model_file={model}")
+    written = model.stat().st_mtime_ns if kind == "callbacks" else 0
     assert main(["audit", str(folder), "--all"]) == EXIT_DONE
     out = capfd.readouterr().out
     assert "DIFFERENT" not in out and "not known" not in out and "(100%)" in out
     assert "within rounding" not in out or kind == "auto"
     if written:
-        assert (tmp_path / "model.keras").stat().st_mtime_ns == written
+        assert model.stat().st_mtime_ns == written
 
 
 @pytest.mark.slow
@@ -259,7 +260,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*REFUSED, "no checkpoint"])
 def test_what_cannot_be_audited_is_refused(case, train, capsys):
     folder = train("--mode=train", "--train_steps=10")
