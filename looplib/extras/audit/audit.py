@@ -129,7 +129,7 @@ class _Audit:
         starts = [self._run.starts[number] for number in self._numbers()]
         why = kind.why_not_bits(starts, now, self._of_first, self._of_last, peek(path)[1])
         if found.data:
-            causes.insert(0, f"other examples, by their checksums ({found.reports[0]})")
+            causes.insert(0, f"other examples, by their checksums ({found.of_data()})")
         return self._of_bounds(path, why, found, causes) if why else self._of_bits(path, found, causes)
 
     def _of_bits(self, path: str, found: Differences, causes: list[str]) -> Verdict:

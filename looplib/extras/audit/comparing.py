@@ -24,6 +24,7 @@ _RTOL, _ATOL = 1e-4, 1e-6  # beside what rounding is measured to do
 _TIMES_ROUNDING = 20.0  # as it varies from step to step
 _LEAST = 1e-12  # relative; so small that differences are measured, and hardly allowed
 _LONGEST = 200  # characters
+_DIGEST = "data:"  # before the text about a digest
 
 
 @dataclasses.dataclass
@@ -49,6 +50,10 @@ class Differences:
     def __bool__(self) -> bool:
         return bool(self.variables or self.reports)
 
+    def of_data(self) -> str:
+        """Returns the first text about a checksum of examples."""
+        return next(text for text in self.reports if METRIC in text or text.startswith(_DIGEST))
+
 
 def compare(kept: str, again: str, directory: str, other: str, begin: int) -> Differences:
     """Compares an interval with its repetition, bit by bit.
@@ -72,7 +77,7 @@ def compare(kept: str, again: str, directory: str, other: str, begin: int) -> Di
     digests = [digest_of(peek(path)[1]) for path in (kept, again)]
     if None not in digests and digests[0].total != digests[1].total and digests[0].since == digests[1].since:
         found.data = True
-        found.reports.append(f"the {digests[0]}; again, {digests[1].total.text}")
+        found.reports.append(f"{_DIGEST} {digests[0]} then, {digests[1].total.text} now")
     return found
 
 
