@@ -91,7 +91,11 @@ def train(run: AuditedRun, interval: Interval, first: Commit | None, model_dir: 
     for segment in run.segments(interval):
         command, place = run.command(segment, model_dir)
         say(f"{shlex.join(command)} (in {place})")
-        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **rerun.environment(run.directory), order.VARIABLE: f"{segment.end}"}
+        environment = {
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **rerun.environment(run.directory),
+            order.VARIABLE: f"{segment.end}",
+        }
         environment |= {perturbation.VARIABLE: "1"} if nudged else {}
         log = f"{model_dir}.log"
         if code := _run(command, place, environment, log, lambda: _news(model_dir, interval)):
@@ -115,9 +119,7 @@ def _check_ended(saves: str, step: int) -> None:
         )
 
 
-def _run(
-    command: Sequence[str], place: str, environment: dict[str, str], log: str, news: Callable[[], str]
-) -> int:
+def _run(command: Sequence[str], place: str, environment: dict[str, str], log: str, news: Callable[[], str]) -> int:
     """Runs a command to its end, and says from time to time how far it is; returns its exit code."""
     ask = dying_with_parent(signal.SIGKILL)
 

@@ -146,7 +146,7 @@ class _Audit:
 
     def _of_bounds(self, path: str, why: str, found: Differences, causes: list[str]) -> Verdict:
         """Returns the verdict where bits need not be equal."""
-        say(f"bits need not be equal ({why}); once more, with weights that are off by their last bit, to measure rounding")
+        say(f"bits need not be equal ({why}); once more, from weights off by their last bit, to measure rounding")
         beyond, tells = comparing.compare_within_rounding(self._last.path, path, self._train("nudged", nudged=True))
         if found.data:
             beyond.reports, beyond.first_report = found.reports, found.first_report
@@ -207,7 +207,9 @@ class _Audit:
             found += [line.strip() for line in lines[:_MOST_LINES] if not _UNKNOWN_CODE.search(line)]
         return found
 
-    def _told(self, result: str, why: str = "", found: Differences | None = None, causes: list[str] | None = None) -> Verdict:
+    def _told(
+        self, result: str, why: str = "", found: Differences | None = None, causes: list[str] | None = None
+    ) -> Verdict:
         texts = [*found.variables, *found.reports] if found else []
         return Verdict(
             time=time.time(),

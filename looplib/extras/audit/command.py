@@ -13,10 +13,10 @@ def add(tools: Any) -> None:
     parser = tools.add_parser(
         "audit",
         help="train random intervals of a run again, and compare them bit by bit, to find silent corruption",
-        description="Trains intervals between two checkpoints of a run again, by its own command from a copy of the first, "
-        "and compares the tensors of the second and the reports between them. Those that no audit has tried before come "
-        "first. The verdicts are added to audit.jsonl in the run directory; nothing else there changes, and the run may "
-        "train meanwhile.",
+        description="Trains intervals between two checkpoints of a run again, by its own command from a copy of the "
+        "first, and compares the tensors of the second and the reports between them. Those that no audit has tried "
+        "before come first. The verdicts are added to audit.jsonl in the run directory; nothing else there changes, "
+        "and the run may train meanwhile.",
         epilog="exit codes: 0 equal; 1 different; 2 nothing could be audited",
     )
     parser.add_argument("directory", type=path, help="the run directory")

@@ -104,7 +104,9 @@ def _named(compared: Comparison, path: str) -> list[str]:
         return []
     names = names_of(path)
     return [
-        values.text(f"{names.get(where.removeprefix(_TENSOR), where.removeprefix(_TENSOR))}: {one} then, {other} now", _LONGEST)
+        values.text(
+            f"{names.get(where.removeprefix(_TENSOR), where.removeprefix(_TENSOR))}: {one} then, {other} now", _LONGEST
+        )
         for where, one, other in compared.differences
     ]
 
@@ -161,7 +163,9 @@ def _compare_records(one: Record, other: Record, found: Differences) -> None:
             step, split = key(one)
             found.first_report = step if found.first_report is None else found.first_report
             found.data |= name == METRIC
-            found.reports.append(values.text(f"step {step} {split} {name}: {one[name]} then, {other[name]} now", _LONGEST))
+            found.reports.append(
+                values.text(f"step {step} {split} {name}: {one[name]} then, {other[name]} now", _LONGEST)
+            )
 
 
 def _compared(one: Record, other: Record) -> Iterator[str]:

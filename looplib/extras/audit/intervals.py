@@ -113,7 +113,7 @@ class AuditedRun(Recorded):
         return [*command, *self._settings_of(segment.start), f"--model_dir={model_dir}", *_FLAGS], place
 
     def _settings_of(self, number: int) -> list[str]:
-        """Returns flags for what later starts have changed in `config.yaml`, which a command takes its settings from."""
+        """Returns flags for what later starts have changed in `config.yaml`, from which a command takes settings."""
         before = {}
         for later in range(number + 1, len(self.starts)):
             for name, (old, _) in self._changed(later).items():
@@ -158,4 +158,3 @@ def choose(
     left = [one for one in intervals if one.place not in tried]
     new = [one for one in left if not any(known.begin <= one.begin and one.end <= known.end for known in verdicts)]
     return draw.choice(new or left) if left else None
-

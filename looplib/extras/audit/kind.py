@@ -1,4 +1,4 @@
-"""Whether two trainings of one interval have equal bits: it takes a machine of one kind, one engine, and one version."""
+"""Whether two trainings of one interval have equal bits: that takes one kind of machine, one engine, one version."""
 
 from collections.abc import Sequence
 

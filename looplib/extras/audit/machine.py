@@ -42,7 +42,9 @@ class Machine:
         ]
         names = sorted(self.variables.keys() | now.variables.keys())
         pairs = [(name, self.variables.get(name), now.variables.get(name)) for name in names]
-        return found + [f"{name} was {before!a:.100}, and is {after!a:.100}" for name, before, after in pairs if before != after]
+        return found + [
+            f"{name} was {before!a:.100}, and is {after!a:.100}" for name, before, after in pairs if before != after
+        ]
 
 
 def this_machine() -> Machine:

@@ -19,7 +19,7 @@ def requested() -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**53):
         raise FlagError(
-            f"{VARIABLE} is {text!r:.100} in the environment; expected the step at which `python -m looplib audit` has a "
-            "training end; unset it for any other run"
+            f"{VARIABLE} is {text!r:.100} in the environment; expected the step at which `python -m looplib audit` "
+            "has a training end; unset it for any other run"
         )
     return int(text)

@@ -17,7 +17,8 @@ FIELDS = {
     "started, restarts, rollbacks": "When the first start was, and how many restarts and rollbacks there were.",
     "restored_from": "The checkpoint that the newest start began with.",
     "starts": "Each start, with these fields; `changed` has the settings that differ from the start before, `note` "
-    "what the launcher says (how many workers, and why), `rollbacks` and `notices` what happened in it, `machine` the kind of machine.",
+    "what the launcher says (how many workers, and why), `rollbacks` and `notices` what happened in it, `machine` the "
+    "kind of machine.",
     "goodput": "What share of the time since the first start became kept steps, and the seconds by cause.",
     "error, traceback": "Of a start that failed.",
     "console": "Why something that was printed is lost.",

@@ -148,7 +148,7 @@ def digest_of(record: RunRecord) -> DigestAt | None:
 
 
 def digests_of(records: Iterable[Record]) -> dict[tuple[int, int], ExampleSum]:
-    """Returns what the training has trained on, by (the step after which a digest begins, the step up to which it goes).
+    """Returns what a run trained on, by (the step after which a digest begins, the step up to which it goes).
 
     Args:
       records: the records of a `metrics.jsonl`, in the order of their steps.

@@ -1,7 +1,7 @@
 """A checksum of the examples of training steps, by which one sees that two runs trained on the same examples.
 
-A step sums a hash of each example's content and of the step over the examples of all replicas, and a sum over steps adds
-these up. So the sums depend neither on the division over replicas and workers, nor on that into reports. All sums are
+A step sums a hash of the content and the step over its examples on all replicas, and a sum over steps adds these up.
+So the sums depend neither on the division over replicas and workers, nor on that into reports. All sums are
 modulo 2**53, the whole numbers that a JSON reader of any language, and a float64, hold exactly.
 """
 

@@ -187,7 +187,9 @@ class Recorded:
     def __init__(self, directory: str) -> None:
         self.directory = os.path.abspath(directory)
         self.report = report_of(self.directory)
-        refuse_several_processes(self.report, self.directory, "replay, diff and audit start one; name a run of one process")
+        refuse_several_processes(
+            self.report, self.directory, "replay, diff and audit start one; name a run of one process"
+        )
 
     def checkpoints(self) -> list[Commit]:
         """Returns the committed checkpoints, newest first."""

@@ -96,7 +96,10 @@ def test_a_report_that_was_another_one_is_found(train, capfd):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert main(["audit", str(folder), "--all"]) == EXIT_DIFFERENT
     assert f"reports: step 30 train loss: {record['loss']} then, {told} now\n" in capfd.readouterr().out
-    assert [(one.result, one.differences) for _, one in sorted(verdicts(folder).items())] == [(EQUAL, 0), (DIFFERENT, 1)]
+    assert [(one.result, one.differences) for _, one in sorted(verdicts(folder).items())] == [
+        (EQUAL, 0),
+        (DIFFERENT, 1),
+    ]
 
 
 HEALTHY = {
@@ -282,7 +285,14 @@ def test_verdicts_of_somebody_else_are_read_with_bounds(tmp_path, capfd):
     journal.append(str(tmp_path), verdict(0, 20))
     path = tmp_path / "audit.jsonl"
     good = json.loads(path.read_text())
-    bad = [{**good, "end": 2**60}, {**good, "begin": -1}, {**good, "result": "fine"}, {**good, "variables": "all"}, [1], 5]
+    bad = [
+        {**good, "end": 2**60},
+        {**good, "begin": -1},
+        {**good, "result": "fine"},
+        {**good, "variables": "all"},
+        [1],
+        5,
+    ]
     with open(path, "a") as file:
         file.write("".join(json.dumps(line) + "\n" for line in bad) + '{"time": 1')
     journal.append(str(tmp_path), verdict(20, 40))  # not lost with the line that was cut short
