@@ -22,6 +22,7 @@ Y = X.sum(axis=1, keepdims=True)
 class Config:
     kind: str = "dropout"  # of `KINDS`
     rate: float = 0.05
+    dropout: float = 0.2
     files: str = ""  # TFRecord files of float32 rows, for the kind "records"
     waits: float = 0.0  # seconds of each batch
     model_file: str = ""  # for a callback of Keras
@@ -51,8 +52,8 @@ class Flips(looplib.Action):
         variable.assign(value)
 
 
-def network():
-    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.2), keras.layers.Dense(1, name="last")]
+def network(config):
+    layers = [keras.layers.Dense(8, "relu"), keras.layers.Dropout(config.dropout), keras.layers.Dense(1, name="last")]
     return keras.Sequential([keras.Input((6,)), *layers])
 
 
@@ -78,7 +79,7 @@ def batches(context, config):
 class Dropout(looplib.GradientTrainer):
     def __init__(self, config, **arguments):
         self.config = config
-        super().__init__(network(), keras.optimizers.Adam(config.rate), **arguments)
+        super().__init__(network(config), keras.optimizers.Adam(config.rate), **arguments)
 
     def dataset(self, context):
         return batches(context, self.config)
@@ -114,7 +115,7 @@ class Error(looplib.Evaluator):
 
 
 def by_keras(config):
-    net = network()
+    net = network(config)
     net.compile(keras.optimizers.Adam(config.rate), "mse", metrics=["mae"])
     callbacks = [
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=100.0),

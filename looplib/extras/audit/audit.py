@@ -16,6 +16,7 @@ from looplib.extras.audit.again import DamagedError, GoneError
 from looplib.extras.audit.comparing import Differences
 from looplib.extras.audit.intervals import AuditedRun, Interval, choose
 from looplib.extras.audit.journal import DIFFERENT, EQUAL, UNKNOWN, Verdict
+from looplib.extras.audit.kind import Kind
 from looplib.extras.tools import rerun
 from looplib.extras.tools.runs import say
 from looplib.messages import with_cure
@@ -127,10 +128,10 @@ class _Audit:
         causes = self._causes(path)
         now = run_json.read_report(run_json.path_of(os.path.join(self._folder, "again"), trains=True))
         starts = [self._run.starts[number] for number in self._numbers()]
-        why = kind.why_not_bits(starts, now, self._of_first, self._of_last, peek(path)[1])
+        other = kind.compare_kinds(starts, now, self._of_first, self._of_last, peek(path)[1])
         if found.data:
             causes.insert(0, f"other examples, by their checksums ({found.of_data()})")
-        return self._of_bounds(path, why, found, causes) if why else self._of_bits(path, found, causes)
+        return self._of_bounds(path, other, found, causes) if other else self._of_bits(path, found, causes)
 
     def _of_bits(self, path: str, found: Differences, causes: list[str]) -> Verdict:
         """Returns the verdict where bits have to be equal and are not."""
@@ -144,8 +145,9 @@ class _Audit:
             return self._told(UNKNOWN, doubt, found)
         return self._different("", found, causes)
 
-    def _of_bounds(self, path: str, why: str, found: Differences, causes: list[str]) -> Verdict:
+    def _of_bounds(self, path: str, other: Kind, found: Differences, causes: list[str]) -> Verdict:
         """Returns the verdict where bits need not be equal."""
+        why = str(other)
         say(f"bits need not be equal ({why}); once more, from weights off by their last bit, to measure rounding")
         beyond, tells = comparing.compare_within_rounding(self._last.path, path, self._train("nudged", nudged=True))
         if found.data:
@@ -157,6 +159,10 @@ class _Audit:
                 return self._told(UNKNOWN, doubt)
             say(f"EQUAL, within rounding: {self._interval}, {beyond.tensors} tensors; bits were not compared: {why}")
             return self._told(EQUAL, why)
+        if other.random and not found.data:
+            doubt = f"{'; '.join(other.random)}, and the steps may have drawn other random numbers"
+            say(f"not known: {self._interval} differ by more than rounding, but {doubt}")
+            return self._told(UNKNOWN, doubt, beyond)
         return self._different(why, beyond, causes)
 
     def _different(self, why: str, found: Differences, causes: list[str]) -> Verdict:

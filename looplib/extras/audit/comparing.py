@@ -120,7 +120,8 @@ def names_of(path: str) -> dict[str, str]:
     reader = tf.train.load_checkpoint(path)
     if (graph := _tf.object_graph(reader)) is None:
         return {}
-    roots = {child.local_name: tf.train.Checkpoint() for child in graph.nodes[0].children}
+    names = {child.local_name for child in graph.nodes[0].children} - {"save_counter"}
+    roots = {name: tf.train.Checkpoint() for name in names}  # placeholders
     leaves = SavedVariables(reader, graph, RunRecord.in_checkpoint(reader, path).names, roots).leaves.values()
     ending = _tf.variable_key("")
     return {
