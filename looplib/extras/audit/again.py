@@ -129,7 +129,7 @@ def _run(command: Sequence[str], place: str, environment: dict[str, str], log: s
         os.nice(_NICE)
 
     try:
-        with open(log, "ab") as output:
+        with files.open_to_append(log) as output:
             process = subprocess.Popen(
                 command,
                 cwd=place,
