@@ -104,7 +104,13 @@ def test_a_report_that_was_another_one_is_found(train, capfd):
 HEALTHY = {
     "dropout": [],
     "xla": ["--loop=xla"],
-    "auto": ["--loop=auto", "--config.dropout=0", "--train_steps=400", "--checkpoint_interval=100", "--eval_interval=200"],
+    "auto": [
+        "--loop=auto",
+        "--config.dropout=0",
+        "--train_steps=400",
+        "--checkpoint_interval=100",
+        "--eval_interval=200",
+    ],
     "replicas": ["--num_virtual_devices=2"],
     "accumulation": ["--config.kind=accumulation"],
     "eager": [*SHORT, "--loop=eager"],
