@@ -50,6 +50,7 @@ CONTENTS = {
     "predictions/": "What `--mode=predict` writes.",
     "export/": "What `--mode=export` and `looplib.ExportBest` write.",
     "bad_records/": "Damaged records that `--bad_records` left out.",
+    "audit.jsonl": "The verdicts of `python -m looplib audit`.",
     "lock": "Held by the process that trains.",
 }
 

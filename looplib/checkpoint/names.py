@@ -25,8 +25,6 @@ from looplib.task.state import SlotOptimizer
 
 _NUMBERED = re.compile(r"(layer(_with_weights)?-)?\d+$")  # names of children in lists, and of tf_keras's layers
 _MODELS = frozenset({"sequential", "functional", "model"})  # the names that Keras gives to models
-
-
 _T = TypeVar("_T")
 _Paths = dict[str, tuple[int, str]]
 

@@ -70,9 +70,6 @@ def own_method(owner: Any, name: str) -> Callable:
     return method.replaced if isinstance(method, Replacement) else method
 
 
-# The sum over replicas.
-
-
 @contextlib.contextmanager
 def summed() -> Iterator[None]:
     """Tells optimizers in the `with` block that their gradients are summed over replicas; in replica context.

@@ -164,9 +164,6 @@ class Reporter:
             stack.callback(self.writers.close)
 
 
-# All writers of a run as one.
-
-
 class Writers(Writer):
     """Passes everything on to each of some writers, in order. After `close` it has none, and does nothing.
 

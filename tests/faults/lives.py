@@ -26,7 +26,7 @@ NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
 SHARED = "LOOPLIB_FORK_SERVER"  # a variable: the folder of the fork server that the processes of a test run share
 # What the binaries import is there in each life.
 MODULES = (
-    "faulty", "toy", "wrong", "divided", "asynchronous", "recorded", "replayed", "swept", "unreliable", "keras", "tf_keras",
+    "faulty", "toy", "wrong", "divided", "asynchronous", "recorded", "replayed", "audited", "swept", "unreliable", "keras", "tf_keras",
     "trainers.image_classification", "sklearn.datasets", "sklearn.model_selection", "looplib.extras.sweep.sweep",
     "alembic.command", "alembic.migration", "matplotlib.backends.backend_agg", "looplib.extras.page.html",
     "looplib.extras.parameter_server.processes", "looplib.extras.tools.preflight", "looplib.extras.tools.replayer",

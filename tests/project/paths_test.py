@@ -30,6 +30,7 @@ ALLOWED = {
     ): "a new name, below a folder that was checked",
     ("looplib/extras/buckets/fetching.py", "os.utime"): "files of a copy, which this class has written",
     ("looplib/extras/buckets/ranges.py", "os.utime"): "blocks of the cache, by names that this class has made",
+    ("looplib/extras/audit/machine.py", "open, to read"): "/proc/cpuinfo",
     ("looplib/extras/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
     ("looplib/extras/tools/children.py", "open, to read"): "/proc/PID/stat",
     ("looplib/extras/tools/launch_folder.py", "os.open"): "the lock, new or without following a link",

@@ -102,7 +102,7 @@ def described(kind: type) -> dict[str, str]:
 
 
 # The commands that compare runs or start them again, and those that start workers, have pages of their own.
-CHECKING = ("check", "diff", "replay", "rerun")
+CHECKING = ("audit", "check", "diff", "replay", "rerun")
 STARTING = ("launch", "ray")
 
 

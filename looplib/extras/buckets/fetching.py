@@ -115,7 +115,9 @@ class Fetcher:
         """
         versions, before = self._copy.note.versions, dict(self._copy.note.versions)
         there = steps_of({*listed, *map(marker_of, leases.steps_of(writer))}) if checkpoints else []
-        for step in set(steps_of(self._copy.note.known)) - set(there) if there else ():  # of a run that began again from step 0, say
+        for step in (
+            set(steps_of(self._copy.note.known)) - set(there) if there else ()
+        ):  # of a run that began again from step 0, say
             self._forget_checkpoint(step)
         for step in there:
             version = listed.get(marker_of(step))

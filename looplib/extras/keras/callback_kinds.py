@@ -55,6 +55,8 @@ def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tup
     Raises:
       UsageError: for a callback that cannot work.
     """
+    from looplib.extras.audit.order import requested  # here, because its room uses others that use this one
+
     if observes_batches and model.distribute_strategy.num_replicas_in_sync > 1:
         raise CallbackError(
             "KerasTrainer got observes_batches=True on several replicas, each of which has only its own part of a "
@@ -69,6 +71,8 @@ def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tup
             logging.info("the callback %s is not called: %s does its work, %s", type(callback).__name__, need, how)
             continue
         _check(models.callbacks_of(model).Callback, callback, observes_batches)
+        if writes_models(callback) and requested() is not None:
+            continue  # an audit repeats steps, and writes nothing elsewhere
         found.append(callback)
     return found, needs
 

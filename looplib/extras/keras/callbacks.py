@@ -15,8 +15,9 @@ from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.best_weights import BestWeights
 from looplib.extras.keras.callback_memory import Memories
 from looplib.task.actions import Action, Event
+from looplib.task.metric_names import CHECKSUM
 
-_OWN = ("steps_per_second", "epoch")  # of a report, beside the trainer's metrics
+_OWN = ("steps_per_second", "epoch", "examples", CHECKSUM)  # of a report, beside the trainer's metrics
 
 
 class KerasCallbacks(Action):

@@ -24,7 +24,7 @@ class OutputCost:
       largest: the largest difference.
       mean: the mean absolute difference.
       range: the largest output of the float model, without its sign.
-      same_class: of an output [batch, classes], the share of examples whose largest one is at the same place; else None.
+      same_class: of an output [batch, classes], the share of examples whose largest one is at one place; else None.
       left_out: examples that are not counted, because outputs of the float model are not finite.
     """
 

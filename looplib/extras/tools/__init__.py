@@ -8,6 +8,7 @@ Names that other rooms may use, by file:
     code_version: this_program
     commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
+    data_digest: DataDigest
     diff: none
     example_checksum: decorator
     fitting: fitting

@@ -1,9 +1,17 @@
-"""A checksum of the examples of a training step, by which `check` sees that two runs trained on the same examples."""
+"""A checksum of the examples of training steps, by which one sees that two runs trained on the same examples.
 
+A step sums a hash of the content and the step over its examples on all replicas, and a sum over steps adds these up.
+So the sums depend neither on the division over replicas and workers, nor on that into reports. All sums are
+modulo 2**53, the whole numbers that a JSON reader of any language, and a float64, hold exactly.
+"""
+
+import dataclasses
 import math
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.data.order import mix
@@ -13,15 +21,56 @@ from looplib.task import metric_names
 from looplib.task.reductions import total
 from looplib.task.trainer import Trainer
 
-VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metric to every training
-METRIC = metric_names.CHECKSUM
+VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metrics to every training
+METRIC, COUNT = metric_names.CHECKSUM, "examples"
 _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}  # by the bytes of a number
-_BITS = 24  # so that float64 sums them exactly over 2**29 examples, more than any window of a report has
+# A hash is summed in parts, because float64 sums such parts exactly over 2**35 examples, more than any report has.
+_PARTS = ((0, 18), (18, 18), (36, 17))  # the first bit, and how many bits
+_MODULUS = 2**53
 
 
-def enabled() -> bool:
-    """Returns whether the environment asks for checksums."""
-    return os.environ.get(VARIABLE) == "1"
+@dataclasses.dataclass(frozen=True)
+class ExampleSum:
+    """The checksum of some examples.
+
+    Attributes:
+      examples: how many they are.
+      checksum: the sum of their hashes, modulo 2**53.
+    """
+
+    examples: int = 0
+    checksum: int = 0
+
+    def __add__(self, other: "ExampleSum") -> "ExampleSum":
+        return ExampleSum(self.examples + other.examples, (self.checksum + other.checksum) % _MODULUS)
+
+    def __sub__(self, other: "ExampleSum") -> "ExampleSum":
+        return ExampleSum(self.examples - other.examples, (self.checksum - other.checksum) % _MODULUS)
+
+    @property
+    def text(self) -> str:
+        """The checksum as 14 hexadecimal digits."""
+        return f"{self.checksum:014x}"
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[float] | np.ndarray) -> "ExampleSum":
+        """Returns the sum whose parts a step has summed, see `examples_checksum`."""
+        *sums, examples = (int(part) for part in parts)
+        return cls(examples, sum(one << first for one, (first, _) in zip(sums, _PARTS)) % _MODULUS)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "ExampleSum | None":
+        """Returns the sum that a report of a training has, or None."""
+        checksum, examples = (record.get(name) for name in (METRIC, COUNT))
+        if type(checksum) not in (int, float) or type(examples) not in (int, float):  # a file that is not trusted
+            return None
+        fits = 0 <= checksum < _MODULUS and 0 <= examples < _MODULUS
+        return cls(int(examples), int(checksum)) if fits else None
+
+
+def enabled(asked: bool) -> bool:
+    """Returns whether a training has checksums: the run's settings, `asked`, or the environment ask for them."""
+    return asked or os.environ.get(VARIABLE) == "1"
 
 
 class ExampleChecksum(StepAddition):
@@ -41,7 +90,10 @@ class ExampleChecksum(StepAddition):
 
     def take(self, metrics: Metrics) -> Metrics:
         """See `StepAddition`."""
-        return {METRIC: metrics.pop(METRIC)} if METRIC in metrics else {}
+        if (parts := metrics.pop(METRIC, None)) is None:
+            return {}
+        found = ExampleSum.of_parts(parts)
+        return {METRIC: found.checksum, COUNT: found.examples}
 
 
 def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
@@ -49,13 +101,20 @@ def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
 
     Tensors without a batch dimension, or with another one than the first tensor, are left out. So are zeros and "" in
     tensors whose static shape leaves a dimension open, because in a padded batch the length of a row depends on the
-    rows beside it. Padding by another value looks like content. Returns None where nothing can be hashed.
+    rows beside it. Padding by another value looks like content.
+
+    Returns:
+      The sums of the parts of the hashes, lowest bits first, and the number of examples, int64 `[4]`, for
+      `ExampleSum.of_parts`; None where nothing can be hashed.
     """
     columns = _columns(inputs)
     if not columns:
         return None
     steps = tf.fill([tf.shape(columns[0])[0]], tf.cast(step, tf.int64))
-    return tf.reduce_sum(tf.bitwise.bitwise_and(_hash(tf.stack([*columns, steps], axis=1)), 2**_BITS - 1))
+    hashes = _hash(tf.stack([*columns, steps], axis=1))
+    shifted = [tf.bitwise.right_shift(hashes, tf.constant(first, tf.int64)) for first, _ in _PARTS]
+    parts = [tf.bitwise.bitwise_and(one, 2**bits - 1) for one, (_, bits) in zip(shifted, _PARTS)]
+    return tf.reduce_sum(tf.stack([*parts, tf.ones_like(hashes)], axis=1), axis=0)
 
 
 def hash_of_each(inputs: Any) -> tf.Tensor | None:

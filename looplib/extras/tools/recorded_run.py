@@ -187,11 +187,27 @@ class Recorded:
     def __init__(self, directory: str) -> None:
         self.directory = os.path.abspath(directory)
         self.report = report_of(self.directory)
-        refuse_several_processes(self.report, self.directory, "replay and diff start one; name a run of one process")
+        refuse_several_processes(
+            self.report, self.directory, "replay, diff and audit start one; name a run of one process"
+        )
 
     def checkpoints(self) -> list[Commit]:
         """Returns the committed checkpoints, newest first."""
         return commits.committed(os.path.join(self.directory, "checkpoints"))
+
+    @property
+    def starts(self) -> list[run_json.StartRecord]:
+        """What the report says of each start."""
+        return self.report.get("starts", [])
+
+    def begins(self) -> list[int]:
+        """Returns the step that each start of the run was restored at."""
+        matches = [re.search(r"ckpt-(\d{1,15})$", start.get("restored_from") or "") for start in self.starts]
+        return [int(match[1]) if match else 0 for match in matches]
+
+    def start_that_did(self, step: int) -> int:
+        """Returns the number of the start that trained a step: the last one that was restored below it."""
+        return max([number for number, begin in enumerate(self.begins()) if begin < step], default=0)
 
     def refuse_beyond(self, step: int) -> None:
         """Refuses a step that the run has not trained.

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -27,7 +26,6 @@ from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.recorded_run import Recorded
 from looplib.extras.tools.runs import say
 from looplib.messages import gist
-from looplib.report import run_json
 from looplib.report.progress import format_seconds
 
 _LAST_LINES = 20  # of a process that failed
@@ -101,11 +99,9 @@ class Replayable(Recorded):
         order = dataclasses.replace(order, batch_size=self._batch_size(start.step if start else 0, order.step))
         model_dir = os.path.join(folder, "run")
         saves = folders.make_folder(model_dir, "checkpoints")
-        for name in [*start.files, f"ckpt-{start.step}.commit"] if start else []:
-            source = os.path.join(os.path.dirname(start.path), name)
-            with files.open_regular(source) as read, open(folders.inside(saves, name), "wb") as write:
-                shutil.copyfileobj(read, write)
-        command, place = recorded_run.command_of(self.report, self.directory, self._start_that_did(order.step))
+        if start:
+            copy_checkpoint(start, saves)
+        command, place = recorded_run.command_of(self.report, self.directory, self.start_that_did(order.step))
         command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
         say(f"{shlex.join(command)} (in {place})")
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **rerun.environment(self.directory), **order.as_environment()}
@@ -144,15 +140,6 @@ class Replayable(Recorded):
             )
         raise ReplayError(f"the command of {self.directory} ended with code {code} before step {order.step}; see above")
 
-    def _begins(self) -> list[int]:
-        """Returns the step that each start of the run was restored at."""
-        matches = [re.search(r"ckpt-(\d{1,15})$", start.get("restored_from") or "") for start in self._starts]
-        return [int(match[1]) if match else 0 for match in matches]
-
-    def _start_that_did(self, step: int) -> int:
-        """Returns the number of the start that trained a step: the last one that was restored below it."""
-        return max([number for number, begin in enumerate(self._begins()) if begin < step], default=0)
-
     def _batch_size(self, start: int, end: int) -> int | None:
         """Returns the global batch size of the steps after one and up to another; None if it is not known.
 
@@ -160,11 +147,11 @@ class Replayable(Recorded):
           UsageError: if the run has changed it between them.
         """
         sizes = [_whole(self.report.get("flags", {}).get(_SIZE))]
-        for number in range(len(self._starts) - 1, 0, -1):
-            values = self._starts[number].get("changed", {}).get(_SIZE)
+        for number in range(len(self.starts) - 1, 0, -1):
+            values = self.starts[number].get("changed", {}).get(_SIZE)
             sizes.insert(0, _whole(values[0]) if values else sizes[0])
-        turns = [start, *(begin for begin in self._begins() if start < begin < end)]
-        found = {step: sizes[self._start_that_did(step + 1)] for step in sorted(turns)}
+        turns = [start, *(begin for begin in self.begins() if start < begin < end)]
+        found = {step: sizes[self.start_that_did(step + 1)] for step in sorted(turns)}
         if len(set(found.values())) > 1:
             texts = [f"{size} from step {step + 1} on" for step, size in found.items()]
             raise ReplayError(
@@ -173,10 +160,6 @@ class Replayable(Recorded):
                 "earlier step"
             )
         return found[start]
-
-    @property
-    def _starts(self) -> list[run_json.StartRecord]:
-        return self.report.get("starts", [])
 
     @property
     def engine(self) -> Any:
@@ -190,6 +173,23 @@ class Replayable(Recorded):
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
         # Python's debugger follows one thread, and each replica has its own.
         return found + ["--strategy=auto", "--num_virtual_devices=1"] * debug
+
+
+def copy_checkpoint(done: Commit, folder: str) -> None:
+    """Copies the files of a checkpoint, the marker last.
+
+    Args:
+      done: the checkpoint.
+      folder: an existing directory.
+
+    Raises:
+      OSError: if a file is missing, or cannot be read or written.
+      files.NotRegularError: if it is no regular file.
+    """
+    for name in [*done.files, f"ckpt-{done.step}.commit"]:
+        source = os.path.join(os.path.dirname(done.path), name)
+        with files.open_regular(source) as read, open(folders.inside(folder, name), "wb") as write:
+            shutil.copyfileobj(read, write)
 
 
 def _whole(value: Any) -> int | None:

@@ -55,7 +55,7 @@ def rerun(directory: str, to: str | None = None) -> int:
         command.append(f"--model_dir={to}")
         if "train_steps" in _changed(report):
             command.append(f"--train_steps={report['flags']['train_steps']}")
-        differences = _differences_now(report, directory)
+        differences = differences_now(report, directory)
     except (KeyError, TypeError, AttributeError) as error:
         raise recorded_run.untold(directory, error) from error
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
@@ -102,7 +102,7 @@ def _refuse_what_cannot_be_repeated(report: run_json.Report, directory: str) -> 
     recorded_run.refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
 
 
-def _differences_now(report: run_json.Report, directory: str) -> list[str]:
+def differences_now(report: run_json.Report, directory: str) -> list[str]:
     """Returns lines about versions and code that differ from the run's."""
     lines = []
     for name, version in report["versions"].items():

@@ -221,7 +221,8 @@ class _View:
             for name, norm in reducer.gradient_norms(part).items():
                 self._gradients[name] = float(np.maximum(self._gradients.get(name, 0.0), norm))  # NaN stays
         self._after = self._after or _weights(self._trainer)
-        return reducer.packer.unpack(np.sum(parts, axis=0), reducer.results())
+        metrics = reducer.packer.unpack(np.sum(parts, axis=0), reducer.results())
+        return {**metrics, **example_checksum.ExampleChecksum().take(metrics)}
 
     def _call(self) -> list[np.ndarray]:
         """Runs the step outside of any `tf.function`; returns what each replica adds to the metrics."""

@@ -1,0 +1,72 @@
+"""AuditFlag: notes in `run.json` what an audit has to know, and ends the trainings that an audit has started."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from looplib.command_line import FlagPlugin
+from looplib.extras.audit import machine, order
+from looplib.task.actions import Action
+
+
+class AuditFlag(FlagPlugin):
+    """No flag: every training notes its kind of machine, and one of an audit ends at the step that is asked for."""
+
+    flags = ()
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raises `UsageError` if the environment asks for an audit in another form."""
+        order.requested()
+
+    def actions(self, values: Mapping[str, Any]) -> Sequence[Action]:
+        """Returns the action that notes and ends."""
+        if values["dry_run"] or values["estimate"]:
+            return ()
+        step = order.requested()
+        return (NotesMachine(),) if step is None else (EndsForAudit(step),)
+
+
+class NotesMachine(Action):
+    """Notes the kind of machine in `run.json`, once."""
+
+    _noted = False
+
+    def on_start(self, controller: Any) -> None:
+        """Notes it."""
+        if not self._noted:
+            self._noted = True
+            found = machine.this_machine()
+            controller.report.note(
+                machine.NOTE, cpu=found.cpu, cores=found.cores, devices=found.devices, variables=found.variables
+            )
+
+
+class EndsForAudit(NotesMachine):
+    """Ends a training at a step, with its save. Where the environment asks for it, changes the weights by rounding.
+
+    Args:
+      step: the global step.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def stops(self) -> tuple[int, ...]:
+        """See `Action`."""
+        return (self._step,)
+
+    def on_start(self, controller: Any) -> None:
+        """Changes restored weights by their last bit, see `perturbation.nudge`; a new run's are changed when made."""
+        super().on_start(controller)
+        if controller.restored_from:
+            import tensorflow as tf
+
+            from looplib.extras.tools import perturbation
+            from looplib.task.state import state_of
+
+            training = controller.loops["train"]
+            strategy = training.traced.strategy if training.traced else tf.distribute.get_strategy()
+            perturbation.nudge(strategy, state_of(training.task))
+
+    def on_reaching(self, step: int, controller: Any) -> None:
+        """Ends the training."""
+        controller.stop()
