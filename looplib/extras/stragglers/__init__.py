@@ -2,6 +2,6 @@
 
 Names that other rooms may use, by file:
     comparing: none
-    own_times: addition
+    own_times: none
     watching: Stragglers
 """
