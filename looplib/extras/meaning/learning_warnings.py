@@ -32,7 +32,7 @@ class LearningWarnings(Action):
     It looks for predictions that are equal for all examples, weights that no longer change, norms that explode against
     their own history, and evaluation examples that are also trained on. A warning is logged once in a run, is part of
     `run.json`, and is shown on the report page. Nothing that the run computes changes. Where several workers train, the
-    chief looks.
+    chief watches reported norms alone.
 
     Args:
       every: steps between two checks of the weights, at least; they are made with a report.
@@ -59,7 +59,7 @@ class LearningWarnings(Action):
         self._loops: list[Loop] = []
         self._checked: int | None = None  # the step of the last check of the weights
         self._seconds: float | None = None  # that it took
-        self._failed = self._is_training = False
+        self._failed = self._is_training = self._several = False
 
     @property
     def seconds(self) -> float:
@@ -69,6 +69,8 @@ class LearningWarnings(Action):
     def on_start(self, controller: Any) -> None:
         """Takes the loops of a training; the time counts from the first one on."""
         self._is_training = True
+        # What the chief alone reads of variables and data would have it wait for workers that do not.
+        self._several = controller.report.computation.strategy.startswith("MultiWorker")
         loops = list(controller.loops.values())
         if loops == self._loops or not controller.is_chief:  # a program may train many times
             return
@@ -76,7 +78,8 @@ class LearningWarnings(Action):
             self._budget.begin()
             self._known.update(_earlier(controller.report.path))
         self._loops, self._trained = loops, None
-        self._overlap.begin(controller.loops, self._known)
+        if not self._several:
+            self._overlap.begin(controller.loops, self._known)
 
     def on_end(self, controller: Any) -> None:
         """Notes that the training has ended."""
@@ -101,7 +104,7 @@ class LearningWarnings(Action):
     def _of_training(self, event: Event) -> list[LearningFinding]:
         found = self._norms.check(event.step, event.metrics, self._known)
         loops = event.controller.loops
-        if "train" not in loops or not self._is_due(event.step):
+        if self._several or "train" not in loops or not self._is_due(event.step):
             return found
         if self._trained is None:
             if not self._budget.allows(_SECONDS_TO_LIST):
@@ -125,7 +128,7 @@ class LearningWarnings(Action):
 
     def _of_evaluation(self, event: Event) -> list[LearningFinding]:
         loop, compiled = event.controller.loops.get(event.split), event.controller.clock.of("compile")
-        if loop is None or not self._budget.allows(self._outputs.seconds(event.split, loop, compiled)):
+        if self._several or loop is None or not self._budget.allows(self._outputs.seconds(event.split, loop, compiled)):
             return []
         with self._budget.spending():
             return self._outputs.check(event.split, loop, event.step, event.ending, self._known)
