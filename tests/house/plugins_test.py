@@ -210,8 +210,9 @@ except AttributeError as error:
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "."], ["nonsense"]], ids=" ".join)
 def test_without_the_extras_the_tools_end_in_one_line(arguments, core):
     done = core("from looplib.__main__ import main; sys.exit(main())", *arguments)
-    command = "status" if arguments[0] == "status" else "average"
-    sentence = registered(command, f"looplib.extras.tools.commands:{command}", "looplib.commands")
+    status = "status", "looplib.extras.tools.commands:status"
+    command, place = status if arguments[0] == "status" else ("audit", "looplib.extras.audit.command:add")
+    sentence = registered(command, place, "looplib.commands")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"looplib: error: {sentence} (PluginError)\n"
 

@@ -8,9 +8,9 @@ Names that other rooms may use, by file:
     code_version: this_program
     commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
-    data_digest: DataDigest
+    data_digest: none
     diff: none
-    example_checksum: decorator
+    example_checksum: none
     fitting: fitting
     export: none
     inspect: none
