@@ -40,10 +40,10 @@ import looplib
 from benchmarks.workloads import WORKLOADS, Task
 from looplib.extras.actions.timed_saves import TimedSaves
 from looplib.extras.alerts.command import URLS
+from looplib.extras.defaults import additions
 from looplib.extras.notices.listener import NoticeListener
 from looplib.extras.notices.sources import GcpNotices
 from looplib.extras.page.run_status import read_status
-from looplib.extras.stragglers import own_times, watching
 from looplib.extras.writers.opentelemetry_writer import OpenTelemetryWriter
 from looplib.extras.writers.prometheus_writer import PrometheusWriter
 from looplib.report.progress import Progress
@@ -287,12 +287,11 @@ def of_workers(folder, arrays):
     """Measures the comparison of workers, in one of them."""
     strategy = looplib.runtime.setup(strategy="multi_worker")
     with_it = build(Training(), arrays, f"{folder}/with", "graph", strategy)
-    decorator, action = own_times.decorator, watching.Stragglers
-    own_times.decorator, watching.Stragglers = lambda spec: None, looplib.Action
+    action, additions.Stragglers = additions.Stragglers, lambda strategy: looplib.Action()
     trainings = {
         name: build(Training(), arrays, f"{folder}/{i}", "graph", strategy) for i, name in enumerate((_NONE, _AGAIN))
     }
-    own_times.decorator, watching.Stragglers = decorator, action
+    additions.Stragglers = action
     trainings["workers compared"] = with_it
     times = measure(trainings, _ROUNDS.value, _SECONDS.value)
     if with_it.controller.is_chief:

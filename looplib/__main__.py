@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from looplib import plugins
 from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
+from looplib.masks import masked_text
 from looplib.messages import cure_of, with_cure
 
 _GROUP = "looplib.commands"
@@ -23,7 +24,7 @@ _MOST_SHOWN = 4_000  # characters of an error
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints a wrong argument in the same form as the binaries."""
-        self.exit(EXIT_UNKNOWN, f"looplib: error: {message} (see {self.prog} --help)\n")
+        self.exit(EXIT_UNKNOWN, f"looplib: error: {masked_text(message)} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

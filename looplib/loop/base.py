@@ -6,6 +6,7 @@ the data and lets an `InnerLoop` run the steps. Both take a `Request` and return
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -123,8 +124,13 @@ class StepAddition:
         """Removes its own totals from the metrics of a report, and checks them; returns what is reported of them."""
         return {}
 
-    def check(self, packer: Packer, totals: list[list[float]]) -> None:
-        """Checks the totals of each replica since the last report: before a save, and where a value is not finite."""
+    def check(self, packer: Packer, read: Callable[[], list[list[float]]]) -> None:
+        """Checks the totals of each replica since the last report: before a save, and where a value is not finite.
+
+        Args:
+          packer: knows the place of each total by its name.
+          read: returns the totals by replica and place; all workers have to call it.
+        """
 
     def check_state(self) -> None:
         """Checks the state, which is saved next."""

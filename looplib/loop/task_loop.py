@@ -330,9 +330,9 @@ class TaskLoop(TrainingLoop):
 
     def _check_totals(self) -> None:
         if self._additions and self.reducer.created:
-            totals = self.reducer.state().totals
+            read = functools.cache(lambda: self.reducer.state().totals)  # where several workers train, they gather
             for addition in self._additions:
-                addition.check(self.reducer.packer, totals)
+                addition.check(self.reducer.packer, read)
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""

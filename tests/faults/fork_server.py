@@ -39,7 +39,7 @@ _CONVERTED = {
     "looplib.loop.step": "timed",
     "looplib.extras.integrity.batch_sizes.BatchSizes": "add_to_step/measured",
     "looplib.extras.tools.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _aligned ExampleChecksum.add_to_step/checked",
-    "looplib.extras.stragglers.own_times.OwnTimes": "add_to_step/measured",
+    "looplib.extras.stragglers.own_times.OwnTimes": "measure/measured",
     "looplib.cluster.updates": "_apply _apply_pairs",
     "looplib.compat.optimizers.Replacement": "__call__",
     "looplib.compat.optimizers": "is_summed _place",

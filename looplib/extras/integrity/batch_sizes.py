@@ -1,5 +1,6 @@
 """A look at the sizes of batches in each step of a training whose shapes do not tell them before."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,11 @@ class BatchSizes(StepAddition):
             self._refuse(self._seen)
         return {}
 
-    def check(self, packer: Packer, totals: list[list[float]]) -> None:
+    def check(self, packer: Packer, read: Callable[[], list[list[float]]]) -> None:
         """See `StepAddition`; raises as `take` does."""
         if METRICS[0] in packer.names:
             places = [packer.start_of(name) for name in METRICS]
-            self._refuse(self._seen + np.sum(totals, axis=0)[places])
+            self._refuse(self._seen + np.sum(read(), axis=0)[places])
 
     def _refuse(self, seen: np.ndarray) -> None:
         larger, full, more, count = seen

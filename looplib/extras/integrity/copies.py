@@ -1,5 +1,6 @@
 """CopyCheck: looks whether batches arrive at the replicas as they left the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -108,11 +109,11 @@ class CopyCheck(Action, StepAddition):
             self.passed["copies"] += int(counts[0].sum())
         return {}
 
-    def check(self, packer: Packer, totals: list[list[float]]) -> None:
+    def check(self, packer: Packer, read: Callable[[], list[list[float]]]) -> None:
         """See `StepAddition`; raises as `take` does."""
         if _METRIC in packer.names:
             start = packer.start_of(_METRIC)
-            self._refuse(np.sum(totals, axis=0)[start : start + 3 * self._replicas].reshape(3, -1))
+            self._refuse(np.sum(read(), axis=0)[start : start + 3 * self._replicas].reshape(3, -1))
 
     @tf.autograph.experimental.do_not_convert
     def _count(self, batch: Any, chosen: tf.Tensor, expected: Any, step: tf.Tensor) -> tf.Tensor:

@@ -15,8 +15,8 @@ from absl import logging
 from looplib.console import printable
 from looplib.errors import Preempted
 from looplib.extras.notices.metadata import ERRORS
-from looplib.extras.notices.notice import Notice, iso_time, notices_of
 from looplib.extras.notices.sources import Announcement, AwsNotices, AzureNotices, GcpNotices, NoticeSource
+from looplib.extras.page.notice import Notice, iso_time, notices_of
 from looplib.health.preemption import notice as preemption
 from looplib.messages import gist
 from looplib.report.run_json import RunReport

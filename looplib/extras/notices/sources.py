@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from looplib.extras.notices.metadata import ERRORS, MetadataAnswer, MetadataServer
-from looplib.extras.notices.notice import iso_time
 from looplib.extras.page import values
+from looplib.extras.page.notice import iso_time
 from looplib.files import parse_json
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from looplib.checkpoint import lock
 from looplib.extras.buckets.standing import Standing, standing_of
-from looplib.extras.notices.notice import notices_of
 from looplib.extras.page import values
 from looplib.extras.page.goodput import goodput
+from looplib.extras.page.notice import notices_of
 from looplib.extras.page.slow_workers import stragglers_of
 from looplib.extras.writers.newest import read_newest
 from looplib.extras.writers.numbers import headline

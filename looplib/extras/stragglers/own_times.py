@@ -4,22 +4,14 @@ The sums over workers are ops of the step's graph. The time between the moment a
 and the moment at which the sum is there is waiting for the others, and for the network; all other time is its own.
 """
 
-import weakref
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from looplib.cluster.collectives import Workers
-from looplib.data.distribution import runs_on_host
-from looplib.loop.base import Specification, StepAddition
 from looplib.loop.step import StepFn, now
-from looplib.report.clock import Clock
-from looplib.task.trainer import Trainer
 
 _WAITING = ("CollectiveReduce", "CollectiveGather")  # beginnings of the types of ops that wait for other workers
 _MOST = 16  # such ops in a step; each costs two reads of the clock
-
-_of_runs: "weakref.WeakKeyDictionary[Clock, OwnTimes]" = weakref.WeakKeyDictionary()
 
 
 class _Begun(NamedTuple):
@@ -29,7 +21,7 @@ class _Begun(NamedTuple):
     ops: int
 
 
-class OwnTimes(StepAddition):
+class OwnTimes:
     """Adds up the own time of the steps of this worker, on the device.
 
     Args:
@@ -48,8 +40,8 @@ class OwnTimes(StepAddition):
             )
         self._sums = strategy.experimental_local_results(variable)[0]
 
-    def add_to_step(self, step_fn: StepFn, task: Trainer) -> StepFn:
-        """See `StepAddition`."""
+    def measure(self, step_fn: StepFn) -> StepFn:
+        """Returns a step on one replica that measures itself while it does what `step_fn` does."""
 
         def measured(inputs: Any) -> Any:
             begun = self._begin(inputs)
@@ -91,20 +83,3 @@ class OwnTimes(StepAddition):
                 at = now()
         more = tf.stack([tf.add_n(parts), start - last, at - last])
         tf.raw_ops.AssignAddVariableOp(resource=self._sums.handle, value=more)
-
-
-def addition(spec: Specification) -> OwnTimes | None:
-    """Returns what measures the own time of the steps of a training; None where no worker waits for another one.
-
-    On GPUs an op has ended for TensorFlow when its kernels are queued, so that no op can see their time.
-    """
-    if Workers(spec.strategy).count == 1 or not runs_on_host(spec.strategy):
-        return None
-    if (times := of_run(spec.clock)) is None:  # a run may have several loops, one after the other
-        _of_runs[spec.clock] = times = OwnTimes(spec.strategy)
-    return times
-
-
-def of_run(clock: Clock) -> OwnTimes | None:
-    """Returns what measures the own times of the training with this clock; None where nothing does."""
-    return _of_runs.get(clock)

@@ -5,13 +5,17 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 from absl import logging
 
+from looplib.data.distribution import runs_on_host
 from looplib.extras.page.slow_workers import Straggler
-from looplib.extras.stragglers import own_times
 from looplib.extras.stragglers.comparing import WorkerTimes, find_stragglers
-from looplib.report.clock import Clock
+from looplib.extras.stragglers.own_times import OwnTimes
+from looplib.loop.base import StepAddition
+from looplib.loop.step import StepFn
 from looplib.task.actions import Action, Event
+from looplib.task.trainer import Trainer
 
 _FIRST, _LONGEST = 2.0, 60.0  # seconds of steps until the first comparison, and between two of them at most
 _MUCH = 1.5  # the factor by which a share has to change to be noted again
@@ -28,20 +32,35 @@ class _Spent(NamedTuple):
     gaps: float
 
 
-class Stragglers(Action):
+class Stragglers(Action, StepAddition):
     """Names the workers that are slower than the others, in the log and in `run.json`, by their own times.
 
     The workers compare their times at reports: after two seconds of steps, and then after twice as many each time, up
     to a minute. A worker is named when it was slow twice in succession. That costs a sum over workers each time.
+
+    On GPUs an op has ended for TensorFlow when its kernels are queued, so that no op can see their time: there only the
+    waiting for data is compared.
+
+    Args:
+      strategy: the `tf.distribute.Strategy` that runs the steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        self._strategy = strategy
+        self._own_times: OwnTimes | None = None
         self._seconds = _FIRST  # of steps until the next comparison
         self._mark: _Spent | None = None  # at the last comparison
         self._next = 0  # the step from which on a report compares
         self._found: list[dict[int, Straggler]] = [{}, {}]  # by the last two comparisons
         self._named: dict[int, Straggler] = {}
         self._notes = 0
+
+    def add_to_step(self, step_fn: StepFn, task: Trainer) -> StepFn:
+        """See `StepAddition`."""
+        if not runs_on_host(self._strategy):
+            return step_fn
+        self._own_times = self._own_times or OwnTimes(self._strategy)  # a run may build several loops
+        return self._own_times.measure(step_fn)
 
     def on_start(self, controller: Any) -> None:
         """Compares nothing from before this training."""
@@ -52,11 +71,16 @@ class Stragglers(Action):
         begins = self._mark is None or event.step <= self._mark.step  # or has been rolled back
         if event.split != "train" or not (begins or event.step >= self._next):
             return
-        sums = _sums(event.step, event.controller.clock)
+        sums = self._spent(event.step, event.controller)
         if begins:
             self._mark, self._next = sums, event.step + 1
         else:
             self._compare(sums, event.controller)
+
+    def _spent(self, step: int, controller: Any) -> _Spent:
+        own, gaps = self._own_times.read() if self._own_times else (0.0, 0.0)
+        data = controller.clock.of("input")
+        return _Spent(step, controller.clock.of("train") + data, own, data, gaps)
 
     def _compare(self, now: _Spent, controller: Any) -> None:
         before, steps = self._mark, now.step - self._mark.step
@@ -90,13 +114,6 @@ class Stragglers(Action):
         if before is None or before.cause != one.cause:
             return True
         return not before.share / _MUCH < one.share < before.share * _MUCH
-
-
-def _sums(step: int, clock: Clock) -> _Spent:
-    times = own_times.of_run(clock)
-    own, gaps = times.read() if times else (0.0, 0.0)
-    data = clock.of("input")
-    return _Spent(step, clock.of("train") + data, own, data, gaps)
 
 
 def _times(before: _Spent, now: _Spent) -> WorkerTimes:

@@ -26,8 +26,8 @@ from looplib.errors import FlagError
 from looplib.extras.notices import metadata
 from looplib.extras.notices.flag import NoticesFlag
 from looplib.extras.notices.listener import NoticeListener
-from looplib.extras.notices.notice import Notice, notices_of
 from looplib.extras.notices.sources import Announcement, AwsNotices, AzureNotices, GcpNotices
+from looplib.extras.page.notice import Notice, notices_of
 from looplib.extras.tools.compare import compare
 from looplib.health.preemption import notice as preemption
 

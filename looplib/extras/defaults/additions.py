@@ -5,7 +5,6 @@ import tensorflow as tf
 from looplib.cluster.collectives import Workers
 from looplib.data.stream import BatchProperties
 from looplib.extras.integrity.batch_sizes import BatchSizes
-from looplib.extras.stragglers import own_times
 from looplib.extras.stragglers.watching import Stragglers
 from looplib.extras.tools import example_checksum
 from looplib.extras.tools.data_digest import DataDigest
@@ -17,7 +16,7 @@ from looplib.task.actions import Action
 def run_actions(config: RunConfig, strategy: tf.distribute.Strategy) -> list[Action]:
     """Returns actions of a training, to be called before all others, which may save when they are called."""
     found: list[Action] = [DataDigest()] if config.data_digest else []
-    return [*found, Stragglers()] if Workers(strategy).count > 1 else found
+    return [*found, Stragglers(strategy)] if Workers(strategy).count > 1 else found
 
 
 def step_additions(spec: Specification, batches: BatchProperties) -> list[StepAddition]:
@@ -25,8 +24,6 @@ def step_additions(spec: Specification, batches: BatchProperties) -> list[StepAd
     found: list[StepAddition] = []
     if example_checksum.enabled(spec.config.data_digest):
         found.append(example_checksum.ExampleChecksum())
-    if times := own_times.addition(spec):
-        found.append(times)
     if not batches.sized:
         found.append(BatchSizes(spec.who, batches.batch_size, spec.strategy.num_replicas_in_sync))
     return found
