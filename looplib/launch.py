@@ -11,7 +11,7 @@ A binary describes its experiment in one function and passes it on:
 import dataclasses
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -19,7 +19,7 @@ from absl import app, flags, logging
 from looplib import command_line, console, files, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster.collectives import Workers
-from looplib.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES
+from looplib.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
@@ -31,7 +31,7 @@ from looplib.report import run_json
 from looplib.report.writers import DEFAULT_WRITERS
 from looplib.run_config import RunConfig
 from looplib.settings import from_flags
-from looplib.task.actions import Event
+from looplib.task.actions import Action, Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
 
@@ -219,7 +219,7 @@ def _make_controller(binary: _Binary, config: Any, session: Session) -> Controll
         checkpoints=command_line.policy(values),
         guards=from_flags(Guards, values),
         start=command_line.start(values),
-        actions=[*binary.actions, *(action for plugin in asked for action in plugin.actions(values))],
+        actions=[*binary.actions, *_of_flags(asked, values, {type(action) for action in binary.actions})],
         writers=[*DEFAULT_WRITERS, *writers],
         config=config,
     )
@@ -235,6 +235,13 @@ def _make_controller(binary: _Binary, config: Any, session: Session) -> Controll
         "config": run_json.as_dict(binary.config),
     }
     return controller
+
+
+def _of_flags(asked: Sequence[FlagPlugin], values: dict[str, Any], own: Collection[type]) -> Iterator[Action]:
+    """Yields the actions of flags; a flag that is not given adds none of a class that the program has of its own."""
+    for plugin in asked:
+        given = any(flags.FLAGS[flag.name].present for flag in plugin.flags)
+        yield from (action for action in plugin.actions(values) if given or type(action) not in own)
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:

@@ -40,6 +40,8 @@ needs_models = pytest.mark.skipif(
 _made = {}
 _PRODUCT = 3  # conditions or more: with --all too, each pair of their values is tried, and not each combination
 _all = False
+_threads = 0  # of the process, when iterators were deleted last
+_MORE_THREADS = 16  # a few iterators
 _references = 0  # to the class of controllers, when a test looked last
 
 
@@ -166,10 +168,17 @@ def base_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def close_controllers():
-    """Closes the controllers that a test leaves open, which have threads, locks and iterators."""
+    """Closes the controllers that a test leaves open, which have threads, locks and iterators.
+
+    TensorFlow may lose the signal that ends the thread which tunes the pipeline of an iterator. To delete the iterator
+    then takes as long as that thread sleeps, up to 60 s, and that is at most as long as the iterator has been there.
+    """
     yield
     gc.collect(1)
-    global _references
+    global _references, _threads
+    if len(os.listdir("/proc/self/task")) > _threads + _MORE_THREADS:
+        gc.collect()
+        _threads = len(os.listdir("/proc/self/task"))
     if loaded := sys.modules.get("looplib.controller"):  # nobody has made one before it is loaded
         kind = loaded.Controller
         if sys.getrefcount(kind) == _references:

@@ -127,9 +127,7 @@ class StepAddition:
     def check(self, packer: Packer, read: Callable[[], list[list[float]]]) -> None:
         """Checks the totals of each replica since the last report: before a save, and where a value is not finite.
 
-        Args:
-          packer: knows the place of each total by its name.
-          read: returns the totals by replica and place; all workers have to call it.
+        `read` returns them by replica and by the places that the `packer` has for names; all workers have to call it.
         """
 
     def check_state(self) -> None:

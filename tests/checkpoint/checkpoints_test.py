@@ -22,7 +22,7 @@ def test_models_optimizers_and_metrics_are_state_and_plain_attributes_are_not(ke
     assert set(state_of(trainer)) == {"model", "optimizer", "accuracy", "ema"}
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_everything_is_restored(keras, tmp_path):
     """Weights, slots, a variable in a dict, dropout's seeds; the running metrics have a test of their own."""
 
@@ -193,7 +193,7 @@ def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, 
     assert "not saved" not in caplog.text
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "scaled"])
 def test_an_optimizer_that_makes_its_variables_late_resumes_in_the_eager_loop(kind, tmp_path):
     legacy = tf_keras.optimizers.legacy

@@ -51,6 +51,7 @@ def job(folder, which=None, **policy):
         return float(built.evaluate()["eval"]["weight"]), built.global_step
 
 
+@pytest.mark.slow
 def test_a_job_takes_what_the_run_ended_with_or_what_is_named(trained):
     folder, _ = trained
     for which, step in CHOICES.items():
@@ -153,6 +154,7 @@ def test_the_last_line_says_where_the_run_ended_and_what_jobs_take(trained, nurs
     assert patient.code() == 0 and "\ndone at step 30, and back at step 20, the best by eval/score," in patient.output()
 
 
+@pytest.mark.slow
 def test_a_binary_and_the_commands_take_what_is_named(trained, run, nursery, tmp_path, capsys):
     def start(*flags):
         life = nursery.life_of("counting", f"--model_dir={run}", *flags)

@@ -98,7 +98,7 @@ def trained(request, tmp_path_factory):
     return keras, path, weights(trainer.model)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sequential", "functional", "subclass"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_evaluation_and_an_export_compute_with_the_restored_statistics(name, kind, tmp_path):
@@ -122,7 +122,7 @@ def test_a_resumed_run_continues_with_the_statistics_of_its_checkpoint(trained):
     assert [part.tolist() for part in weights(trainer.model)] == [kernel.tolist(), bias.tolist()]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_warm_start_trains_with_the_statistics_that_it_takes(trained, tmp_path):
     keras, path, pretrained = trained
     trainer = Line(keras, make_model(keras))
@@ -134,7 +134,7 @@ def test_a_warm_start_trains_with_the_statistics_that_it_takes(trained, tmp_path
     assert run.train(1)["loss"] == pytest.approx(before, rel=1e-4)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_initialize_adapts_is_what_the_step_and_the_data_compute_with(name):
     class Adapts(Line):
@@ -228,7 +228,7 @@ def embedding(keras, kind, words):
     return keras.Model(inputs, keras.layers.Flatten()(embedded))
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["given", "adapted", "text"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_another_vocabulary_than_that_of_the_training_is_refused(name, kind, tmp_path):
@@ -303,6 +303,7 @@ def test_other_tables_and_boundaries_are_refused_by_name(name, tmp_path):
             run(**given)
 
 
+@pytest.mark.slow
 def test_a_subclass_that_nobody_adapted_or_built_evaluates_with_the_restored_statistics(tmp_path):
     """Keras 3 builds its layers, and these make their constants, in a graph of its own."""
 

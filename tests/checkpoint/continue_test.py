@@ -75,6 +75,7 @@ def test_an_evaluation_reads_it_too(tmp_path):
     assert controller.evaluate()["eval"]["accuracy"] == toy.numpy_accuracy(theirs.weights())
 
 
+@pytest.mark.slow
 def test_what_cannot_be_continued_from_is_a_sentence(tmp_path):
     foreign(tmp_path / "sgd", toy.keras3, optimizer="sgd")
     tf.train.Checkpoint(model=toy.build(DEFAULT)[0].model).save(str(tmp_path / "stepless"))

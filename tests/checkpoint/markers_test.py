@@ -114,6 +114,7 @@ def values(field, done):
     return JSON | near.get(field, st.nothing())
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(done=markers(), field=st.sampled_from(sorted(FITS)), data=st.data())
 def test_a_marker_of_another_program_is_read_or_refused_field_by_field(done, field, data, tmp_path):

@@ -262,7 +262,7 @@ def test_a_checkpoint_without_recorded_names_is_restored_where_the_structure_is_
     assert second.model.weights
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [sequential, functional])
 def test_a_checkpoint_without_recorded_names_gives_weights_by_the_names_that_tensorflow_keeps(build, keras, tmp_path):
     first = Saved(build(keras, "abc"), keras.optimizers.SGD(0.1, momentum=0.9))
@@ -332,7 +332,7 @@ def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, capl
     assert len(said) == 1 and "encoder" in said[0] and "head" not in said[0]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_layers_of_a_bidirectional_continue_where_keras_has_counted_on(keras, tmp_path):
     def build():
         layers = [keras.Input((3, WIDTH)), keras.layers.Bidirectional(keras.layers.LSTM(2)), keras.layers.Dense(1)]

@@ -93,6 +93,7 @@ def test_a_newer_format_is_refused_by_name():
         RunRecord.from_json('{"format": 3, "reported": 7}', "a/ckpt-1")
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(RECORDS)
 def test_a_record_is_written_whole_and_read_again(record):
@@ -123,6 +124,7 @@ WHOLE = (
 KINDS = {str: "x", list: [], dict: {}, type(None): None, int: 1, float: 1.5, bool: True}
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(RECORDS, st.data())
 def test_a_part_of_another_type_is_refused_in_a_sentence(record, data):
@@ -144,6 +146,7 @@ def test_a_part_of_another_type_is_refused_in_a_sentence(record, data):
         assert str(refused.value).startswith(f"the run record in a/ckpt-1 cannot be read: its field {path[0]!r} is ")
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(RECORDS, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255), st.binary(max_size=3))))
 def test_a_damaged_record_is_refused_in_a_sentence_or_read_as_what_it_says(record, damages):
@@ -207,6 +210,7 @@ def test_a_position_that_no_run_can_have_is_refused(offset, checkpoint, tmp_path
         peek(checkpoint(tmp_path / "ckpt-4", {"input_offset": offset}))
 
 
+@pytest.mark.slow
 def test_a_controller_refuses_a_record_of_other_types_and_keeps_a_newer_ones_fields(checkpoint, tmp_path):
     with toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path / "run") as controller:
         path = checkpoint(tmp_path / "ckpt-4", {"rollbacks": [1]})

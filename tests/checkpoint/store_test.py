@@ -59,7 +59,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keep, expected",
     [
@@ -216,7 +216,7 @@ def test_a_warm_start_that_cannot_be_is_a_sentence(case, sentence, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_path):
     class Extended(toy.Regression):
         def __init__(self):
@@ -272,6 +272,7 @@ def test_a_partial_restore_and_a_warm_start_leave_a_new_head_as_it_is_and_name_i
             controller.train(5)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_optimizer_are_refused_also_where_their_slots_fit(tmp_path):
     with toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path) as controller:
         controller.train(3)
@@ -281,6 +282,7 @@ def test_checkpoints_of_another_optimizer_are_refused_also_where_their_slots_fit
         toy.controller(make_strategy("default"), other, model_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, caplog):
     policy = looplib.CheckpointPolicy(every_steps=2)
     with toy.controller(
@@ -316,7 +318,7 @@ def test_a_best_checkpoint_that_is_asked_for_wrongly_is_answered_with_the_form_o
     assert sentence.endswith("such as max:eval/score")
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
     """Where `loop_end` is the default one, the trace of the evaluation tells the names; Keras metrics among them."""
 
@@ -383,6 +385,7 @@ def test_a_score_that_is_not_a_number_is_never_the_best_and_never_in_the_way(mod
     assert KeepBest("eval/loss", mode).select([saved(2, float("nan"))]) == []
 
 
+@pytest.mark.slow
 def test_a_bad_evaluation_leaves_the_best_checkpoint_where_it_is(tmp_path):
     """With a NaN for a score at step 3 the best, of step 2, stays, and the marker is strict JSON."""
     SCORES[3], before = float("nan"), SCORES[3]
@@ -418,6 +421,7 @@ def test_programs_find_checkpoints_with_paths_steps_and_scores(tmp_path):
 # Markers.
 
 
+@pytest.mark.slow
 def test_a_marker_of_a_newer_format_is_refused_by_name_and_nothing_is_moved(tmp_path, capsys):
     run_scored(tmp_path, 2, KeepLast(2))
     folder = tmp_path / "checkpoints"
@@ -651,6 +655,7 @@ def test_a_resumed_run_continues_with_the_values_of_each_replica(tmp_path):
             controller.train(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [tf.float32, tf.int32])
 def test_a_variable_that_cannot_be_read_on_several_replicas_is_refused_in_a_sentence(dtype):
     strategy = make_strategy("mirrored_x2")
@@ -667,6 +672,7 @@ def test_a_variable_that_cannot_be_read_on_several_replicas_is_refused_in_a_sent
         toy.controller(strategy, trainer)
 
 
+@pytest.mark.slow
 def test_a_resume_on_data_of_another_size_or_in_another_order_says_so(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="absl")
     said = "the training data is not the one of step 3: it has 35 examples, and had 37; the steps that follow"

@@ -475,6 +475,7 @@ def missing_names(path: pathlib.Path) -> Iterator[str]:
             found = getattr(found, name)
 
 
+@pytest.mark.slow
 def test_every_public_name_that_is_used_exists() -> None:
     files = [*FILES, *(ROOT / "trainers").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     assert [name for path in files for name in missing_names(path)] == []

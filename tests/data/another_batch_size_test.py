@@ -61,6 +61,7 @@ def live(length, whole, starts):
     return stream, batches, epoch, read
 
 
+@pytest.mark.slow
 @given(lives())
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_positions_and_epochs_are_those_of_examples_that_are_counted_one_by_one(life):
@@ -116,7 +117,7 @@ PLANS = {
 }
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_continue_with_the_example_that_follows(name):
     # The schedule of the mixture: steps 0 to 5 have 8 examples, those from 6 on 12.
@@ -131,7 +132,7 @@ def test_plans_continue_with_the_example_that_follows(name):
     np.testing.assert_array_equal(np.concatenate([batch[-1] for batch in late.as_numpy_iterator()]), seeds[48:168])
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 7, None])
 def test_records_continue_with_the_example_that_follows_however_they_are_read(block):
     records = [b"%d" % i for i in range(300)]
@@ -170,7 +171,7 @@ def start(folder, size, strategy="default", log=None, trainer=None, **others):
     ), trainer  # fmt: skip
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, settings",
     [("default", {}), ("mirrored_x2", {}), *more([("default", {"loop": "graph"}), ("mirrored_x2", {"loop": "graph"})])],
@@ -375,6 +376,7 @@ def test_a_record_of_batches_that_no_run_has_is_refused():
     assert OrderKey(3, Batches(8, (BatchSizePeriod(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
 
 
+@pytest.mark.slow
 def test_keras_callbacks_refuse_epochs_that_do_not_end_with_a_report(tmp_path):
     x = np.zeros([32, 1], "float32")
     for size in (8, 16):

@@ -54,8 +54,8 @@ LARGE = lambda n: ids(960).repeat().batch(2 * n)
 SMALL = lambda n: ids(960).repeat().batch(n - 1)
 
 
-@pytest.mark.slow(spread=1)
-@pytest.mark.slow(pairs=True)
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("found", ["larger", "smaller"])
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device"])])
 @pytest.mark.parametrize("distribute", ["auto", "tf"])
@@ -132,6 +132,7 @@ def test_epochs_smaller_than_a_batch_are_noticed():
         train(Line(lambda n: ids(5).batch(n).repeat()))
 
 
+@pytest.mark.slow
 def test_other_tensors_may_have_other_sizes():
     def boxes(i):
         return {"boxes": tf.repeat(dense(i), 3, axis=0), "x": dense(i)}
@@ -139,6 +140,7 @@ def test_other_tensors_may_have_other_sizes():
     train(Line(lambda n: ids(960).batch(n), boxes))
 
 
+@pytest.mark.slow
 def test_a_static_size_of_one_tensor_is_enough():
     train(
         Line(
@@ -156,6 +158,7 @@ def test_a_static_size_that_is_wrong_is_refused_before_the_first_step(kind):
         looplib.Controller(looplib.RunConfig(global_batch_size=GLOBAL_BATCH), trainer=trainer)
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_are_taken_as_they_are():
     assert set(train(Line(LARGE, varies=True))) == {"loss", "steps_per_second"}
 

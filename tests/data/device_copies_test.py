@@ -115,6 +115,7 @@ def overlaps():
     return sum(trainer.events.index(("fetch", i + 1)) < trainer.events.index(("step ends", i)) for i in range(19))
 
 
+@pytest.mark.slow
 def test_a_batch_is_fetched_and_copied_while_the_step_before_it_runs(monkeypatch):
     assert overlaps() >= 15
     monkeypatch.undo()  # on CPUs, where nothing is copied, the step itself fetches

@@ -80,7 +80,7 @@ def test_metrics_count_each_example_once_wherever_the_task_holds_them(keras, loo
             assert found == {name: pytest.approx(VALUES.mean()) for name in ("own", "deeper", "module", "structure")}
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("returned", [True, False])
 def test_a_metric_that_is_not_found_is_refused_when_the_controller_is_built(keras, returned):
     with pytest.raises(MetricError):

@@ -132,7 +132,7 @@ def test_a_pipeline_resumes_from_its_saved_state(strategy, make, stop, files, ca
     assert f"resumes after step {stop} from its saved state ({len(position)} bytes" in caplog.text
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [parallel, nested])
 def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
     caplog.set_level(logging.INFO, logger="absl")
@@ -241,7 +241,7 @@ def test_indices_need_no_state(strategy, caplog):
     assert "resumes after step 5 from its position" in caplog.text and "skipping" not in caplog.text
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [17, *more([24, 29])])
 def test_every_example_is_evaluated_once_in_elements_of_any_kind(strategy, n):
     def every_kind(ids):

@@ -186,6 +186,7 @@ def refused(trainer, strategy="default", size=8):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_in_a_sentence():
     trainer = Global()
     trainer.batches = "local"
@@ -216,6 +217,7 @@ def test_values_are_collected_of_the_examples_of_uneven_batches_only():
     assert [part.tolist() for part in found] == [part.numpy().tolist() for part in expected]
 
 
+@pytest.mark.slow
 def test_batch_normalization_stays_finite_on_a_replica_without_examples():
     class Normalized(Global):
         def __init__(self):

@@ -99,6 +99,7 @@ def ids_of_calls(calls, steps=30, **changes):
     return [np.concatenate([*c.indices(n, **named).take(steps).as_numpy_iterator()]) for n, named in calls]
 
 
+@pytest.mark.slow
 def test_each_call_has_an_order_of_its_own_or_names_the_one_that_it_shares():
     n = 24
     alone, *_ = ids_of_calls([(n, {})])
@@ -145,7 +146,7 @@ def test_a_name_of_an_order_is_a_text_and_of_one_number_of_examples():
         c.indices(24, name=3)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(48, 1000), (1000, 48)])
 def test_an_epoch_of_several_calls_has_each_example_of_all(sizes, caplog):
     class Zipped(toy.Regression):
@@ -171,6 +172,7 @@ def test_an_epoch_that_is_no_number_of_steps_is_refused():
             context().steps_per_epoch = steps
 
 
+@pytest.mark.slow
 def test_fewer_examples_than_a_batch_are_refused_where_none_is_to_repeat():
     few = "asked for 7 examples, and a global batch has 8.*use a global batch size of up to 7.*or pass repeat=True"
     for ask in (
@@ -190,6 +192,7 @@ def test_fewer_examples_than_a_batch_are_refused_where_none_is_to_repeat():
         toy.controller(make_strategy("default"), toy.Regression(), global_batch_size=38)
 
 
+@pytest.mark.slow
 def test_a_permutation_of_imagenet_size_is_one():
     n = 1_281_167
     c = context(global_batch_size=n)
@@ -199,7 +202,7 @@ def test_a_permutation_of_imagenet_size_is_one():
     assert np.abs(np.diff(ids)).mean() == pytest.approx(n / 3, rel=0.01)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1437, 60_000, *more([1_000_003])])
 def test_the_orders_of_epochs_are_independent(n):
     epochs = [next(iter(context(global_batch_size=n, start_step=epoch).indices(n))).numpy() for epoch in range(6)]
@@ -321,7 +324,7 @@ def test_an_ordinary_pipeline_gives_one_order_on_any_number_of_replicas():
         np.testing.assert_array_equal(np.stack(runs[0].order), np.stack(other.order))
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @chosen("strategy, loop", [STRATEGIES, ["graph", "eager"]], [("default", "graph"), ("mirrored_x2", "eager")])
 def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path):
     finite = lambda context: examples(32).batch(context.per_replica_batch_size, drop_remainder=True)
@@ -443,7 +446,7 @@ class Behind(looplib.Trainer):
         return metrics
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", BEHIND)
 def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(stage, tmp_path):
     batches = list(BEHIND[stage](context(global_batch_size=4).indices(40)).take(20).as_numpy_iterator())
@@ -457,7 +460,7 @@ def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(
     np.testing.assert_array_equal(np.reshape(seen, [20, 4]), batches)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DOUBTFUL)
 def test_a_map_that_may_not_repeat_its_results_is_warned_of(kind, tmp_path, caplog, monkeypatch):
     stage, words = DOUBTFUL[kind]

@@ -423,6 +423,7 @@ def test_an_epoch_keeps_its_order_wherever_the_one_before_was_left(name, monkeyp
     assert rests == [whole[stop:] for stop in STOPS]
 
 
+@pytest.mark.slow
 def test_a_shuffle_of_files_that_are_all_open_is_explained_and_the_advice_helps():
     def pipeline(first, last):
         files = first(Data.list_files(str(FILES.folder / "?.tfr"), seed=2))
@@ -489,6 +490,7 @@ def test_what_has_no_order_loses_and_repeats_nothing(name, make):
     assert sorted(number for (number,) in seen + rest) == sorted(everything)
 
 
+@pytest.mark.slow
 def test_each_stage_that_is_called_exact_was_tried_and_is():
     stages = set()
     for name in repetitions(EACH_STAGE, BY_STATE):

@@ -193,7 +193,7 @@ def block_next_save(folder, step):
     return place
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the last save", "with an evaluation after it", "while steps go on", "close"])
 def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
     folder = tmp_path / "run"

@@ -17,6 +17,7 @@ from kill_test import saved_step
 
 import looplib
 from looplib import files, masks
+from looplib.__main__ import main
 from looplib.checkpoint import commits
 from looplib.checkpoint import directory as run_directory
 from looplib.errors import FileError, RunDirectoryError, UsageError
@@ -225,6 +226,13 @@ def test_an_error_with_secrets_in_it_is_masked(nursery, tmp_path):
     assert f"{masks.MASK} is wrong at pg://me:{masks.MASK}@host" in last_line(life)
 
 
+def test_the_password_of_a_mistyped_option_is_masked(capsys):
+    with pytest.raises(SystemExit):
+        main(["sweep", "--storge=postgresql://me:hunter2hunter2@host/db", "runs"])
+    printed = capsys.readouterr().err
+    assert "hunter2" not in printed and masks.MASK in printed
+
+
 @pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["password", "db.password", "apiKey", "API_KEY", "hf_token", "token", "client-secret",
                                   "aws_secret_access_key", "dbPassword", "auth_tokens", "credentials"])  # fmt: skip
@@ -282,7 +290,7 @@ def test_python_without_docstrings_is_refused_in_a_sentence(tmp_path):
 # Another user's files.
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["run directory", "files"])
 def test_the_files_of_another_user_that_may_not_be_read_are_named(which, trained, nursery, tmp_path):
     open_to_all(tmp_path)

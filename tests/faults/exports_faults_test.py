@@ -35,6 +35,7 @@ def export(nursery, run, out):
     return nursery.life(run, *SMALL, "--mode=export", f"--export={out}")
 
 
+@pytest.mark.slow
 def test_an_export_touches_nothing_beside_it(nursery, trained, tmp_path):
     for name in ("out.old", "out.new", "out.0123.new", "out.0123456789abcdef.new", "other.0123456789abcdef.new"):
         (tmp_path / name).mkdir()
@@ -49,6 +50,7 @@ def test_an_export_touches_nothing_beside_it(nursery, trained, tmp_path):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_an_export_into_a_directory_that_cannot_be_replaced_is_whole_and_replaced(nursery, trained, disk):
     """One that is mounted."""
     for _ in range(2):
@@ -60,6 +62,7 @@ def test_an_export_into_a_directory_that_cannot_be_replaced_is_whole_and_replace
     assert life.code() == 1 and "holds something else than an export" in life.output()
 
 
+@pytest.mark.slow
 def test_places_that_an_export_cannot_have_are_a_sentence(nursery, trained, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
@@ -95,6 +98,7 @@ def test_what_killed_exports_leave_is_removed_by_the_next_one(nursery, trained, 
     assert os.listdir(tmp_path) == ["out"] and sorted(os.listdir(tmp_path / "out")) == PARTS
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_an_export_with_a_sentence_and_leaves_the_earlier_one(nursery, trained, disk):
     out = disk / "out"
     assert export(nursery, trained, out).code() == 0
@@ -127,6 +131,7 @@ def best(folder, steps, directory=None):
         controller.train_and_evaluate(steps, 2)
 
 
+@pytest.mark.slow
 def test_what_is_no_export_is_not_removed_although_the_saved_state_names_it(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     best(run, 2, out)

@@ -253,6 +253,7 @@ def test_all_damaged_is_refused_and_starts_from_the_beginning_if_asked_and_ends_
     assert compare(whole, folder).differences == []
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_records_are_kept(folder, whole):
     records = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")

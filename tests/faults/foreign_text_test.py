@@ -384,7 +384,7 @@ WRONG_REPORTS = {
 }
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG_REPORTS)
 @pytest.mark.parametrize("name", ["run.json", "run_eval.json"])
 def test_a_run_record_of_other_types_is_left_out_part_by_part(name, case, folder, run, capsys):

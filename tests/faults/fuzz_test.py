@@ -104,6 +104,7 @@ def test_no_mutation_of_the_saved_state_hangs_or_crashes_or_touches_anything_els
     assert min(outcomes.values()) > OF_THE_STATE / 20
 
 
+@pytest.mark.slow
 def test_a_value_of_another_type_in_the_saved_state_is_named(folder, victim):
     rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", lambda values: values.update({"engines": [[None]]}))
     with pytest.raises(

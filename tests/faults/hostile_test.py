@@ -90,6 +90,7 @@ def test_a_marker_names_files_of_its_own_checkpoint_only(folder, victim, caplog)
     assert [saved.step for saved in looplib.list_checkpoints(folder)] == [12]
 
 
+@pytest.mark.slow
 def test_a_size_that_no_file_has_is_damage(folder):
     path = folder / "checkpoints" / "ckpt-6.commit"
     listed = json.loads(path.read_text())["files"]
@@ -137,12 +138,14 @@ LINKS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_model_dir_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "run")
     assert train(tmp_path / "link", 2).global_step == 2
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [LINKS, *more([name] for name in LINKS)], ids=lambda names: names[0] if len(names) == 1 else "all"
 )
@@ -205,6 +208,7 @@ def test_a_report_that_cannot_be_read_is_kept_aside(folder, caplog):
     assert json.loads((folder / "run.json").read_text())["restarts"] == 0
 
 
+@pytest.mark.slow
 def test_a_fifo_blocks_no_start_of_a_directory_that_is_given_as_a_url(nursery, tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "run.json")
@@ -240,6 +244,7 @@ def test_inspect_prints_no_commands_for_the_terminal(folder, capsys):
     assert len(printed.splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_through_before_tensorflow_is_given_it(folder):
     with start(folder) as controller:
         path = folder / "checkpoints" / "ckpt-4"
@@ -297,6 +302,7 @@ def left(python, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
     shutil.copytree(left, folder, dirs_exist_ok=True)
     checkpoints = folder / "checkpoints"
@@ -320,6 +326,7 @@ def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
     assert steps == [*range(1, 11)]
 
 
+@pytest.mark.slow
 def test_void_summaries_of_the_program_itself_are_taken_out_and_kept(python, tmp_path):
     """Of a process that has ended, too: TensorBoard drops them, and their files stay."""
     folder = tmp_path / "run"
@@ -402,7 +409,7 @@ def fault(what, folder):
     return strike
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["lock removed", "lock replaced", "moved", "removed", "made again"])
 def test_a_directory_that_is_not_its_own_any_more_ends_a_training(what, tmp_path):
     folder = tmp_path / "run"
@@ -418,6 +425,7 @@ def test_a_directory_that_is_not_its_own_any_more_ends_a_training(what, tmp_path
         assert not any(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_directory_is_recognized_by_another_spelling(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with start("run") as first:

@@ -48,6 +48,7 @@ def test_a_second_training_is_refused_by_name_and_a_killed_one_blocks_nobody(nur
     assert compare(whole, run).differences == [] and records(whole) == records(run)
 
 
+@pytest.mark.slow
 def test_two_started_at_once_are_one_that_trains_and_one_that_is_refused(nursery, tmp_path):
     both = [nursery.life(tmp_path / "run", "--train_steps=20", "--loop=eager") for _ in range(2)]
     codes = [life.code() for life in both]
@@ -88,6 +89,7 @@ def finished(nursery, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_the_console(nursery, finished, tmp_path):
     run, view = finished, tmp_path / "view"
     view.mkdir()

@@ -187,6 +187,7 @@ def runs(nursery, whole, cases, tmp_path_factory):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no remedy", *more(["default"])])  # the harder one
 def test_a_run_that_lost_power_again_and_again_ends_as_one_that_did_not(name, runs, whole):
     started = time.monotonic()

@@ -105,7 +105,7 @@ DAMAGES = {
 FEW = ["removed", "a bit flipped", "a link", "a FIFO", "swapped with another", "grown to 60 GB"]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage, kind",
     [*((damage, "jsonl") for damage in FEW), ("truncated", "tfrecord"), ("emptied", "parquet")]
@@ -233,7 +233,7 @@ def test_predictions_that_another_process_writes_are_refused_by_name_and_left_al
     assert contents(folder) == contents(whole["jsonl"])
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["predictions", "predictions/eval"])
 def test_a_folder_of_predictions_that_is_a_link_is_refused(name, tmp_path, victim, nursery, trained):
     run = shutil.copytree(trained, tmp_path / "run")
@@ -457,6 +457,7 @@ def check_sentence(life, *words):
     assert "Traceback" not in life.output() and "trace above" not in life.output()
 
 
+@pytest.mark.slow
 def test_a_disk_that_gets_full_ends_a_prediction_with_a_sentence_and_it_continues_once_there_is_space(
     nursery,
     trained,

@@ -253,6 +253,7 @@ def test_an_index_is_made_again_wherever_it_was_cut_or_a_bit_of_it_flipped(index
         assert len(opened(path)) == TOTAL and place.read_bytes() == good, bit
 
 
+@pytest.mark.slow
 def test_no_mutation_of_an_index_with_a_right_checksum_changes_the_records_unsaid(indexed):
     """Offsets that fit are believed until the records are read, which shows that they are wrong."""
     chance = random.Random(3)
@@ -315,7 +316,7 @@ def test_an_index_of_a_file_that_was_rewritten_with_its_time_is_made_again(index
         caplog.clear()
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.tfrecord", "a.txt"])
 def test_a_few_wrong_offsets_of_an_index_are_not_counted_as_damaged_records(name, indexed, tmp_path):
     path, place, good = indexed(name)
@@ -556,6 +557,7 @@ def test_records_that_fill_the_memory_are_named(tmp_path, python):
     assert "record 0 of" in result.stdout and "do not fit into memory" in result.stdout, result
 
 
+@pytest.mark.slow
 def test_numbers_that_are_kept_of_records_are_read_in_bounds(tmp_path, caplog):
     path, cache = write(tmp_path / "a.tfrecord"), tmp_path / "lengths.npy"
 
@@ -608,7 +610,7 @@ def by_a_folder(path):
 CHANGES = (truncated, appended, replaced, pathlib.Path.unlink, by_a_fifo, by_a_folder)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("training", [True, *more([False])])
 def test_a_file_that_changes_inside_an_epoch_ends_it_in_a_sentence(name, training, tmp_path, monkeypatch):
@@ -833,6 +835,7 @@ def test_a_source_of_a_mixture_that_has_or_keeps_no_record_is_refused_when_it_is
         looplib.Mixture({"a": 2**62, "b": 2**62}, {"a": 1, "b": 1})
 
 
+@pytest.mark.slow
 def test_a_source_of_one_record_and_one_of_weight_0_are_mixed_exactly(tmp_path):
     path, one = write(tmp_path / "a.tfrecord"), write(tmp_path / "one.tfrecord", 1, 1000)
     plan = lambda: looplib.Mixture(  # noqa: E731

@@ -58,7 +58,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_that_came_with_the_run_or_is_no_file_or_module_is_not_started(name, copy, tmp_path, capfd):
     proof = tmp_path / "proof"
@@ -107,7 +107,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CHECKPOINTS)
 def test_a_checkpoint_that_is_not_intact_is_left_out(what, copy, runs, tmp_path, capfd):
     path, spare = copy / "checkpoints" / "ckpt-20.data-00000-of-00001", tmp_path / "spare"

@@ -330,7 +330,7 @@ def test_steps_that_are_none_stop_no_rule_that_compares_them(tmp_path: pathlib.P
         assert sorted(row["state"] for row in csv.DictReader(file)) == ["done", "done", "failed", "failed"]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [os.mkfifo, pathlib.Path.mkdir, link_outside])
 def test_metrics_that_cannot_be_read_fail_their_trial_by_name(
     make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture
@@ -347,6 +347,7 @@ def test_metrics_that_cannot_be_read_fail_their_trial_by_name(
     assert f"trial-0000: failed: {folder}/metrics.jsonl cannot be read" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_of_other_settings_is_never_the_result_of_a_trial(
     folder: pathlib.Path, program: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -429,6 +430,7 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_moved_in_the_middle_ends_the_sweep_and_its_runs_and_it_resumes(
     tmp_path: pathlib.Path, program: str, python: str
 ) -> None:
@@ -448,6 +450,7 @@ def test_a_directory_that_is_moved_in_the_middle_ends_the_sweep_and_its_runs_and
     assert process.wait(60) == EXIT_PREEMPTED
 
 
+@pytest.mark.slow
 def test_children_of_a_run_that_was_killed_hold_up_no_restart(
     tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -564,12 +567,14 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_sweep_in_a_directory_with_signs_of_a_url_stays_there(tmp_path: pathlib.Path, program: str) -> None:
     folder = tmp_path / "a?b#c%41"
     assert main(of_a_sweep(folder, program)) == EXIT_DONE
     assert table(folder) == WHOLE and (folder / "sweep.db").stat().st_size and os.listdir(tmp_path) == [folder.name]
 
 
+@pytest.mark.slow
 def test_kills_of_the_sweep_at_any_moment_change_no_result(tmp_path: pathlib.Path, program: str, python: str) -> None:
     """Kills the sweep again and again, each time a little later, until one start has ended."""
     folder, log = tmp_path / "sweep", tmp_path / "log"

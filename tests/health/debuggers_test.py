@@ -105,6 +105,7 @@ def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, py
     assert "done at step 9" in terminal.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(python, tmp_path):
     terminal = Terminal(
         "from looplib.health import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path, python
@@ -129,6 +130,7 @@ def test_a_step_that_hangs_is_ended_in_the_eager_engine_too(python, tmp_path):
     assert "in step_fn" in errors and "no progress for" in errors.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_of_a_binary_leaves_at_once(python, tmp_path):
     what = "print('here', flush=True); time.sleep(1000)"
     with start(what, tmp_path, python, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -259,7 +259,7 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, place, ker
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where, keras",
     [
@@ -328,6 +328,7 @@ def test_a_resume_with_another_policy_keeps_the_window_of_metrics_whole(before, 
     assert set(whole) == {5, 10} and {step: losses[step] for step in whole} == whole
 
 
+@pytest.mark.slow
 def test_skipping_ends_where_nothing_else_is_left():
     guards = looplib.Guards(non_finite="skip")
     with pytest.raises(
@@ -384,6 +385,7 @@ def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_off_continues_training_and_leaves_bad_checkpoints_out(tmp_path, caplog):
     _, controller = run(make_strategy("default"), "loss", model_dir=tmp_path, guards=looplib.Guards(non_finite="off"))
     assert controller.global_step == 20
@@ -391,6 +393,7 @@ def test_off_continues_training_and_leaves_bad_checkpoints_out(tmp_path, caplog)
     assert "the checkpoint of step 20 is left out" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_variable_that_is_meant_to_be_infinite_is_no_trouble(tmp_path):
     trainer = build(make_strategy("default"), "")
     trainer.best = tf.Variable(np.inf, trainable=False)
@@ -466,6 +469,7 @@ class Jumping(Poisoned):
         return outputs
 
 
+@pytest.mark.slow
 def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_decides(tmp_path):
     trainer = type("Late", (Jumping,), {"bad_steps": (10,)})()
     policy, guards = (
@@ -482,6 +486,7 @@ def test_a_jump_of_the_loss_halts_with_the_newest_checkpoint_and_the_flag_that_d
     assert "the policy rollback to continue automatically (--on_spike)" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
     guards = looplib.Guards(spike_score=8, spike_window=10, on_spike="rollback")
     trainer = type("Late", (Jumping,), {"bad_steps": (33,)})()
@@ -516,6 +521,7 @@ def test_bad_policies_are_sentences(settings, message):
         looplib.Guards(**settings)
 
 
+@pytest.mark.slow
 def test_the_eager_loop_halts_too_and_cannot_skip():
     with pytest.raises(looplib.DivergenceError, match=f"at step {BAD_STEP}, "):
         run(make_strategy("default"), "gradient", loop="eager")

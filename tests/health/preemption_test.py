@@ -111,7 +111,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
         finish(tmp_path)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", [False, True])
 def test_the_current_step_of_many_ops_ends_not_the_loop(ends, monkeypatch):
     monkeypatch.setattr(device_loop, "_MANY_OPS", 0)
@@ -198,6 +198,7 @@ def test_during_a_save_the_save_is_finished_first(tmp_path, monkeypatch):
     finish(tmp_path)
 
 
+@pytest.mark.slow
 def test_while_a_step_is_traced_the_process_ends_at_once(tmp_path):
     class SlowToTrace(Quiet):
         def step_fn(self, inputs):
@@ -293,6 +294,7 @@ def whole_regression(steps):
     return trainer.weights()
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once(python, tmp_path):
     with start(python, tmp_path, True, grace=30.0) as process:
         while process.stdout.readline() != "stalled\n":
@@ -393,6 +395,7 @@ def test_a_second_interrupt_raises_in_a_session_once_the_op_has_ended_and_traini
     assert "the current step has not ended yet" in errors  # at the end of the grace, which ends no session
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_leaves_at_once_in_any_process(python, tmp_path):
     started = time.monotonic()
     code, _, errors = interrupted(python, tmp_path, [signal.SIGINT, signal.SIGTERM], ps1=">>> ")
@@ -400,6 +403,7 @@ def test_a_second_sigterm_leaves_at_once_in_any_process(python, tmp_path):
     assert "received a second signal (SIGTERM): exiting without a save" in errors and time.monotonic() - started < 60
 
 
+@pytest.mark.slow
 def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_the_bound(python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signal.SIGINT, signal.SIGINT])
     assert code == 75 and not output, errors
@@ -448,7 +452,7 @@ def test_a_signal_that_was_ignored_when_the_process_started_stays_ignored(python
     assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
     """In Python, and in C, where only the operating system knows of it; in the training and after it."""
@@ -534,6 +538,7 @@ def test_a_second_interrupt_while_python_runs_raises_too(first):
     assert raised == [True]
 
 
+@pytest.mark.slow
 def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(python, tmp_path):
     with start(python, tmp_path, True, limit=3) as process:
         errors = process.communicate(timeout=120)[1]

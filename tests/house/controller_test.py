@@ -114,6 +114,7 @@ def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name,
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["eager", *more(["graph", "auto"])])
 @pytest.mark.parametrize("steps_per_loop", [3, *more([2])])
 def test_a_run_that_fails_after_its_last_step_reports_it_when_it_is_started_again(loop, steps_per_loop, tmp_path):
@@ -167,6 +168,7 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path):
     assert curve(tmp_path) == before and saved_steps(tmp_path) == files and result["eval"]["examples"] == 37
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_loses_no_training(tmp_path):
     trainer, evaluator = build()
     controller = toy.controller(DEFAULT, trainer, evaluator, model_dir=tmp_path, actions=[fail_at_evaluation])
@@ -210,6 +212,7 @@ def test_actions_see_every_report_and_can_stop_the_run(tmp_path):
     assert events == [(4, "train"), (7, "eval"), (8, "train"), (12, "train"), (14, "eval"), (14, "train")]
 
 
+@pytest.mark.slow
 def test_loop_end_adds_and_changes_metrics(tmp_path):
     class Perplexity(Quiet):
         def loop_end(self, metrics):
@@ -384,6 +387,7 @@ def test_an_optimizer_outside_the_scope_of_a_strategy_of_one_replica_is_refused(
         toy.controller(make(), trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_a_model_without_variables_trains_where_tensorflow_can_and_else_is_a_sentence(keras, tmp_path):
     class Unbuilt(Quiet):
@@ -464,6 +468,7 @@ def test_what_is_missing_is_named():
             call(10) if "trainer" in message else call()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_would_never_end_is_refused_before_training():
     trainer, _ = build()
 
@@ -498,6 +503,7 @@ def test_an_evaluation_job_without_a_checkpoint_is_a_sentence(tmp_path):
         ).evaluate()
 
 
+@pytest.mark.slow
 def test_an_action_cannot_train_restore_or_close_inside_a_training(tmp_path):
     def action(event):
         for call in (lambda: event.controller.train(20), event.controller.restore_checkpoint, event.controller.close):
@@ -535,6 +541,7 @@ def test_training_continues_exactly_after_data_that_could_not_be_read():
     np.testing.assert_array_equal(trainer.weights()[0], whole.weights()[0])
 
 
+@pytest.mark.slow
 def test_two_controllers_may_follow_each_other_on_one_trainer():
     trainer, _ = build()
     for steps in (3, 2):
@@ -580,6 +587,7 @@ def test_several_models_train_on_several_replicas_once_their_optimizer_is_built(
     run(tmp_path / "one", 4, None, trainer_class=Unbuilt)  # on one replica the first trace builds it
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_several_models_that_is_not_built_is_refused_on_several_replicas():
     strategy = make_strategy("mirrored_x2")
     trainer, _ = build(strategy, Unbuilt)

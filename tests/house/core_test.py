@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 import looplib
 from looplib.report.records import read_jsonl
 
@@ -36,6 +38,7 @@ assert not [name for name in sys.modules if name.startswith("looplib.extras")]
 """
 
 
+@pytest.mark.slow
 def test_the_core_trains_and_resumes_without_its_plug_ins(tmp_path):
     copy = tmp_path / "copy" / "looplib"
     shutil.copytree(pathlib.Path(looplib.__file__).parent, copy, ignore=shutil.ignore_patterns("extras", "__pycache__"))

@@ -61,6 +61,7 @@ def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_sa
     assert [event.step for event in board.events(tmp_path / "eval")] == [4]
 
 
+@pytest.mark.slow
 def test_restoring_to_evaluate_and_training_to_a_step_that_is_there_change_nothing_on_disk(tmp_path):
     with build(tmp_path) as controller:
         controller.train_and_evaluate(8, 4)
@@ -84,6 +85,7 @@ def newest_holds(folder, kernel):
     return any(np.array_equal(reader.get_tensor(name), kernel) for name in names), newest.step
 
 
+@pytest.mark.slow
 def test_an_explicit_save_holds_what_was_assigned_and_returns_its_own_path(tmp_path):
     with build(tmp_path) as controller:
         controller.train(6)
@@ -144,6 +146,7 @@ def test_a_second_controller_of_a_directory_that_is_trained_in_is_refused(tmp_pa
     assert len(errors) == 2 and [saved.step for saved in looplib.list_checkpoints(tmp_path)] == [2]
 
 
+@pytest.mark.slow
 def test_a_directory_is_free_after_a_controller_whose_building_failed(tmp_path):
     class Broken(toy.Regression):
         def step_fn(self, inputs):
@@ -175,6 +178,7 @@ def test_a_trainer_of_two_controllers_reads_the_step_of_the_one_that_trains_it(t
     assert steps == [1, 2, 1, 3, 4]
 
 
+@pytest.mark.slow
 def test_all_is_closed_though_one_of_it_fails(tmp_path):
     closed = []
 
@@ -197,6 +201,7 @@ def test_all_is_closed_though_one_of_it_fails(tmp_path):
     build(tmp_path, writers=[]).close()  # the lock is free
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_calls_reported_is_on_the_disk_before_its_marker_is(tmp_path):
     synced = []
 
@@ -372,7 +377,7 @@ def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     assert "learning rate" not in caplog.text and "settings changed" not in caplog.text
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_path, caplog):
     trained(tmp_path, keras, 0.05, 3, change=0.02)
     assert rate_of(trained(tmp_path, keras, 0.05, 6)) == pytest.approx(0.02)
@@ -438,6 +443,7 @@ def test_run_json_says_how_a_training_failed(tmp_path):
     assert found["status"] == "done" and "error" not in found and found["starts"][0]["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_an_evaluation_job_has_a_report_of_its_own(tmp_path):
     with build(tmp_path) as controller:
         controller.train(2)

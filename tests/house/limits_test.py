@@ -126,7 +126,7 @@ def first_batch(strategy):
     return trainer.order[0]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_every_step_gets_the_first_batch_also_after_a_restart(name, tmp_path):
     strategy = make_strategy(name)

@@ -149,6 +149,7 @@ def load_without_board(group, name):
 FIND, LOAD = plugins.find, plugins.load
 
 
+@pytest.mark.slow
 def test_of_writers_that_are_not_installed_only_the_defaults_are_left_out(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(plugins, "find", without_board)
     monkeypatch.setattr(plugins, "load", load_without_board)

@@ -39,6 +39,7 @@ print(runtime.describe(s), layer.compute_dtype, config.is_op_determinism_enabled
     assert in_a_new_process(code, python) == "MirroredStrategy, 3 replicas bfloat16 True"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["graph"])])
 def test_a_deterministic_run_trains_and_evaluates(loop, python):
     code = f"""

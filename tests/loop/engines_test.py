@@ -130,6 +130,7 @@ def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, 
         assert set(controller.engines["train"]["seconds_per_step"]) == {"graph"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop, ahead", [("graph", True), *more([("xla", True), ("xla", False), ("auto", True)])])
 def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials, monkeypatch):
     if not ahead:  # as large rows are: gathered in the step
@@ -232,6 +233,7 @@ class Ending(Quick):
         return data.batch(context.per_replica_batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
 def test_a_training_set_that_ends_is_trained_to_its_last_step(loop, fast_trials):
     controller, trainer = train(loop, -1, Ending())
@@ -332,7 +334,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
     assert resumed.engines["train"] == chosen and resumed.global_step == steps
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "milliseconds, expected",
     [
@@ -369,6 +371,7 @@ class Strings(Quick):
         return {**super().step_fn(inputs), "length": tf.strings.length(text)}
 
 
+@pytest.mark.slow
 def test_a_candidate_that_cannot_be_compiled_is_left_out(fast_trials):
     assert set(train("auto", 1000, Strings())[0].engines["train"]["seconds_per_step"]) == {"graph"}
 
@@ -396,7 +399,7 @@ class Padded(Quick):
         return super().step_fn(tf.reduce_mean(inputs, axis=1))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, message", [(Growing, "TensorArray"), (Padded, "")])
 def test_what_xla_would_do_wrongly_is_left_out(kind, message, fast_trials):
     controller, trainer = train("auto", 1000, kind())
@@ -406,6 +409,7 @@ def test_what_xla_would_do_wrongly_is_left_out(kind, message, fast_trials):
         train("xla", 10, kind())
 
 
+@pytest.mark.slow
 def test_auto_on_a_mirrored_strategy_of_one_device(fast_trials):
     strategy = tf.distribute.MirroredStrategy(["/cpu:0"], cross_device_ops=tf.distribute.ReductionToOneDevice())
     with strategy.scope():
@@ -544,7 +548,7 @@ def test_calls_that_are_too_short_for_a_chunk_do_not_hold_the_trial_up(steps_per
     assert found - {"xla x2", "xla x3"} == tried  # chunks of slow steps are so short that they fit
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize("steps", [-1, 100])
 def test_a_second_start_of_a_run_whose_data_has_ended_keeps_its_last_report(loop, steps, tmp_path):

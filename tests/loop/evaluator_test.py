@@ -15,6 +15,7 @@ from looplib.errors import MetricError
 VALUES = np.random.RandomState(1).randn(50)
 
 
+@pytest.mark.slow
 def test_an_evaluator_without_an_init_takes_the_model():
     class Error(looplib.Evaluator):
         def dataset(self, context):
@@ -108,6 +109,7 @@ def test_a_number_of_steps_is_kept_to():
     assert controller.evaluate(steps=2)["eval"]["examples"] == 16 and len(evaluator.calls) == 2
 
 
+@pytest.mark.slow
 def test_what_holds_during_an_evaluation_is_undone_before_its_report_and_after_an_error(tmp_path):
     class Swapped(toy.RegressionEvaluator):
         fails = False

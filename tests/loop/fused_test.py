@@ -97,7 +97,7 @@ def test_a_fused_update_equals_the_plain_one(optimizer, name, keras):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_what_is_no_plain_adam_or_sgd_is_left_alone(keras):
     class Mine(keras.optimizers.SGD):
         pass

@@ -70,7 +70,7 @@ def tf_of(variable):
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["graph", "eager"])
 @pytest.mark.parametrize("kind", ["own", "compiled"])
 @pytest.mark.parametrize("name", FAMILIES)
@@ -161,7 +161,7 @@ class MetricEvaluator(Error):
         return {"distance": self.metric}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_metric_that_both_have_counts_the_examples_of_each_alone(name, tmp_path):
     keras, strategy, distances = FAMILIES[name], make_strategy("mirrored_x2"), []
@@ -185,6 +185,7 @@ def test_a_metric_that_both_have_counts_the_examples_of_each_alone(name, tmp_pat
     assert distances == pytest.approx([np.mean(np.abs(model(X).numpy() - Y))] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_training_without_such_state_lends_nothing_to_an_evaluation(monkeypatch):
     model = normalized(keras3)
     model.trainable = False  # as a frozen one

@@ -64,6 +64,7 @@ def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
     assert engine.traces == 2 and "traced again" in caplog.text and "shapes of its input" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_graph_loop_equals_a_plain_loop_over_tf_function():
     """A peer written by hand: the same model, one tf.function a step."""
     trainer, _ = toy.build(make_strategy("default"))
@@ -105,7 +106,7 @@ def test_a_loop_of_many_steps_is_one_call():
     assert len(calls) == 4
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 3])
 def test_loops_of_one_step_and_of_several_draw_one_sequence_of_random_numbers(steps_per_loop):
     """A program of its own for single steps would begin the sequence of a stateful op once more."""

@@ -143,6 +143,7 @@ def test_reported_steps_show_the_first_examples_of_the_first_replica(kind, strat
     assert all("/" not in name and " " not in name and "<" not in name for name in image["files"])
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_collects_each_step_shows_its_first(tmp_path):
     trainer, evaluators = toy.Regression(), {}
     for name, kind in (("plain", Evaluating), ("collecting", Collecting)):
@@ -154,6 +155,7 @@ def test_an_evaluation_that_collects_each_step_shows_its_first(tmp_path):
     np.testing.assert_array_equal(plain, collecting)
 
 
+@pytest.mark.slow
 def test_media_that_cannot_be_written_are_one_warning(tmp_path, caplog):
     with make(Showing, model_dir=tmp_path) as controller:
         (tmp_path / "media").write_text("not a folder")
@@ -162,7 +164,7 @@ def test_media_that_cannot_be_written_are_one_warning(tmp_path, caplog):
     assert {step for step, *_ in lines(tmp_path)} == {2, 4, 6}  # histograms and texts need no folder
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy, non_finite", [("default", "halt"), ("mirrored_x2", "skip")])
 def test_a_step_that_is_not_reported_computes_nothing_to_show(strategy, non_finite):
     with make(

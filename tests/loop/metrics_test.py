@@ -231,6 +231,7 @@ class Summing(looplib.Trainer):
         return {"value": values, **({"own": self.own} if self.own else {})}
 
 
+@pytest.mark.slow
 def test_a_training_is_the_one_without_the_check_of_its_metric():
     strategy, weights = make_strategy("mirrored_x2"), []
     for own in (False, True):
@@ -344,6 +345,7 @@ def test_an_array_reaches_loop_end_as_numpy(name):
     assert (found["histogram"], found["bins"], found["examples"]) == (counts.max(), 5, 23)
 
 
+@pytest.mark.slow
 def test_many_metrics_of_one_kind_reduce_as_each_alone_would():
     many, n = range(5), 48
 
@@ -416,6 +418,7 @@ def test_an_evaluation_set_found_empty_only_by_reading_is_refused_when_the_contr
         )
 
 
+@pytest.mark.slow
 def test_several_evaluators_report_under_their_names():
     short, long = Values(3, lambda i, v: {"v": v}), Values(9, lambda i, v: {"v": v})
     controller = looplib.Controller(
@@ -570,7 +573,7 @@ def test_a_rate_has_a_name_of_its_own():
         build(Named(rates=["epoch"]), loop="graph")
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_a_compiled_metric_with_such_a_name_is_refused_when_the_controller_is_built(family):
     keras = importlib.import_module(family)

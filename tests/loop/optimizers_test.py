@@ -188,7 +188,7 @@ def check(keras, cases, name, loop="graph", x=X):
     return zoo
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_every_class_of_optimizers_equals_keras_on_one_device(keras):
     check(keras, classes(keras), "mirrored_x2", loop="eager", x=X[: repetitions(3, STEPS) * BATCH])
 
@@ -212,7 +212,7 @@ def test_four_replicas_equal_keras_on_one_device_too(keras):
     check(keras, {name: case for name, case in options(keras).items() if name in names}, "mirrored_x4")
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keras, loop",
     [("keras", "graph"), ("tf_keras", "eager"), pytest.param("tf_keras", "graph", marks=pytest.mark.slow)],
@@ -253,6 +253,7 @@ class Sentences(looplib.Trainer):
         return {"loss": tf.reduce_sum(errors, axis=1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keras, name",  # with another reduction each
     [
@@ -314,6 +315,7 @@ def test_a_closed_controller_leaves_optimizers_as_they_were(name, loop, keras):
         }
 
 
+@pytest.mark.slow
 def test_a_trainer_of_two_controllers_sums_once():
     """Also while the first one is not closed, or closed after the second one was built."""
     zoo = small_zoo("mirrored_x2")
@@ -326,7 +328,7 @@ def test_a_trainer_of_two_controllers_sums_once():
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["accumulate", "several"])
 def test_an_optimizer_that_is_built_in_the_first_step_sums_once(option):
     make = options(keras3)[option].make
@@ -394,6 +396,7 @@ class Wrapper(keras3.optimizers.Optimizer):
         self.inner.apply([2 * gradient for gradient in grads], trainable_variables)
 
 
+@pytest.mark.slow
 def test_an_optimizer_inside_of_another_one_sums_once_and_alone_too():
     class Both(Zoo):
         def __init__(self):
@@ -471,7 +474,7 @@ def test_what_cannot_be_right_on_replicas_is_refused_when_the_controller_is_buil
         controller_of(small_zoo("mirrored_x2"), "mirrored_x2")
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_run_with_an_optimizer_made_of_several_resumes(name, tmp_path):
     class Line(looplib.GradientTrainer):

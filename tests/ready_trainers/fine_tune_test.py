@@ -119,6 +119,7 @@ def test_the_merged_model_computes_what_the_base_with_adapters_computes(base, tu
     assert alone < 0.03 * os.path.getsize(folder / "model.keras")
 
 
+@pytest.mark.slow
 def test_without_adapters_the_exported_model_is_the_tuned_one(tuned):
     _, (images, _) = image_data.digits_arrays()
     for tune in ("all", "last"):

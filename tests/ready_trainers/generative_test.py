@@ -123,6 +123,7 @@ def test_the_discriminator_and_the_generator_take_their_numbers_of_steps():
     np.testing.assert_allclose(bias.numpy(), before - 0.5 * slope, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_discriminator_gets_other_images_in_each_of_its_steps():
     trainer, _ = gan.build(dataclasses.replace(SMALL[gan], discriminator_steps=3))
     context = looplib.InputContext(
@@ -229,6 +230,7 @@ def test_the_real_images_are_recognised_and_their_halves_are_close(classifier):
     assert metrics["real_nearest"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_without_a_directory_a_classifier_is_trained(monkeypatch):
     monkeypatch.setattr(sample_quality, "_CLASSIFIER_STEPS", 60)
     classifier = sample_quality.make_classifier()

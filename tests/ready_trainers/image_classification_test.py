@@ -49,7 +49,7 @@ def test_the_default_learns_the_digits():
     assert metrics["accuracy"] >= 0.97
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_optimizers_follow_their_schedule(optimizer):
     config = dataclasses.replace(Config(), model="mlp", optimizer=optimizer, learning_rate=0.02, decay_steps=10)
@@ -80,7 +80,7 @@ def test_an_image_too_small_for_a_model_is_a_sentence():
         image_models.build("tpu_guide", (4, 8, 1), 10)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_float16_gets_loss_scaling(family):
     keras = pytest.importorskip(family)

@@ -328,6 +328,7 @@ def test_others_can_read_in_tensorboard_what_was_written_at_once(tmp_path):
         assert [s for s, _ in events(tmp_path / "train")] == list(range(1, step + 1))
 
 
+@pytest.mark.slow
 def test_resume_takes_void_steps_out_of_tensorboard_and_leaves_other_files_alone(tmp_path):
     write_board(tmp_path, (4, "train", {"a": 4}), (4, "eval", {"a": 4}), (4, "other_job", {"a": 4}))
     write_board(tmp_path, *((s, split, {"a": s, "b": -s}) for s in (8, 12) for split in ("train", "eval", "other_job")))

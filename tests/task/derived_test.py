@@ -168,6 +168,7 @@ def test_averages_start_from_the_weights_of_the_start(kind, family, ema, start, 
     np.testing.assert_allclose(last, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_averages_of_a_checkpoint_or_of_the_program_are_kept(tmp_path):
     strategy, seen = make_strategy("default"), []
     _, saved = trained(strategy, Gradient(keras3), tmp_path, 5, seen)
@@ -182,6 +183,7 @@ def test_averages_of_a_checkpoint_or_of_the_program_are_kept(tmp_path):
     assert [average.name for average in alone.values] == ["average/Variable:0"] * 2
 
 
+@pytest.mark.slow
 def test_a_restore_that_fails_changes_no_average(tmp_path):
     strategy = make_strategy("default")
     trained(strategy, Gradient(keras3), tmp_path / "run", 2)

@@ -136,6 +136,7 @@ class Strings(Tagger):
         return losses + 0 * tf.strings.to_number(tf.strings.as_string(losses))
 
 
+@pytest.mark.slow
 def test_jit_compile_says_what_xla_lacks():
     train(Strings(), 1, loop="graph")
     with pytest.raises(EngineError, match="Strings.loss_fn.*jit_compile.*AsString.*jit_comp"):
@@ -176,13 +177,14 @@ class Growing(Tagger):
         return tf.reduce_mean(rows.stack(), axis=[0, 2])
 
 
+@pytest.mark.slow
 def test_an_array_that_xla_would_not_let_grow_is_refused():
     train(Growing(), 1, loop="graph")
     with pytest.raises(StepError, match="tf.TensorArray.*XLA"):
         train(Growing(jit_compile=True), 1, loop="graph")
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", [tf_keras, keras3])
 def test_random_numbers_that_xla_does_not_repeat_are_said(keras, caplog):
     trainer = Tagger(keras, jit_compile=True)
@@ -192,6 +194,7 @@ def test_random_numbers_that_xla_does_not_repeat_are_said(keras, caplog):
     assert ("so no run repeats another one" in caplog.text) == (keras is tf_keras)
 
 
+@pytest.mark.slow
 def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
     trainer = Tagger(blow_up_at=3, jit_compile=True, loss_scale=None)
     trainer.optimizer.learning_rate = 1e30
@@ -199,7 +202,7 @@ def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
         train(trainer, 8, model_dir=tmp_path, loop="graph")
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
 def test_losses_of_the_models_layers_count_once(weighted, count):
     """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
@@ -238,7 +241,7 @@ def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, ke
     assert metrics["loss"] + metrics["regularization_loss"] == pytest.approx(history["loss"][0], rel=1e-5)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_trainable_that_is_changed_between_the_trainer_and_its_controller_is_refused(keras):
     trainer = Tagger(keras, freeze="bias")
     trainer.model.layers[-1].trainable = False
@@ -248,6 +251,7 @@ def test_trainable_that_is_changed_between_the_trainer_and_its_controller_is_ref
     train(trainer, 1)
 
 
+@pytest.mark.slow
 def test_a_metric_of_one_s_own_stays_by_the_name_of_the_regularization():
     class Own(Tagger):
         def loss_fn(self, inputs):
@@ -401,6 +405,7 @@ def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
     assert again.loss_scale.scale.numpy() == 2.0**14
 
 
+@pytest.mark.slow
 def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
     monkeypatch.setattr("looplib.task.gradients._GROWS_AFTER", 3)
     trainer = made(make_strategy("default"), loss_scale="dynamic")
@@ -462,6 +467,7 @@ def test_frozen_layers_keep_weights_and_statistics(keras):
     assert metrics["weight_norm"] == pytest.approx(np.sqrt(sum((w**2).sum() for w in after[2])), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_none_stands_for_nothing_where_names_or_actions_are_listed():
     nothing = Tagger(freeze=None, rematerialize=None, no_decay=None, report=None)
     assert nothing.frozen_variables == []
@@ -494,7 +500,7 @@ def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     assert metrics["learning_rate/bias"] == pytest.approx(0.1) and metrics["learning_rate/rest"] == pytest.approx(RATE)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_no_decay_leaves_out_the_variables_that_match(keras):
     optimizer = keras.optimizers.AdamW(0.0, weight_decay=0.1)  # without a rate only the decay of Keras's AdamW is left
     optimizer.learning_rate = 1.0
@@ -508,6 +514,7 @@ def test_no_decay_leaves_out_the_variables_that_match(keras):
     np.testing.assert_allclose(kernel, plain.model.get_weights()[0] - 0.1 * KERNEL, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
 def test_reported_norms_are_numpys(name):
     strategy = make_strategy(name)
@@ -571,7 +578,7 @@ class OwnSlope(looplib.Trainer):
         return {"learning_rate": looplib.last(rate), "update_norm": looplib.last(moved[0, 0])}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, name, settings",
     [
@@ -618,7 +625,7 @@ class Contrastive(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
     found = []
     for name in repetitions(("default", "mirrored_x2"), ("default", "mirrored_x2", "mirrored_x4")):
@@ -753,7 +760,7 @@ def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
     """Their activations are not kept: the step multiplies matrices more often, and the weights are the same."""
@@ -869,6 +876,7 @@ def test_bad_input_is_a_sentence(make, message):
         train(make(), 1)
 
 
+@pytest.mark.slow
 def test_guards_see_values_that_clipping_could_hide(tmp_path):
     """An infinite gradient that is clipped by value would otherwise train on."""
 
@@ -883,6 +891,7 @@ def test_guards_see_values_that_clipping_could_hide(tmp_path):
         train(Infinite(clip_value=1.0), 2, model_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_toy_regression_as_a_loss_equals_its_step_of_ones_own():
     """Without options, not one bit differs from a hand-written step."""
 
@@ -910,6 +919,7 @@ def test_toy_regression_as_a_loss_equals_its_step_of_ones_own():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path, capsys):
     run, mean = tmp_path / "run", tmp_path / "mean"
     seen, trainer = [], Tagger(average_decay=0.9)
@@ -981,6 +991,7 @@ def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, e
     assert int(parts) in expected and moved == "False", done.stdout
 
 
+@pytest.mark.slow
 def test_an_apply_gradients_of_ones_own_is_called():
     class Own(Tagger):
         def apply_gradients(self, optimizer, grads_and_vars, *, summed=False):

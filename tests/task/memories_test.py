@@ -128,7 +128,7 @@ BAD = [(STOPS, memory) for memory in (None, 3, [1, 2], ["much", 1, 1, 1], [0.5, 
 BAD += [(REDUCES, [0.5, 1, 1, 0, "long"])]  # the last is how many reports are left of a cooldown
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, memory", BAD, ids=str)
 def test_a_memory_of_other_types_is_a_sentence(name, memory, tmp_path):
     trainer = toy.Regression()

@@ -38,6 +38,7 @@ def found(nursery, tmp_path_factory):
     return dict(zip(jobs, json.loads(path.read_text())))
 
 
+@pytest.mark.slow
 def test_no_more_is_left_out_than_a_batch_for_each_worker_in_each_step_requires(found):
     for (case, job, distribute), result in found.items():
         steps, total, count = expected(case, job)

@@ -137,6 +137,7 @@ def network():
         yield network
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(Namespaces.missing()), reason=Namespaces.missing())
 def test_a_frozen_worker_and_a_cut_link_end_all(nursery, network, struck, froze):
     """Both at once, as the others notice them after 20 s of silence."""

@@ -75,6 +75,7 @@ def test_when_a_worker_freezes_the_others_leave_and_it_leaves_too_once_it_wakes(
     assert_all_leave(workers, line, [victim])
 
 
+@pytest.mark.slow
 def test_a_short_freeze_alarms_nobody(workers):
     workers.signal(1, signal.SIGSTOP)
     time.sleep(SILENCE / 2)
@@ -94,6 +95,7 @@ def test_an_error_is_sent_to_the_others_and_printed_by_its_worker_only_in_its_ow
     assert_all_leave(workers, "looplib: error: ValueError: a bad shape", [victim])
 
 
+@pytest.mark.slow
 def test_an_error_that_another_ones_death_brought_about_is_not_reported(workers, network):
     workers.tell(2, "fail 20")  # as a collective that fails before the pulse says why
     time.sleep(0.3)
@@ -123,6 +125,7 @@ def test_a_preempted_worker_takes_the_others_along_with_its_code(workers, networ
     assert workers.codes(1, [1]) == [75] and workers.err(1) == ""
 
 
+@pytest.mark.slow
 def test_a_worker_whose_main_thread_hangs_leaves_too(workers, network):
     workers.tell(1, "hang")
     workers.wait_for(1, "hangs")
@@ -175,6 +178,7 @@ def test_a_failure_in_the_last_moments_is_seen_by_those_that_have_finished(worke
     assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; see its log{AGAIN}", [0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [2, *more([0])])
 def test_a_worker_that_continues_for_long_after_the_others_have_left_is_not_alarmed(slow, workers):
     for i in range(3):
@@ -203,6 +207,7 @@ def test_workers_that_never_come_are_named_by_all(missing, network, tmp_path):
             assert not any(f"worker {j} (" in line for j in present)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [0, *more([1])])
 def test_a_worker_may_come_late(late, network, tmp_path):
     with Workers(command(), network, tmp_path, late=[late]) as workers:
@@ -276,6 +281,7 @@ def test_strangers_do_not_disturb_the_meeting(network, tmp_path):
             stranger.close()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_named(network, tmp_path):
     host, port = network.addresses[0].split(":")
     with socket.socket() as server:

@@ -155,6 +155,7 @@ def check_damaged_positions(checkpoints, copies):
         assert not list(folder.glob("ckpt-13.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first, second", [(0, 2), *more([(2, 4)])])
 def test_a_run_resumes_with_more_and_with_fewer_workers(first, second, nursery, reference, runs, tmp_path):
     stopped(runs["multi_worker_x2"][0] if first else reference, 5, tmp_path / "run")
@@ -164,6 +165,7 @@ def test_a_run_resumes_with_more_and_with_fewer_workers(first, second, nursery, 
     check_weights(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, runs):
     folder, _ = runs["multi_worker_x2"]
     run(nursery, folder, 2, *QUIET, "--mode=eval", "--config.collects=True")
@@ -173,7 +175,7 @@ def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, run
     assert evaluated["in_order"] == 1 and evaluated["right"] == round(96 * evaluated["accuracy"])
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flag, words",
     [
@@ -189,6 +191,7 @@ def test_what_workers_cannot_share_is_refused_when_the_controller_is_built(flag,
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_what_a_share_that_ends_early_leaves_out_of_the_others_is_said_once(nursery, tmp_path):
     processes = run(nursery, tmp_path / "run", 2, *PLAIN, "--config.data=uneven", "--mode=train", "--train_steps=-1")
     sentence = (

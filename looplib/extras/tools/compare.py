@@ -32,7 +32,8 @@ _TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step 
 _DECIDED = 0.01  # where rounding has moved the weights that far, runs lie apart by any factor
 _TENSOR = "tensor "
 _TRAINED = re.compile(r"step (\d+) train ")
-_TIMES = re.compile("second|time|clock|restart|share_of_peak")
+# What `LearningWarnings` has looked at depends on the time that it may take.
+_TIMES = re.compile("second|time|clock|restart|share_of_peak|actions LearningWarnings")
 _SPEED = re.compile("per_second$|share_of_peak$")
 
 

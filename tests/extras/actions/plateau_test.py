@@ -151,7 +151,7 @@ def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_
     assert start(0.01, 6) == pytest.approx(0.005)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name, tmp_path):
     """The best value is that of step 3; the weights are those of a training of three steps."""
@@ -193,6 +193,7 @@ def test_a_training_metric_stops_too_and_an_unfinished_restart_does_not_train_on
     assert [start(), start()] == [6, 6]
 
 
+@pytest.mark.slow
 def test_an_evaluation_by_hand_does_not_count(tmp_path):
     stop = looplib.EarlyStopping("eval/loss", patience=2)
     controller = build([5] * 9, [stop])
@@ -234,6 +235,7 @@ launch.run(build, global_batch_size=8, steps_per_loop=2, eval_interval=1, checkp
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["before", *more(["after"])])
 def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, python, tmp_path):
     def run(name, kills):
@@ -275,6 +277,7 @@ def test_bad_settings_are_sentences(case):
         make()
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_a_sentence_before_the_first_step(tmp_path):
     def refused(sentence, action, **settings):
         controller = build([1] * 9, [action], **settings)
@@ -347,6 +350,7 @@ def noted(tmp_path, action, *others, **settings):
     )
 
 
+@pytest.mark.slow
 def test_hooks_are_called_at_the_start_after_each_save_and_at_the_end(tmp_path):
     action = Noting()
     with noted(tmp_path, action) as controller:
@@ -360,7 +364,7 @@ def test_hooks_are_called_at_the_start_after_each_save_and_at_the_end(tmp_path):
         assert action.of("start") == [("start", 0), ("start", 5)] and not action.of("exception")
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fail", ["", "exception"])
 def test_the_hook_on_an_exception_gets_what_ended_the_training_after_the_saves(fail, tmp_path):
     def stop_at_4(event):

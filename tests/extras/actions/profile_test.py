@@ -133,6 +133,7 @@ def test_a_training_that_ends_early_keeps_the_profile_of_the_steps_that_it_did(t
     assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_link_out_of_the_run_directory_gets_no_profile(tmp_path, caplog):
     (tmp_path / "run" / "train").mkdir(parents=True)
     (tmp_path / "outside").mkdir()

@@ -47,6 +47,7 @@ def test_it_saves_at_the_first_report_after_each_interval(tmp_path):
     assert saved_steps(tmp_path) == [6, 12, 18, 24, 25]  # the end saves too
 
 
+@pytest.mark.slow
 def test_a_budget_measures_a_save_first_and_then_waits_as_long_as_it_allows(tmp_path):
     time = Time(seconds=1)
     saves = looplib.TimedSaves(budget=1e-9, now=time)

@@ -46,7 +46,7 @@ def test_a_run_killed_again_and_again_without_its_directory_has_what_one_that_wa
     assert data == copied.content(60, 0, len(data))
 
 
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["no data", "other data", "half of the marker", "no marker", "half of the data"])
 def test_half_of_an_upload_is_never_a_checkpoint(cloud, damage):
     ready(cloud)
@@ -63,6 +63,7 @@ def test_half_of_an_upload_is_never_a_checkpoint(cloud, damage):
     assert cloud.read("checkpoints/ckpt-5.data-00000-of-00001") == copied.content(5, 0, 1000)
 
 
+@pytest.mark.slow
 def test_what_a_store_has_lost_is_copied_again_by_the_next_start(cloud):
     ready(cloud)
     there = cloud.names()
@@ -76,6 +77,7 @@ def test_what_a_store_has_lost_is_copied_again_by_the_next_start(cloud):
     }
 
 
+@pytest.mark.slow
 def test_a_store_that_is_empty_does_not_empty_the_local_directory(cloud):
     ready(cloud)
     for name in cloud.names():
@@ -89,6 +91,7 @@ def test_a_store_that_is_empty_does_not_empty_the_local_directory(cloud):
     assert start_of(cloud, 6) == 0  # without the copy
 
 
+@pytest.mark.slow
 def test_a_store_that_has_lost_its_lease_or_all_that_is_intact_does_not_empty_the_local_directory(cloud):
     ready(cloud)
     for name in cloud.names():
@@ -172,6 +175,7 @@ def test_retention_deletes_what_the_run_has_deleted_and_nothing_else(cloud):
     assert {key: cloud.read(key) for key in strange} == strange
 
 
+@pytest.mark.slow
 def test_a_start_in_the_cache_of_the_same_machine_downloads_nothing(cloud):
     ready(cloud, 4)
     before = len(cloud.proxy.requests)

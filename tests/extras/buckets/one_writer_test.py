@@ -16,6 +16,7 @@ def metrics(cloud):
     return [json.loads(one) for one in cloud.read("metrics.jsonl").splitlines()]
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_by_the_name_of_the_first(cloud):
     first = cloud.copied("--steps=1000", "--pause=0.1", machine="one")
     wait_for(lambda: cloud.steps())

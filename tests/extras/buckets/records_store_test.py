@@ -166,6 +166,7 @@ def test_what_is_not_there_is_a_sentence(store):
         looplib.open_records("s3://data/train")
 
 
+@pytest.mark.slow
 def test_an_index_reads_the_data_once_and_the_next_start_reads_none(store):
     size = sum(path.stat().st_size for path in store.folder.glob("a.tfrecord-*"))
     before = store.counts()
@@ -228,7 +229,7 @@ def test_a_killed_run_resumes_where_it_was(store):
     assert found == expected
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [False, True])
 def test_an_object_that_is_replaced_in_mid_run_ends_it(store, cache, monkeypatch, cached):
     pattern = store.copy(f"replaced-{cached}")
@@ -317,6 +318,7 @@ def test_the_cache_keeps_to_its_limit_with_several_processes(store, cache, monke
     assert 4e6 < largest < 8e6
 
 
+@pytest.mark.slow
 def test_a_damaged_or_missing_block_of_the_cache_is_read_again(store, cache):
     source = looplib.open_records("s3://data/train/a.tfrecord-*")
     expected = [content(number) for number in range(TOTAL)]

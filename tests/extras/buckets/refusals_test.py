@@ -77,6 +77,7 @@ def test_a_store_without_a_driver_is_named(cloud, scheme, monkeypatch):
     assert said(life)[-1]["error"] in ("StoreError", "PluginError") and f"{scheme}://" in said(life)[-1]["text"]
 
 
+@pytest.mark.slow
 def test_no_credentials_are_in_any_file_or_output(cloud):
     life = cloud.run("--train_steps=8", "--mode=train")
     assert life.code() == 0, life.output()

@@ -35,6 +35,7 @@ def same(whole, found):
     assert records(found) == records(whole)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_on_machines_that_vanish_ends_as_one_that_was_not(cloud, nursery):
     whole = cloud.folder / "whole"
     undisturbed = nursery.life(whole, *COMMON)

@@ -20,6 +20,7 @@ def put_runs(cloud, count):
             cloud.write(f"{number:04d}/{key}", content.encode(), name="sweep")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_status_of_many_runs_costs_a_bounded_number_of_requests(cloud, count):
     put_runs(cloud, count)
@@ -35,6 +36,7 @@ def test_status_of_many_runs_costs_a_bounded_number_of_requests(cloud, count):
     print(f"status of {count} runs: {first} requests, and {again} the second time")
 
 
+@pytest.mark.slow
 def test_reports_of_a_run_come_without_its_checkpoints(cloud):
     life = cloud.copied("--steps=3", machine="other")
     assert life.code() == 0, life.output()
@@ -58,6 +60,7 @@ def test_tools_that_look_at_a_run_for_the_first_time_at_once_all_see_it(cloud):
     assert not list((cloud.folder / "m").glob("unchecked-*"))
 
 
+@pytest.mark.slow
 def test_verify_reads_what_is_in_the_store_and_not_the_copy(cloud):
     life = cloud.copied("--steps=3")
     assert life.code() == 0, life.output()

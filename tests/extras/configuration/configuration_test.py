@@ -99,6 +99,7 @@ def printed(nursery, *arguments):
     return yaml.safe_load("\n".join(lines[start:]))
 
 
+@pytest.mark.slow
 def test_later_files_win_over_earlier_ones_and_flags_over_files(nursery, tmp_path):
     first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
     first.write_text("rate: 1\nmodel: {width: 1, dropout: 0.25}\nname: first")

@@ -107,6 +107,7 @@ def equal(one, other):
 TYPES = st.recursive(leaves, composed, max_leaves=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(TYPES, min_size=1, max_size=3), st.booleans(), st.data())
 def test_what_is_written_of_a_configuration_reads_back_equal_over_any_other(fields, frozen, data):

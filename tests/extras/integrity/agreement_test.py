@@ -253,6 +253,7 @@ def test_statistics_that_were_frozen_after_they_came_to_differ_are_left_out_with
         assert "not in those that a step may update from its own data: " in caplog.text
 
 
+@pytest.mark.slow
 def test_one_replica_compares_nothing():
     agreement = looplib.ReplicaAgreement()
     run(made(Net, "default"), 4, [agreement], "default")
@@ -301,7 +302,7 @@ def check_equal(one, other):
             np.testing.assert_array_equal(part, expected, err_msg=name)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, interval", [(Net, 2), (Net, 3), (Piped, 2), (Piped, 3)])
 def test_a_rollback_repeats_the_data_and_ends_with_the_weights_of_an_uninterrupted_run(
     kind, interval, tmp_path, caplog
@@ -322,6 +323,7 @@ def test_a_rollback_repeats_the_data_and_ends_with_the_weights_of_an_uninterrupt
     assert [record["step"] for record in records] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_a_halted_run_continues_from_the_last_agreement_and_ends_as_an_uninterrupted_one(tmp_path):
     keras3.utils.set_random_seed(1)
     whole = state(run(made(Net), 12, [], model_dir=tmp_path / "whole"))
@@ -339,7 +341,7 @@ def stopping(step):
     return lambda event: event.controller.stop() if event.step == step else None
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "stop", "interval", "no directory"])
 def test_no_checkpoint_hides_a_difference(how, tmp_path):
     """The first replica's values are saved, and a run that restores them would have them everywhere."""

@@ -69,6 +69,7 @@ def test_one_batch_in_a_thousand_is_found_at_the_report_with_its_replica_and_ste
     assert "the data on the host and the learning rate are not at fault" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop, name", [("graph", "default"), *more([("xla", "default"), ("graph", "mirrored_x2")])])
 def test_healthy_runs_are_silent_and_equal(loop, name, tmp_path):
     check, reports = looplib.CopyCheck(every=3), []
@@ -107,7 +108,7 @@ def test_a_copy_that_makes_the_loss_jump_is_no_loss_that_diverged():
         train("default", [BadBus([6], change=lambda x: x * 1e6)], steps_per_loop=10, guards=guards)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [None, nan])
 def test_a_rollback_repeats_the_data_and_ends_as_a_run_without_it(change, tmp_path):
     _, plain = train("mirrored_x2", [], 20)
@@ -120,6 +121,7 @@ def test_a_rollback_repeats_the_data_and_ends_as_a_run_without_it(change, tmp_pa
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_wrong_copy_is_found_before_a_save_and_several_are_counted(tmp_path):
     settings = dict(model_dir=tmp_path, checkpoints=looplib.CheckpointPolicy(every_steps=5), steps_per_loop=100)
     with pytest.raises(

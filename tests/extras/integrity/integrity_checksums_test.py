@@ -85,6 +85,7 @@ def test_graphs_xla_and_data_sets_compute_the_same(kind):
     assert [one.numpy().tolist() for one in found] == [expected] * len(found)
 
 
+@pytest.mark.slow
 def test_all_tensors_of_a_batch_count_once_and_joined_ones_too():
     batch = {
         "image": tf.constant(VALUES["float32"]),

@@ -108,7 +108,7 @@ def trained(make, strategy, data=(X,), steps=STEPS, evaluates=False, **settings)
     return model
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("strategy", ["mirrored_x2", *more(["default"])])
 def test_a_gan_trains_as_in_fit_on_one_device(strategy, built, keras):
@@ -296,6 +296,7 @@ def test_the_states_of_recurrent_layers_of_tf_keras_are_saved(wrapped, tmp_path)
     np.testing.assert_array_equal(*weights)
 
 
+@pytest.mark.slow
 def test_a_stateful_model_for_another_batch_than_a_replica_s_is_refused():
     strategy, layers = make_strategy("mirrored_x2"), keras3.layers
     with strategy.scope():

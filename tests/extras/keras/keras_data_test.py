@@ -115,6 +115,7 @@ def test_callbacks_take_epochs_of_unknown_length(keras):
     np.testing.assert_allclose(ours.history["loss"], theirs.history["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pass_of_another_length_is_an_error():
     draws = itertools.count()
 
@@ -129,6 +130,7 @@ def test_a_pass_of_another_length_is_an_error():
     assert len(reports) == 2  # what is too much is found where the next pass should begin
 
 
+@pytest.mark.slow
 def test_data_that_never_ends_is_trained_on_by_steps():
     endless = filtered(None).repeat()
     for arguments in ({}, {"callbacks": [keras3.callbacks.History()]}):

@@ -64,6 +64,7 @@ def trained(kind, strategy="default", steps=STEPS, export=None, **settings):
     return trainer.model
 
 
+@pytest.mark.slow
 def test_a_task_with_its_preprocessor_trains_as_in_fit(tmp_path):
     pytest.importorskip("keras_hub")
     (cell,) = fit_matrix.cells_of(fit_matrix.ROWS["hub_texts"], "keras", ["fit"], tmp_path).values()

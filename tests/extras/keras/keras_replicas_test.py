@@ -125,7 +125,7 @@ def keras(request):
     return FAMILIES[request.param]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [scalar_loss, scalar_beside_mean, own_step, scaled_tracker, endpoint])
 def test_replicas_train_and_report_as_fit_does_on_one_device(make, keras):
     x = {"x": X, "y": Y} if make is endpoint else X
@@ -254,6 +254,7 @@ def test_a_loss_that_replicas_cannot_divide_is_refused(make, keras):
     assert build(make, keras, per_replica=True)
 
 
+@pytest.mark.slow
 def test_weights_and_masks_that_only_some_rows_show_are_found():
     """The first 32 rows have no padding; and halves in any order have nearly the same sum of weights."""
     loss = keras3.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -272,6 +273,7 @@ def test_weights_and_masks_that_only_some_rows_show_are_found():
             looplib.KerasTrainer(weighted, targets[..., 0], targets[:, 0], sample_weight=weights)
 
 
+@pytest.mark.slow
 def test_a_sum_is_refused_with_the_random_numbers_that_binaries_have():
     import tf_keras
 
@@ -338,7 +340,7 @@ def by_hand(keras):
     return model
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make, name", [(queue, "newest"), (codebook, "mean"), (by_hand, "line/kernel")])
 def test_state_that_each_replica_would_compute_from_its_own_examples_is_refused(make, name, keras):
     with pytest.raises(LossError, match=f".*{name}.*batch.*per_replica=True"):
@@ -381,7 +383,7 @@ def drawn_mean(keras):
     return drawn("mean", keras)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [batch_normalized, batch_normalized_step, target_network, drawn_mean])
 def test_a_model_whose_layers_see_the_batch_or_draw_noise_is_not_refused_and_not_changed(make, keras):
     trainer = build(make, keras)

@@ -94,7 +94,7 @@ def test_a_step_that_returns_nothing_reports_no_loss(keras):
     assert run.train(epochs=1).keys() == {"steps_per_second", "epoch"}
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_returned_loss_that_is_not_finite_ends_the_run_at_its_step(keras):
     trainer = looplib.KerasTrainer(compiled(keras, "bad"), X, Y, shuffle=False)
     with looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, writers=[]) as controller:
@@ -102,7 +102,7 @@ def test_a_returned_loss_that_is_not_finite_ends_the_run_at_its_step(keras):
             controller.train(epochs=1)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_the_step_of_the_guides_reports_as_in_fit(keras):
     """It returns the results of all metrics, among them the one object that Keras 3 has for the compiled ones."""
 
@@ -142,7 +142,7 @@ def test_the_step_of_the_guides_reports_as_in_fit(keras):
     )
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_metric_of_several_results_or_of_an_array_has_a_number_for_each(keras):
     class Both(keras.metrics.Metric):
         def __init__(self):

@@ -255,7 +255,7 @@ def test_callbacks_remember_by_what_they_watch(keras, tmp_path, caplog):
     assert "start with a fresh one: ReduceLROnPlateau(val_loss, auto)" in caplog.text
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_callbacks_that_cannot_be_told_apart_are_refused(keras):
     with pytest.raises(CallbackError, match=r"EarlyStopping\(loss"):
         trained("mlp", keras, callbacks=[watching(keras, "loss"), watching(keras, "loss", 5)])
@@ -313,6 +313,7 @@ def test_wrong_arguments_are_refused(case):
         looplib.KerasTrainer(**{"model": model, **arguments, **change(model, **arguments)})
 
 
+@pytest.mark.slow
 def test_callbacks_refuse_reports_that_are_not_of_epochs():
     model, arguments = keras_scripts.build("mlp", keras3)
     trainer = looplib.KerasTrainer(model, **arguments, callbacks=[keras3.callbacks.ReduceLROnPlateau()])
@@ -346,6 +347,7 @@ def test_a_data_set_of_global_batches_trains_as_in_fit(strategy, keras):
     assert_as_in_fit(ours, reports, ([np.array(variable) for variable in model.trainable_variables], history))
 
 
+@pytest.mark.slow
 def test_epochs_are_steps_of_any_trainer_whose_data_has_a_known_length():
     import toy
 

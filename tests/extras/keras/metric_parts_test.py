@@ -25,6 +25,7 @@ def each_error(y, predicted):
     return tf.abs(y - predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", [keras3, tf_keras], ids=["keras", "tf_keras"])
 def test_a_metric_function_that_is_no_mean_over_examples_is_said_by_its_name(keras, caplog):
     with make_strategy("mirrored_x2").scope():

@@ -125,6 +125,7 @@ def assert_equal_weights(one, other, **tolerance):
         np.testing.assert_allclose(ours, theirs, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])
 @pytest.mark.parametrize("kind", ["PyDataset", *more([kind for kind in KINDS if kind != "PyDataset"])])
 def test_each_kind_trains_as_in_fit(kind, keras, strategy):
@@ -182,6 +183,7 @@ class Uneven(Loader):
         return map(batch, [*range(STEPS), 0][: STEPS + self.extra * (self.passes > 5)])
 
 
+@pytest.mark.slow
 def test_a_loader_whose_passes_have_another_length_than_its_len_is_said(caplog):
     model, _, _ = trained(Uneven(1))
     assert_equal_weights(model, fitted(X, Y)[0])
@@ -201,6 +203,7 @@ class Listed(Examples):
         return self.form(*super().__getitem__(number))
 
 
+@pytest.mark.slow
 def test_examples_in_lists_of_arrays_are_structures_and_lists_of_numbers_are_refused():
     model, _, _ = trained(Listed(lambda x, y: [x, [y]]))
     assert_equal_weights(model, fitted(X, Y)[0])
@@ -293,6 +296,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_batches_is_refused_with_what_to_use(case):
     make, said = REFUSED[case]
@@ -315,6 +319,7 @@ def test_an_argument_of_fit_or_of_another_trainer_is_refused_with_its_place(name
         looplib.KerasTrainer(build(), X, Y, **{name: 3})
 
 
+@pytest.mark.slow
 def test_another_batch_size_and_batches_of_replicas_are_refused(tmp_path):
     trained(py_dataset(keras3), epochs=1, model_dir=tmp_path)
     with pytest.raises(BatchSizeError, match="PyDataset|Data makes"):

@@ -78,6 +78,7 @@ def test_constant_predictions_are_found_at_the_second_evaluation_in_a_row(strate
     assert not found(lambda task, x: task.model(x), strategy=strategy)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "predict",
     [
@@ -92,6 +93,7 @@ def test_a_prediction_that_would_leave_a_trace_or_shows_nothing_is_not_judged(pr
     assert found(predict) == ([], 0.0)
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_a_state_of_its_own_is_not_read_again():
     ids = tf.data.Dataset.range(64)
     plain = [

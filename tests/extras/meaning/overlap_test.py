@@ -122,6 +122,7 @@ def records(source):
     return dataset
 
 
+@pytest.mark.slow
 def test_records_of_one_file_are_found_by_number_and_copies_by_content(tmp_path):
     train, other = written(tmp_path / "train.tfrecord", TRAIN), written(tmp_path / "other.tfrecord", OTHER)
     (finding,) = found(records([train]), records([train]))
@@ -135,6 +136,7 @@ def test_records_of_one_file_are_found_by_number_and_copies_by_content(tmp_path)
     assert not found(records([train]), records([other]))
 
 
+@pytest.mark.slow
 def test_disjoint_parts_of_one_file_are_silent(tmp_path):
     path = written(tmp_path / "all.tfrecord", TRAIN)
     is_test = np.arange(400) % 4 == 0
@@ -147,6 +149,7 @@ def test_disjoint_parts_of_one_file_are_silent(tmp_path):
     assert "75 of 100 evaluation records" in finding.text and "300 training records" in finding.text
 
 
+@pytest.mark.slow
 def test_a_budget_divides_the_work():
     checks, budget = OverlapChecks(), Budget(1e-9)
     trainer = OnData(rows(TRAIN))

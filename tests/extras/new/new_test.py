@@ -34,6 +34,7 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["step", *more(["loss", "keras"])])
 def test_a_project_passes_its_own_tests_as_it_is(start, python, tmp_path):
     folder = tmp_path / "spirals"

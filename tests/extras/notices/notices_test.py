@@ -282,6 +282,7 @@ def test_servers_that_are_not_there_or_hang_or_announce_other_things_are_one_lin
     assert server.asked.count("/latest/meta-data/events/recommendations/rebalance") > 5
 
 
+@pytest.mark.slow
 def test_a_notice_that_is_there_before_the_training_ends_it_and_the_next_training_is_free(server, monkeypatch):
     monkeypatch.setattr(GcpNotices, "seconds", 0.01)
     server.gcp["preempted"] = "TRUE"

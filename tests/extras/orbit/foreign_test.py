@@ -118,6 +118,7 @@ def test_weights_and_metrics_are_those_that_orbit_comes_to(name, family, tmp_pat
     assert [r["accuracy"] for r in records["eval"]] == [output["accuracy"] for output in evaluated]
 
 
+@pytest.mark.slow
 def test_saves_evaluations_and_reports_come_at_exact_multiples_where_orbits_drift(tmp_path):
     *_, drifted = orbit_run(tmp_path / "orbit", 45)
     assert drifted == [4, 14, 25, 35, 45]
@@ -215,6 +216,7 @@ class Poisoned(Classifier):
         return super().loss(x, y, logits) * (1.0 + self.value)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_halts_the_run_and_the_newest_checkpoint_is_good(tmp_path):
     with pytest.raises(looplib.DivergenceError, match="at step 20, .*training_loss.* not finite.*ckpt-1[46], is good"):
         run(tmp_path, 40, Poisoned, every=8)
@@ -225,6 +227,7 @@ def test_a_loss_that_is_not_finite_halts_the_run_and_the_newest_checkpoint_is_go
         assert value.dtype.kind != "f" or np.isfinite(value).all(), (name, shape)
 
 
+@pytest.mark.slow
 def test_a_rollback_goes_back_and_past_the_bad_data(tmp_path, caplog):
     trainer = run(tmp_path, 40, Poisoned, every=8, guards=looplib.Guards(non_finite="rollback"))
     assert "rolling back to step 16 and continuing with the data after step 20 (rollback 1 of 3)" in caplog.text
@@ -302,6 +305,7 @@ def test_a_trainer_that_stops_where_its_data_ends_ends_the_run(tmp_path, caplog)
     assert c.global_step == 11
 
 
+@pytest.mark.slow
 def test_a_data_set_that_ends_with_an_error_is_a_sentence_and_what_was_saved_stays_good(tmp_path):
     def make():
         return Classifier(train_dataset=data().repeat(4))  # 16 batches
@@ -312,6 +316,7 @@ def test_a_data_set_that_ends_with_an_error_is_a_sentence_and_what_was_saved_sta
     assert run(tmp_path, 16, make, every=8).optimizer.iterations == 16
 
 
+@pytest.mark.slow
 def test_a_trainer_that_does_not_count_is_a_sentence_where_orbit_loops_for_ever(tmp_path):
     for counts in (0, 2):
         message = (
@@ -360,6 +365,7 @@ def test_a_checkpoint_says_what_to_save_under_which_names(tmp_path):
     assert results["eval"]["accuracy"] == pytest.approx(toy.numpy_accuracy(trainer.weights()))
 
 
+@pytest.mark.slow
 def test_a_new_run_takes_weights_from_a_checkpoint_of_orbits(tmp_path):
     theirs, *_ = orbit_run(tmp_path / "orbit", 10)
     trainer = Classifier()
@@ -377,6 +383,7 @@ def test_an_inspection_of_the_step_is_refused():
         controller(Line()).loops["train"].step  # noqa: B018
 
 
+@pytest.mark.slow
 def test_an_evaluation_job_and_evaluators_of_both_kinds_find_the_model(tmp_path):
     trainer = run(tmp_path, 14)
     job = controller(None, ClassifierEvaluator(Classifier().model), model_dir=tmp_path)

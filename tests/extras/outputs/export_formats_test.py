@@ -126,7 +126,7 @@ def record_of(path):
     return json.loads((path / "export.json").read_text())
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tf_keras", "keras"])
 def test_each_file_computes_in_its_own_runtime_what_numpy_does(family, exported):
     trainer, _, _, path, found = exported(family)
@@ -308,6 +308,7 @@ def test_numbers_that_are_not_finite_decide_no_range_and_are_no_part_of_the_cost
     assert cost.left_out == 1 and cost.mean == pytest.approx(0.5, rel=1e-5) and cost.same_class == 1.0
 
 
+@pytest.mark.slow
 def test_the_ranges_come_from_batches_of_one_size_as_the_converter_takes_no_others(tmp_path):
     inputs = [keras3.Input((4,), name="a"), keras3.Input((4,), name="b")]
     joined = keras3.layers.Concatenate()([keras3.layers.Dense(3)(one) for one in inputs])
@@ -346,6 +347,7 @@ def test_on_two_replicas_readers_of_sessions_find_the_mean_of_the_moving_statist
     assert np.abs(errors.mean(0)).max() < 0.01 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_an_error_of_the_data_or_of_the_function_is_not_one_of_files(tmp_path):
     class Data(Accuracy):
         def dataset(self, context):
@@ -368,6 +370,7 @@ def test_an_error_of_the_data_or_of_the_function_is_not_one_of_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_averages_with_statistics_of_other_weights_are_said_and_folders_of_the_run_are_refused(tmp_path, caplog):
     trainer = Classifier(keras3, average_decay=0.9)
     with looplib.Controller(

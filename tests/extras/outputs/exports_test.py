@@ -282,7 +282,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [[12], [5, 8, 12]])
 def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
     for steps in stops:
@@ -321,6 +321,7 @@ def best(folder, steps, directory=None):
         controller.train_and_evaluate(steps, 2)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_starts_again_leaves_its_exports_as_they_are(tmp_path):
     best(tmp_path, 4)
     made = tmp_path / "export" / "step-4" / "export.json"
@@ -376,7 +377,7 @@ def test_exports_that_a_checkpoint_from_elsewhere_names_are_removed_inside_the_r
     assert contents(outside) == before != {}
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [[".."], ["step-4/.."], ["../step-4"], ["/step-4"], [""], ["step-x"], [4], "step-4", None]
 )
@@ -429,7 +430,7 @@ def layers_of_ones_own(keras):
         yield model, words
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_keras_file_is_left_out_that_keras_does_not_load_as_the_model(keras, tmp_path):
     for number, (model, words) in enumerate(layers_of_ones_own(keras)):
         evaluator = toy.RegressionEvaluator(model)
@@ -448,6 +449,7 @@ def test_a_keras_file_is_left_out_that_keras_does_not_load_as_the_model(keras, t
             np.testing.assert_allclose(np.array(again(x)), 3 * (x @ kernel + bias), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_a_sentence(tmp_path):
     class Modelless(toy.RegressionEvaluator):
         def __init__(self):
@@ -510,6 +512,7 @@ def test_an_export_that_is_killed_leaves_nothing_in_its_place(nursery, tmp_path)
     assert names(tmp_path) == ["out", "run"]
 
 
+@pytest.mark.slow
 def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path, capsys):
     binary = [f"--model_dir={tmp_path}/run", "--config.model=mlp", "--loop=eager"]
     for arguments in (["--mode=train", "--train_steps=4"], ["--mode=predict"]):
@@ -544,6 +547,7 @@ def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path, capsys
     assert "run.json cannot be read; name the run directory of a training" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_export_keeps_the_states_of_stateful_layers_of_the_file_and_of_the_training(keras, tmp_path):
     rnn = keras.layers.LSTM(4, stateful=True, name="rnn")
     model = keras.Sequential([keras.Input((5, 3), batch_size=2), rnn, keras.layers.Dense(2)])

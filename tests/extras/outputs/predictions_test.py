@@ -383,6 +383,7 @@ def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_no
     check_binary(tmp_path / "eval", trained)
 
 
+@pytest.mark.slow
 def test_two_workers_predict_each_example_once_and_in_order(nursery, trained, tmp_path):
     lives = nursery.workers(
         2, trained, "--config.state_mb=0.01", "--mode=predict", "--predictions_piece=10", f"--predictions={tmp_path}"

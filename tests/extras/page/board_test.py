@@ -66,6 +66,7 @@ def test_a_browser_shows_new_runs_and_new_records_without_being_asked_and_says_w
     tab.close()
 
 
+@pytest.mark.slow
 def test_a_page_of_unchanged_runs_is_not_sent_again_and_a_changed_one_is(served, tmp_path):
     write(tmp_path / "run", [1.0], "done")
     server = served()

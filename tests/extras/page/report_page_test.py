@@ -182,6 +182,7 @@ def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
         assert values[9] == pytest.approx(up_to_9.get(name, 0) / sum(up_to_9.values()), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_failed_run_shows_its_traceback(tmp_path, opened):
     def explode(event):
         raise ValueError(EVIL)
@@ -233,6 +234,7 @@ def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
     assert any(len(line) == len(loss) and np.allclose(line, smooth, rtol=1e-4) for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_the_numbers_of_an_axis_have_the_digits_that_tell_them_apart(run, opened):
     sheet = opened(run / "report.html")
     for ticks, texts in (
@@ -368,6 +370,7 @@ def test_a_single_evaluation_is_seen_on_the_line_of_the_best_checkpoint(run, ope
     assert f"#{bytes(pixel).hex()}" == sheet.evaluate("color(1)")
 
 
+@pytest.mark.slow
 def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp_path):
     steps = 1_000_000
     values = np.abs(np.random.default_rng(0).normal(size=steps)) + 1
@@ -394,6 +397,7 @@ def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp
     assert "loss was not finite once, first at step 500,000" in sheet.inner_text("#verdict")
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_the_page_as_it_is_now_and_no_script_of_a_name_runs_there(tmp_path, opened):
     trainer, evaluator = toy.build(make_strategy("default"))
     folder = tmp_path / "a&quot; onload=1 <b>"
@@ -414,6 +418,7 @@ def test_a_notebook_shows_the_page_as_it_is_now_and_no_script_of_a_name_runs_the
             without_directory.report()
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, caplog):
     def obstruct(event):
         (tmp_path / "report.html").mkdir(exist_ok=True)
@@ -502,6 +507,7 @@ def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
     assert "1 restart took" in text and "idle" not in text
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_at_its_end_says_so_beside_its_restarts(run, opened, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     report = json.loads((folder / "run.json").read_text())
@@ -513,6 +519,7 @@ def test_a_run_that_went_back_at_its_end_says_so_beside_its_restarts(run, opened
     assert f"{report['step']} (back at 4)" in opened(tmp_path / "both.html").locator("table").first.inner_text()
 
 
+@pytest.mark.slow
 def test_every_chart_is_drawn_for_the_printer(run, opened):
     sheet = opened(run / "report.html", width=390)  # so that the last charts are far below
     assert not sheet.evaluate("[...charts].every((chart) => chart.drawn)")

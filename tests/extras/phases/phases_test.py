@@ -119,6 +119,7 @@ def test_two_phases_equal_a_plain_loop_in_numpy(name, loop, kind, family):
     assert_weights(trainer, in_numpy(kind)[0])
 
 
+@pytest.mark.slow
 def test_what_a_phase_does_not_train_has_no_decay_no_part_in_clipping_and_no_average():
     optimizer = keras3.optimizers.AdamW(0.1, weight_decay=0.1)
     report = ("learning_rate", "gradient_norm", "layer_norms")
@@ -136,6 +137,7 @@ def test_what_a_phase_does_not_train_has_no_decay_no_part_in_clipping_and_no_ave
         np.testing.assert_allclose(found.numpy(), averages[name], rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_averages_of_what_a_later_phase_freezes_stay():
     trainer = Net(phases=[looplib.Phase(until=FIRST), looplib.Phase(train="head")], average_decay=0.8)
     with flat_config.controller(trainer=trainer, global_batch_size=BATCH, steps_per_loop=4, writers=[]) as controller:
@@ -207,6 +209,7 @@ class Poisoned(Net):
         return tf.data.Dataset.zip(positions, super().dataset(context)).map(poison)
 
 
+@pytest.mark.slow
 def test_a_guard_rolls_back_over_the_end_of_a_phase(tmp_path):
     trainer = Poisoned()
     guards = looplib.Guards(non_finite="rollback")
@@ -217,7 +220,7 @@ def test_a_guard_rolls_back_over_the_end_of_a_phase(tmp_path):
     assert (back["step"], back["to"]) == (7, 4)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["eager", "graph"])
 def test_a_value_that_is_not_finite_is_found_in_its_step_after_a_phase_has_begun(loop):
     with pytest.raises(looplib.DivergenceError, match=r"\bstep 7\b"):
@@ -244,6 +247,7 @@ class Error(looplib.Evaluator):
         return {"loss": tf.square(self.model(inputs[0], training=False) - inputs[1])[:, 0]}
 
 
+@pytest.mark.slow
 def test_frozen_batch_normalization_keeps_its_statistics_and_its_layer_is_as_the_user_left_it():
     trainer = normalized(keras3, phases=[looplib.Phase(until=FIRST, train="head"), looplib.Phase()])
     norm = trainer.model.get_layer("encoder_norm")
@@ -281,6 +285,7 @@ def test_phases_equal_two_starts_with_a_partial_restore_also_in_batch_normalizat
     assert all(map(np.array_equal, weights, others))
 
 
+@pytest.mark.slow
 def test_each_phase_is_traced_once_and_a_value_that_changes_in_between_is_found():
     trainer = Net()
     trainer.scale = 1.0
@@ -295,6 +300,7 @@ def test_each_phase_is_traced_once_and_a_value_that_changes_in_between_is_found(
             controller.train(STEPS + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"phases": [looplib.Phase(train="encoder")]}, {"phases": None, "freeze": "head"}])
 def test_other_trained_variables_are_refused_by_their_names_and_phases_that_are_gone_are_said(
     settings, tmp_path, caplog
@@ -310,7 +316,7 @@ def test_other_trained_variables_are_refused_by_their_names_and_phases_that_are_
     assert "phases=None (was [{" in caplog.text and "'train': 'head'" in caplog.text
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tf_keras", "keras"])
 def test_what_no_phase_trains_is_frozen_and_each_optimizer_counts_its_own_updates(family):
     keras = FAMILIES[family]

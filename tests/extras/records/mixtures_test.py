@@ -191,6 +191,7 @@ def test_other_documents_share_a_row_in_each_epoch():
     assert len(first & second) < 0.6 * order.size
 
 
+@pytest.mark.slow
 def test_tokens_of_packed_rows_may_be_read_for_them():
     rows = looplib.PackedRows(*(part[0] for part in read(looplib.Packed(LENGTHS, 32), 1)))
     asked = []
@@ -205,6 +206,7 @@ def test_tokens_of_packed_rows_may_be_read_for_them():
     np.testing.assert_array_equal(rows.fill(TOKENS, -1), expected)
 
 
+@pytest.mark.slow
 def test_batches_of_a_bucket_are_padded_to_its_boundary():
     """By the line of docs/data_mixing.md."""
     batches = context().indices(looplib.Buckets(LENGTHS, BOUNDARIES))
@@ -246,6 +248,7 @@ def test_buckets_take_turns_in_another_order_each_epoch():
     assert len({tuple(turns) for turns in longest}) == 20
 
 
+@pytest.mark.slow
 def test_epochs_are_known_where_there_are_any():
     c = context()
     for name, steps in (("kept", (LENGTHS > 25).sum() / 8), ("buckets", 300 / 8), ("mixture", None)):
@@ -420,6 +423,7 @@ def test_records_of_files_are_mixed_filtered_and_put_into_buckets_like_examples_
         looplib.Kept(keep, names["web"])
 
 
+@pytest.mark.slow
 def test_records_that_a_filter_keeps_may_be_read_by_blocks(files):
     names, texts = files
     ids = np.flatnonzero(np.arange(50) % 3 > 0)
@@ -436,6 +440,7 @@ def test_records_that_a_filter_keeps_may_be_read_by_blocks(files):
     assert np.concatenate(list(once.as_numpy_iterator())).tolist() == kept
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_kept_until_the_function_or_the_records_change(files, tmp_path, caplog):
     caplog.set_level("WARNING", logger="absl")
     names, texts = files

@@ -76,6 +76,7 @@ def in_step_order(pipelines, replicas, steps):
     ]
 
 
+@pytest.mark.slow
 def test_a_full_shuffle_has_the_order_of_indices(files):
     expected = [list(batch) for batch in context().indices(TOTAL).take(30).as_numpy_iterator()]
     assert numbers(context().records(files, block=1), 30) == expected
@@ -151,6 +152,7 @@ def test_an_evaluation_has_each_record_once(files):
     assert np.concatenate(numbers(context(training=False).records(files))).tolist() == list(range(TOTAL))
 
 
+@pytest.mark.slow
 def test_each_worker_reads_its_own_part(tmp_path):
     with tf.io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         for number in range(10_000):
@@ -168,6 +170,7 @@ def test_each_worker_reads_its_own_part(tmp_path):
         assert read_by_the_kernel() - before < 1.2 * 6 * size / 2
 
 
+@pytest.mark.slow
 def test_the_index_is_built_once_and_again_for_other_files(copy, monkeypatch):
     monkeypatch.setenv("LOOPLIB_CACHE", str(copy / "cache"))
     pattern = f"{copy}/data.tfrecord-*"
@@ -237,6 +240,7 @@ def test_a_file_that_changes_during_the_run_ends_it(copy):
     assert len(looplib.open_records(pattern)) == TOTAL - COUNTS[2] + COUNTS[4]
 
 
+@pytest.mark.slow
 def test_files_that_other_libraries_read_are_guarded_too(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -419,6 +423,7 @@ class Lists(list):
         return [self[number] for number in numbers] if numbers and type(numbers) is list else []
 
 
+@pytest.mark.slow
 def test_a_record_that_an_installed_package_cannot_read_is_named_and_may_be_left_out(tmp_path):
     from array_record.python import array_record_data_source, array_record_module
 

@@ -110,6 +110,11 @@ class Fleet:
         """The last checkpoint of a trial."""
         return max((int(path.name[5:-7]) for path in self.folder.glob(f"trial-{number:04}/**/*.commit")), default=0)
 
+    def running(self):
+        """The trials that have begun for good, and have not come to their end."""
+        begun = [number for number in range(len(RATES)) if self.saved(number) > 2]
+        return [number for number in begun if not self.lives(f"trial-{number:04}")[1]]
+
     def trials(self):
         """{number: state} as the database has it."""
         return dict(self.server.query(
@@ -151,7 +156,7 @@ def until(condition, seconds=60):
 
 def test_a_machine_that_is_killed_and_one_that_joins_late_neither_lose_nor_repeat_a_trial(fleet):
     first, second = fleet.start(), fleet.start()
-    until(lambda: fleet.saved(0) > 2 and fleet.saved(1) > 2)
+    until(lambda: len(fleet.running()) == 2)
     fleet.kill(first)
     late = fleet.start()
     assert [machine.wait(60) for machine in (second, late)] == [EXIT_DONE] * 2, fleet.output(1) + fleet.output()

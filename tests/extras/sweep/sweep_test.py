@@ -149,6 +149,7 @@ def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_rest
     assert Study(str(tmp_path / "endless"), plan, space.parse(["train", "--a=0.1..1"])[1]).size == math.inf
 
 
+@pytest.mark.slow
 def test_a_trial_that_was_killed_while_its_point_was_drawn_gets_the_point_of_an_undisturbed_one(tmp_path):
     command = ["train", "--a=1..100", "--b=0.1..0.9", "--c=0.1..0.9"]
     plan = SweepPlan(command=command, search="random", metric="eval/score", goal="max", prune="none", seeds=0)
@@ -235,6 +236,7 @@ def sweep_of_scores(folder, *options, of):
     return main(["sweep", *options, "--", sys.executable, "-IS", str(program), *of])
 
 
+@pytest.mark.slow
 def test_the_best_value_ranks_if_asked_for_and_the_pages_have_trials_alone(tmp_path, capsys):
     folder, of = tmp_path / "sweep", ["--scores=0.5;0.6,0.9;0.3"]
     assert sweep_of_scores(folder, "--value=best", of=of) == EXIT_DONE
@@ -249,6 +251,7 @@ def test_the_best_value_ranks_if_asked_for_and_the_pages_have_trials_alone(tmp_p
     assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.endswith("report.html: 3 runs\n")
 
 
+@pytest.mark.slow
 def test_a_trial_under_several_seeds_has_their_mean_and_deviation(tmp_path):
     folder = tmp_path / "sweep"
     assert sweep_of_scores(folder, "--seeds=2", "--goal=min", "--parallel=2", of=["--scores=0.5,0.25"]) == EXIT_DONE
@@ -270,6 +273,7 @@ def test_a_sweep_without_a_result_fails(tmp_path):
     assert "eval/score" in row["error"]
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_first_trials_have_no_value_starts_no_more(tmp_path, capsys):
     folder = tmp_path / "sweep"
     assert sweep_of_scores(folder, of=["--fails=1,2,3,4,5,6"]) == EXIT_FAILED

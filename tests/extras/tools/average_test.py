@@ -52,6 +52,7 @@ def read(folder, family="keras"):
     return net.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, family", [("default", "keras"), ("mirrored_x2", "keras"), *more([("mirrored_x2", "tf_keras")])]
 )

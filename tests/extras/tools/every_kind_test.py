@@ -93,6 +93,7 @@ def test_a_run_is_repeated_and_parts_from_another_at_its_first_step(runs, capfd,
     assert "more" not in variables and "empty" not in variables and "texts" not in variables
 
 
+@pytest.mark.slow
 def test_it_resumes_exactly(python, capfd, tmp_path):
     command = [python, "-m", "every_kind", "--train_steps=12", "--loop=eager"]
     assert main(["check", "resume", "--kills=1", f"--dir={tmp_path}", "--", *command]) == EXIT_DONE

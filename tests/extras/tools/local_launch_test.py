@@ -115,6 +115,7 @@ def test_a_worker_ended_by_a_signal_is_named(tmp_path):
     assert (code, err) == (1, ["looplib: error: worker 1 was ended by SIGSEGV; worker 0 exited with code 1"])
 
 
+@pytest.mark.slow
 def test_all_are_started_again_with_growing_pauses_until_they_succeed(tmp_path):
     launched = Launched(tmp_path, "sys.exit(1 if lives < 2 and index == 1 else 0)", restarts=5, backoff=0.2)
     code, _, err = launched.end()
@@ -183,6 +184,7 @@ def test_a_signal_ends_the_pause_before_a_restart(tmp_path):
     assert launched.end(10)[0] == 75
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path):
     script = SAVES.replace("time.sleep(0.3)", "return") + "while True: time.sleep(1)"
     launched = Launched(tmp_path, script)
@@ -194,6 +196,7 @@ def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path):
     assert launched.end(30)[0] == 1
 
 
+@pytest.mark.slow
 def test_a_second_hangup_ends_no_worker_that_saves(tmp_path):
     launched = Launched(tmp_path, SAVES.replace("time.sleep(0.3)", "time.sleep(3)") + "time.sleep(1000)")
     launched.wait_for(["ready0", "ready1"])
@@ -204,6 +207,7 @@ def test_a_second_hangup_ends_no_worker_that_saves(tmp_path):
     assert code == 75 and sorted(out) == ["[worker 0] saved", "[worker 1] saved"]
 
 
+@pytest.mark.slow
 def test_a_hangup_that_the_launcher_was_started_to_ignore_stays_ignored(tmp_path):
     launched = Launched(
         tmp_path, "time.sleep(1.5)", before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
@@ -256,6 +260,7 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
     launched.end()
 
 
+@pytest.mark.slow
 def test_what_killed_workers_leave_in_the_temporary_folder_is_removed_also_after_a_killed_launch(
     tmp_path, tmp_path_factory
 ):
@@ -310,6 +315,7 @@ def test_workers_that_watch_each_other_end_by_themselves_and_succeed_after_a_res
 # With parameter servers.
 
 
+@pytest.mark.slow
 def test_a_chief_with_workers_and_parameter_servers_ends_them_all(tmp_path):
     script = (
         "print(kind, index, len(me.workers), len(me.parameter_servers))\ntime.sleep(1 if kind == 'chief' else 1000)"
@@ -322,6 +328,7 @@ def test_a_chief_with_workers_and_parameter_servers_ends_them_all(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_worker_of_a_chief_is_started_again_alone(tmp_path):
     script = """
 if kind == "worker" and index == 1 and lives < 2:

@@ -228,7 +228,7 @@ IN_TURN = list(zip(LAYERS, itertools.cycle(["keras", "tf_keras"])))
 OTHERS = list(zip(LAYERS, itertools.cycle(["tf_keras", "keras"])))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layers, family", [*IN_TURN, *more(OTHERS)])
 def test_the_layers_of_both_families_lower(layers, family):
     keras = pytest.importorskip(family)
@@ -240,6 +240,7 @@ def test_the_layers_of_both_families_lower(layers, family):
     assert result["steps"]["train"]["memory"]["activations and gradients"] > 0
 
 
+@pytest.mark.slow
 def test_a_batch_of_strings_is_found_and_so_is_what_uses_it():
     def dataset(context):
         rows = context.indices(64).map(lambda i: tf.ones([context.per_replica_batch_size, 4]))

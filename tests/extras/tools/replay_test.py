@@ -181,6 +181,7 @@ def test_a_replay_of_a_run_in_xla_has_its_numbers_up_to_rounding(runs, capfd):
     )
 
 
+@pytest.mark.slow
 def test_a_loss_that_was_another_one_is_found(runs, tmp_path, capfd):
     """The replay has the bits that the run had reported before its record was changed."""
     copy = shutil.copytree(runs("plain")[0], tmp_path / "copy")
@@ -231,6 +232,7 @@ def test_a_replay_that_is_ended_leaves_no_folder(signum, runs, tmp_path, python)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_debugger_stops_in_the_user_s_function(runs, tmp_path, capfd):
     (tmp_path / "commands").write_text("p 'at', int(inputs[2][0])\nc\n")
     stdin = os.dup(0)

@@ -92,6 +92,7 @@ def test_a_resumed_run_is_repeated_bit_by_bit(run, forks, tmp_path, capfd):
     assert [reports[1]["config"][name] for name in ("optimizer", "learning_rate")] == ["sgd", 0.002]
 
 
+@pytest.mark.slow
 def test_settings_of_every_kind_are_repeated(forks, python, tmp_path, capfd):
     (program := tmp_path / "typed.py").write_text(TYPED)
     flags = ["--config.stages=[{rate: 5e-1, kind: SGD}]", "--config.words=x,y,z", "--config.folder=12"]
@@ -110,6 +111,7 @@ def changed(run, tmp_path, **values):
     return copy, report
 
 
+@pytest.mark.slow
 def test_another_version_is_named_and_another_number_found(run, forks, tmp_path, capfd):
     copy, report = changed(run, tmp_path)
     report["versions"]["numpy"] = "1.0"

@@ -164,7 +164,7 @@ def test_layers_that_keras_has_numbered_are_not_guessed_from_names_alone(tmp_pat
     same(source, target)
 
 
-@pytest.mark.slow(spread=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("write", [of_weights, of_keras, of_safetensors])
 def test_half_precision_comes_back_and_becomes_float32_exactly(write, dtype, tmp_path):
@@ -285,6 +285,7 @@ def memory(monkeypatch, tmp_path):
     store.rm("/weights", recursive=True)
 
 
+@pytest.mark.slow
 def test_weights_at_a_url_are_fetched_and_an_index_brings_its_shards(memory, tmp_path):
     url, store = memory
     source, target = filled(fresh(keras3, functional)), fresh(keras3, functional)

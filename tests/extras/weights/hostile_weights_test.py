@@ -89,6 +89,7 @@ def refused(path, pattern=""):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 300_000  # kB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAFETENSORS)
 def test_a_wrong_file_of_safetensors_is_refused(case, tmp_path):
     SAFETENSORS[case](tmp_path / "w.safetensors")

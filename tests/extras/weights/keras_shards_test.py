@@ -68,7 +68,7 @@ WRONG = {
 }
 
 
-@pytest.mark.slow(keep=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(WRONG)[::-1])
 def test_a_wrong_index_or_file_is_refused(case, tmp_path):
     _, index = written(tmp_path)

@@ -76,6 +76,7 @@ def test_it_says_what_a_run_takes_and_what_has_no_place(tmp_path, capsys):
     assert "of the shape (4, 6)" in out and "only in" in out and "head/bias" in out
 
 
+@pytest.mark.slow
 def test_suggested_rules_are_text_that_a_warm_start_takes(tmp_path, capsys):
     source, target = filled(small("encoder", "head")), filled(small("backbone", "top"), seed=1)
     path = write_safetensors(tmp_path / "w.safetensors", by_path(source))

@@ -23,6 +23,7 @@ def adapted(rank):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there, here", [(0, 2), (2, 2), (2, 3), (2, 0)])
 def test_adapters_are_taken_as_a_part_of_the_kernel(there, here, tmp_path):
     source = adapted(there)
@@ -61,6 +62,7 @@ def test_a_layer_of_another_kind_takes_nothing(keras, tmp_path, caplog):
     np.testing.assert_array_equal(target.layers[1].beta, [1, 2, 3, 4])  # a layer that only lacks a part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keras", "tf_keras", "legacy"])
 def test_the_learning_rate_of_the_new_run_stays_and_nothing_is_said_to_lack(kind, tmp_path, caplog):
     family = keras if kind == "keras" else tf_keras

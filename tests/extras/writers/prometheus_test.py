@@ -61,6 +61,7 @@ def test_what_is_served_is_what_was_reported_and_the_port_is_free_after_the_run(
         scraped(writer.port)
 
 
+@pytest.mark.slow
 def test_a_binary_whose_port_is_taken_ends_with_a_sentence(nursery, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

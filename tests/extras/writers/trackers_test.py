@@ -177,6 +177,7 @@ class Hanging(looplib.Writer):
         self.end.wait(60)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_raises_is_left_out_with_one_warning(tmp_path, caplog):
     raising = Raising()
     train(tmp_path / "run", [looplib.BackgroundWriter(raising)])
@@ -185,7 +186,7 @@ def test_a_tracker_that_raises_is_left_out_with_one_warning(tmp_path, caplog):
     assert len(warnings) == 1 and "Raising" in warnings[0] and "no such host" in warnings[0]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("most_waiting, reason", [(2, "2 records are waiting"), (100, "did not end within 0.5 s")])
 def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
     hanging = Hanging()
@@ -209,6 +210,7 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch):
         tracked_by(["csv", "wandb"], "x")
 
 
+@pytest.mark.slow
 def test_writers_are_named_in_the_list_of_writers(tmp_path):
     with toy.controller(None, toy.Regression(), model_dir=tmp_path, writers=["csv", "jsonl"]) as controller:
         controller.train(2)
