@@ -175,10 +175,15 @@ def close_controllers():
     """
     yield
     gc.collect(1)
-    global _references, _threads
+    _close_controllers()
+    global _threads
     if len(os.listdir("/proc/self/task")) > _threads + _MORE_THREADS:
         gc.collect()
         _threads = len(os.listdir("/proc/self/task"))
+
+
+def _close_controllers():
+    global _references
     if loaded := sys.modules.get("looplib.controller"):  # nobody has made one before it is loaded
         kind = loaded.Controller
         if sys.getrefcount(kind) == _references:
