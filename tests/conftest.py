@@ -174,6 +174,7 @@ def close_controllers():
     then takes as long as that thread sleeps, up to 60 s, and that is at most as long as the iterator has been there.
     """
     yield
+    _close(gc.get_objects(0) + gc.get_objects(1))  # before they are collected, which deletes iterators
     gc.collect(1)
     _close_controllers()
     global _threads
@@ -188,11 +189,15 @@ def _close_controllers():
         kind = loaded.Controller
         if sys.getrefcount(kind) == _references:
             return  # each controller refers to its class, so there is no new one; to go through all objects takes 0.1 s
-        for controller in [each for each in gc.get_objects() if type(each) is kind]:
+        _close(gc.get_objects())
+        _references = sys.getrefcount(kind)
+
+
+def _close(objects):
+    if loaded := sys.modules.get("looplib.controller"):
+        for controller in [each for each in objects if type(each) is loaded.Controller]:
             with contextlib.suppress(Exception):  # what its test has made of it, or has it raise
                 controller.close()
-        controller = None
-        _references = sys.getrefcount(kind)
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,7 @@ def test_an_optimizer_that_makes_its_variables_late_resumes_in_the_eager_loop(ki
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_variables_that_no_attribute_holds_are_named(caplog, keras):
     hidden = tf.Variable(1.0, name="hidden_scale")
 

@@ -62,6 +62,7 @@ def test_a_job_takes_what_the_run_ended_with_or_what_is_named(trained):
         job(folder, which="newest")
 
 
+@pytest.mark.slow
 def test_a_warm_start_takes_it_too(trained, tmp_path):
     folder, _ = trained
     starts = {f"{folder}{'' if which is None else f'@{which}'}": step for which, step in CHOICES.items()}
@@ -143,6 +144,7 @@ def test_a_longer_training_continues_from_the_newest_and_is_then_what_jobs_take(
     assert json.loads((run / "run.json").read_text())["final_step"] is None
 
 
+@pytest.mark.slow
 def test_the_last_line_says_where_the_run_ended_and_what_jobs_take(trained, nursery, tmp_path):
     folder, line = trained
     assert line.startswith(

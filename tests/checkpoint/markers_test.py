@@ -60,6 +60,7 @@ def same(content, fields):
         return False
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(done=markers(), damages=st.lists(st.tuples(PLACES, st.integers(1, 255), st.binary(max_size=3))))
 def test_a_marker_is_read_as_it_was_written_and_any_change_of_its_bytes_is_refused(done, damages, tmp_path):

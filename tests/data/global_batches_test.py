@@ -254,7 +254,7 @@ class Small(looplib.GradientTrainer):
     y = x.sum(axis=1, keepdims=True)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, *more([3])])
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
 def test_the_gradient_of_a_smaller_global_batch_is_of_its_mean_where_sizes_vary(strategy, parts):

@@ -211,6 +211,7 @@ def test_the_orders_of_epochs_are_independent(n):
     assert np.sqrt((correlations**2).mean() * n) < 1.6
 
 
+@pytest.mark.slow
 def test_seeds_of_training_differ_by_epoch_place_and_run():
     steps = repetitions(60, 300)
     ids, seeds = pairs(37, steps)

@@ -228,7 +228,7 @@ def test_an_error_with_secrets_in_it_is_masked(nursery, tmp_path):
 
 def test_the_password_of_a_mistyped_option_is_masked(capsys):
     with pytest.raises(SystemExit):
-        main(["sweep", "--storge=postgresql://me:hunter2hunter2@host/db", "runs"])
+        main(["sweep", "--dir=runs", "--metric=loss", "--storge=postgresql://me:hunter2hunter2@host/db"])
     printed = capsys.readouterr().err
     assert "hunter2" not in printed and masks.MASK in printed
 

@@ -172,6 +172,7 @@ def test_a_directory_for_the_best_is_for_one_run(tmp_path):
     assert "step-6" in os.listdir(out)
 
 
+@pytest.mark.slow
 def test_a_dry_run_exports_into_its_own_directory(tmp_path):
     action = looplib.ExportBest("eval/accuracy", tmp_path / "out")
     dry_run.keep_inside([print, action])

@@ -223,6 +223,7 @@ def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder,
     assert tf.train.latest_checkpoint(folder / "checkpoints") == str(folder / "checkpoints" / f"ckpt-{LAST}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *more(range(1, 8))])
 def test_the_two_newest_damaged_cost_both(number, folder, whole, caplog):
     chance = random.Random(number)

@@ -316,6 +316,7 @@ BAD_FLAGS = {
 }
 
 
+@pytest.mark.slow
 def test_bad_text_on_a_command_line_ends_in_a_sentence(nursery, tmp_path):
     make_fifo(tmp_path / "fifo")
     (tmp_path / "aliases").write_text(aliases(9))
@@ -427,6 +428,7 @@ def test_a_start_takes_the_times_and_the_restarts_from_a_record_whose_old_starts
     assert now["starts"][0] == first and now["starts"][-1]["step"] == 7
 
 
+@pytest.mark.slow
 def test_a_commit_that_git_would_take_for_an_option_is_none(folder, tmp_path, capsys, monkeypatch):
     report, made = json.loads((folder / "run.json").read_text()), tmp_path / "made"
     program = report["starts"][0]["program"] | {"repository": str(hostile_test.pathlib.Path(__file__).parents[2]),

@@ -182,7 +182,7 @@ SIDE_FILES = [
 ]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     "names",

@@ -112,6 +112,7 @@ def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_th
     assert f"step      20  eval   accuracy {accuracy:.4g}" in evaluation.output()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start it as another user")
 def test_an_evaluation_as_another_user_writes_nothing(nursery, finished):
     for parent in finished.parents:

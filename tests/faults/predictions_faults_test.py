@@ -488,6 +488,7 @@ def mount(*arguments):
         pytest.skip(f"nothing can be mounted here: {result.stderr.strip()}")
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_a_sentence_with_the_cure(nursery, trained, tmp_path):
     view, loop, file = tmp_path / "view", tmp_path / "loop", tmp_path / "file"
     view.mkdir()

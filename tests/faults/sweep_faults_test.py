@@ -464,6 +464,7 @@ def test_children_of_a_run_that_was_killed_hold_up_no_restart(
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
+@pytest.mark.slow
 def test_left_overs_of_a_killed_sweep_are_waited_for_with_a_line_and_not_for_ever(
     folder: pathlib.Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -168,6 +168,7 @@ def test_the_loss_that_the_trainer_names_is_watched_whatever_its_name():
             controller.train(20)
 
 
+@pytest.mark.slow
 def test_a_nan_that_a_relu_hides_from_the_loss_is_found_in_the_gradient(tmp_path):
     """In a tf.function on a CPU, TensorFlow 2.20 makes 0 of relu(NaN), and the loss stays finite."""
     trainer = build(make_strategy("default"), "input")

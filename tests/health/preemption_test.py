@@ -550,6 +550,7 @@ def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(python, t
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_signals_of_a_fork_are_its_own():
     """As of a pool of processes that an action uses, whose end sends them SIGTERM."""

@@ -135,6 +135,7 @@ def test_a_run_that_fails_after_its_last_step_reports_it_when_it_is_started_agai
     assert curve(tmp_path / "parts")[-1]["step"] == 5
 
 
+@pytest.mark.slow
 def test_an_eager_step_that_cannot_be_traced_reports_nothing_of_steps_before_the_resume(tmp_path, caplog):
     """Only where no step was run, so that the names and shapes of its metrics are not known."""
 

@@ -23,6 +23,7 @@ def seconds(module):
     return float(elapsed)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_importing_looplib_costs_little_more_than_importing_tensorflow():
     pairs = [(seconds("tensorflow"), seconds("looplib")) for _ in range(conftest.repetitions(1, 5))]

@@ -105,7 +105,7 @@ def last_lines(nursery, cases, tmp_path_factory):
         return dict(zip(cases("case"), pool.map(run, cases("case"))))
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_the_last_line_names_the_users_line_and_the_sentence(case, last_lines):
     code, line = last_lines[case]

@@ -220,7 +220,7 @@ def test_what_a_checkpoint_calls_reported_is_on_the_disk_before_its_marker_is(tm
 # The step.
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(name, tmp_path):
     strategy = make_strategy(name)

@@ -88,6 +88,7 @@ def test_a_training_that_reaches_its_time_saves_and_continues_exactly(threaded, 
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_time_outside_of_trainings_does_not_count_and_a_training_in_time_ends_as_ever():
     with toy.controller(DEFAULT, Slow(0), max_time=20.0) as controller:
         controller.clock.add("other", 100.0)

@@ -33,7 +33,7 @@ def summed(parts):
     return ExampleSum.of_parts(parts.numpy())
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BATCHES)
 def test_parts_of_a_batch_sum_to_the_whole(kind):
     whole = summed(examples_checksum(BATCHES[kind], 5))
@@ -123,7 +123,7 @@ def test_one_number_on_any_strategy_engine_and_across_a_resume(monkeypatch, tmp_
     assert "not saved" not in caplog.text  # the step reads the counter, which is the controller's own
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, "0"])
 def test_nothing_is_added_unasked(value, monkeypatch, tmp_path):
     monkeypatch.delenv("LOOPLIB_EXAMPLE_CHECKSUMS", raising=False)

@@ -139,6 +139,7 @@ def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials
     np.testing.assert_allclose(trainer.losses, graph_losses()[:6], rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, loop, make",
     [
@@ -359,6 +360,7 @@ def test_the_fastest_candidate_wins_and_graph_stays_where_none_is_faster_by_3_pe
     assert record["seconds_per_step"] == pytest.approx({name: value / 1e3 for name, value in milliseconds.items()})
 
 
+@pytest.mark.slow
 def test_a_short_training_is_not_worth_a_trial():
     assert train("auto", 100, Quick())[0].engines == {}
 

@@ -53,6 +53,7 @@ def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_pa
     assert grown < 1.0, f"{grown:.2f} MB more for {window} loops, with evaluations: {np.round(memory, 1)}"
 
 
+@pytest.mark.slow
 def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
     controller = toy.controller(None, None, toy.RegressionEvaluator(toy.build(make_strategy("default"))[0].model))
     engine = controller.loops["eval"]._inner
@@ -125,6 +126,7 @@ def test_loops_of_one_step_and_of_several_draw_one_sequence_of_random_numbers(st
     assert drawn == sequence if steps_per_loop == 1 else set(drawn) <= set(sequence) and len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.slow
 def test_the_global_step_is_a_tensor_that_the_step_can_read():
     class Scheduled(toy.Regression):
         def step_fn(self, inputs):

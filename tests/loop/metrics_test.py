@@ -558,6 +558,7 @@ def test_a_metric_with_the_name_of_one_of_looplib_s_is_refused_when_the_controll
         build(Named(end=[name])).train(1)
 
 
+@pytest.mark.slow
 def test_a_loop_end_may_pass_on_the_examples_and_no_other_number_of_them():
     evaluator = Values(12, lambda i, v: {"value": v})
     assert evaluate(None, evaluator)["examples"] == 12

@@ -193,6 +193,7 @@ def test_every_class_of_optimizers_equals_keras_on_one_device(keras):
     check(keras, classes(keras), "mirrored_x2", loop="eager", x=X[: repetitions(3, STEPS) * BATCH])
 
 
+@pytest.mark.slow(spread=1)
 def test_every_option_equals_keras_on_one_device(keras):
     steps = STEPS if keras is keras3 else repetitions(4, STEPS)  # of Keras 3 some accumulate gradients
     check(keras, options(keras), "mirrored_x2", loop="eager", x=X[: steps * BATCH])

@@ -143,6 +143,7 @@ def test_adapters_merge_in_convolutions_and_on_two_replicas(tmp_path):
     assert exported.output_shape == (None, 3)
 
 
+@pytest.mark.slow
 def test_pictures_compare_runs(tuned, tmp_path):
     runs = [str(folder) for folder, _, _ in tuned.values()]
     pictures.write_curves(str(tmp_path / "one.png"), runs, "eval/accuracy")

@@ -122,6 +122,7 @@ def test_a_short_run_is_told_that_its_start_took_its_time():
     assert verdict(start=2, compile=1, train=1, evaluate=4).startswith("evaluation-bound: ")
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_run_that_evaluates_often_and_saves_seldom_is_advised_to_evaluate_less_often(tmp_path, monkeypatch):
     commit = commits.commit

@@ -328,7 +328,7 @@ def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family
     assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):
     class Norm(looplib.Evaluator):
@@ -444,7 +444,7 @@ def test_half_precision_learns_as_float32_does(precision, keras):
     assert accuracy(precision) == pytest.approx(accuracy("float32"), abs=0.01)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_frozen_layers_keep_weights_and_statistics(keras):
     class Deep(Tagger):
         def __init__(self):
@@ -732,7 +732,7 @@ def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
     assert_weights(trainer, numpy_weights(3))
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, count", [("mirrored_x2", 2), *more([("default", 1), ("mirrored_x2", 1)])])
 def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     class Words(looplib.GradientTrainer):

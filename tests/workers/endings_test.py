@@ -53,6 +53,7 @@ def test_no_more_is_left_out_than_a_batch_for_each_worker_in_each_step_requires(
             )
 
 
+@pytest.mark.slow
 def test_it_is_said_before_the_training_where_the_lengths_are_known_and_after_it_where_not(found):
     said = {
         case: " ".join(result["warnings"])

@@ -171,6 +171,7 @@ def test_after_all_these_strikes_the_run_resumes_exactly(nursery, struck, froze,
 # Others.
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_finite_on_one_worker_halts_all_at_the_same_step(nursery, tmp_path):
     # A state that takes long to write: the other worker's failure may not end the chief before its save.
     processes = nursery.workers(

@@ -158,6 +158,7 @@ def test_a_child_that_outlives_its_worker_does_not_hide_the_death(workers, netwo
     assert_all_leave(workers, f"looplib: error: {name(network, 1)} died; see its log{AGAIN}", [0, 2])
 
 
+@pytest.mark.slow
 def test_goodbyes_alarm_nobody_and_all_leave_together(workers):
     workers.tell(1, "leave")
     workers.tell(0, "leave")

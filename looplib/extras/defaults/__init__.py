@@ -1,1 +1,5 @@
-"""What looplib itself adds to each training; it knows of several rooms of extras, and none of them knows of it."""
+"""Defaults: what looplib itself adds to each training; it knows of several rooms, and none of them knows of it.
+
+Names that other rooms may use, by file:
+    additions: none
+"""

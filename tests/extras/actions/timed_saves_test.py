@@ -41,6 +41,7 @@ def train(folder, steps, saves, time, **settings):
         return controller.clock.seconds()
 
 
+@pytest.mark.slow
 def test_it_saves_at_the_first_report_after_each_interval(tmp_path):
     time = Time(seconds=4)  # for two steps: 4 s at step 2, 8 s at step 4, 12 s at step 6
     train(tmp_path, 25, looplib.TimedSaves(every=10, now=time), time)
@@ -85,6 +86,7 @@ def test_the_interval_of_a_budget_is_the_median_stop_over_it_and_not_shorter_tha
         assert saves.interval == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_save_for_another_reason_counts(tmp_path):
     time = Time(seconds=4)
     policy = looplib.CheckpointPolicy(every_steps=8, keep=looplib.KeepLast(1000), in_background=False)

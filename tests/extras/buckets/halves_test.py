@@ -157,6 +157,7 @@ def test_two_writers_with_old_listings_do_not_both_get_the_run(cloud):
     first.end()
 
 
+@pytest.mark.slow
 def test_retention_deletes_what_the_run_has_deleted_and_nothing_else(cloud):
     """What somebody else has put beside stays, also what looks like a checkpoint."""
     strange = {

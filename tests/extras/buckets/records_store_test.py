@@ -252,6 +252,7 @@ def test_an_object_that_is_replaced_in_mid_run_ends_it(store, cache, monkeypatch
             time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_damage_is_named_by_object_record_and_byte(store):
     raw = bytearray((store.folder / "a.tfrecord-2").read_bytes())
     at = sum(len(content(700 + row)) + 16 for row in range(17))

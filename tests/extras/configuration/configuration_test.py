@@ -134,7 +134,7 @@ BAD = {
 }
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("argument", BAD)
 def test_a_wrong_flag_is_a_sentence(argument, nursery):
     life = nursery.life_of("nested", argument)

@@ -121,6 +121,7 @@ def test_the_advice_for_a_slow_function_of_flat_map_helps():
     assert after < 0.8 * before and (found.kind, found.tuned) == ("map", True), (found, before, after)
 
 
+@pytest.mark.slow
 def test_the_advice_for_a_slow_map_in_a_parallel_interleave_helps():
     def pipeline(make, count=2):
         return Data.range(50).repeat().interleave(lambda _: make(Data.range(64)), count, num_parallel_calls=count)

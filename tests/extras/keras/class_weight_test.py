@@ -59,6 +59,7 @@ def test_class_weights_are_those_of_fit(case, kind, keras):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_soft_targets_are_rounded_to_a_class():
     model = compiled(__import__("keras"), SOFT)
     losses = np.square(model(X).numpy()[:, 0] - SOFT)

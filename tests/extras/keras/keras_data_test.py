@@ -229,8 +229,8 @@ KINDS = {  # of a model, and the arguments of fit
 }
 
 
-@pytest.mark.slow(spread=1)
-@pytest.mark.slow(pairs=True)
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
 def test_each_kind_of_data_that_fit_takes_trains_as_in_fit(kind, keras, strategy):

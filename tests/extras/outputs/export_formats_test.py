@@ -146,7 +146,7 @@ def test_each_file_computes_in_its_own_runtime_what_numpy_does(family, exported)
         assert loaded["dense_1/kernel"].tobytes() == trainer.model.layers[-1].get_weights()[0].tobytes()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tf_keras", "keras"])
 def test_weights_come_back_bit_by_bit_from_an_export(family, exported):
     trainer, _, _, path, _ = exported(family)

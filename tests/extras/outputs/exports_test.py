@@ -492,6 +492,7 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
         ).train(1)
 
 
+@pytest.mark.slow
 def test_an_export_that_is_killed_leaves_nothing_in_its_place(nursery, tmp_path):
     run, out, small = tmp_path / "run", tmp_path / "out", "--config.state_mb=0.01"
     life = nursery.life(run, small, "--mode=export")

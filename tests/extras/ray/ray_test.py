@@ -74,6 +74,7 @@ def test_what_an_actor_cannot_start_is_refused_in_words():
         WorkerActor("127.0.0.1").start(["true"], "/no/folder", {})
 
 
+@pytest.mark.slow
 def test_a_command_ends_with_the_process_of_its_actor(tmp_path):
     program = (
         "import sys, time\nfrom looplib.extras.ray.actor import WorkerActor\nactor = WorkerActor('127.0.0.1')\n"

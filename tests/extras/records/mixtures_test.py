@@ -353,6 +353,7 @@ def test_sources_of_a_mixture_whose_records_differ_are_refused_before_the_first_
 STEPS = ["--train_steps=20", "--checkpoint_interval=5", "--mode=train", "--config.state_mb=0.01"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data, keras", [("mixture", "keras"), *more(
     [("packed", "tf_keras"), ("buckets", "keras"), ("mixture", "tf_keras"), ("packed", "keras"), ("buckets", "tf_keras")])])  # fmt: skip
 def test_a_killed_run_and_one_on_two_workers_see_the_same_examples(data, keras, nursery, tmp_path):

@@ -265,6 +265,7 @@ def test_a_trial_under_several_seeds_has_their_mean_and_deviation(tmp_path):
         assert float(row["deviation"]) == pytest.approx(statistics.stdev(scores), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_sweep_without_a_result_fails(tmp_path):
     folder = tmp_path / "sweep"
     assert sweep_of_scores(folder, "--metric=eval/accuracy", of=["--scores=0.5"]) == EXIT_FAILED

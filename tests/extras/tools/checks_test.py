@@ -37,7 +37,7 @@ CASES = {
 
 
 # Other cases differ and agree in their way; every_kind_test.py has a run that resumes exactly.
-ALIKE = ("resume", "data", "csv", "replicas of a model", "unseeded")
+ALIKE = ("resume", "data", "csv", "replicas of a model", "unseeded", "crash", "loss")
 
 
 def check(python, arguments, binary, folder):
@@ -102,6 +102,7 @@ def test_two_uninterrupted_runs_that_differ(results):
     assert "step 10 train examples_checksum" in result.stdout and "uninterrupted runs differ too" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_is_code_2_with_its_last_line(results):
     result = results["crash"]
     assert result.returncode == 2 and "Traceback" in result.stderr
@@ -129,6 +130,7 @@ def test_replicas_that_agree(case, evaluation, results, folder):
     assert [run["num_replicas"] for run in runs] == [1, 2]
 
 
+@pytest.mark.slow
 def test_replicas_that_do_not(results):
     result = results["loss"]
     assert result.returncode == 1, result.stdout + result.stderr

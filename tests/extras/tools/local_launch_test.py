@@ -93,6 +93,7 @@ def test_each_worker_knows_all_and_its_lines_bear_its_name(tmp_path):
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in next(iter(lists)))
 
 
+@pytest.mark.slow
 def test_when_one_fails_the_others_are_ended_after_the_grace(tmp_path):
     script = "time.sleep(0.3 if index == 1 else 1000)\nsys.exit(3)"
     code, _, err = Launched(tmp_path, script, workers=3, grace=1.0).end(30)
@@ -109,6 +110,7 @@ def test_a_frozen_worker_is_ended_too(tmp_path):
     assert err[-1].endswith("worker 0 exited with code 1; worker 1 was stopped and had to be killed")
 
 
+@pytest.mark.slow
 def test_a_worker_ended_by_a_signal_is_named(tmp_path):
     script = "os.kill(os.getpid(), signal.SIGSEGV) if index == 1 else time.sleep(1)\nsys.exit(1)"
     code, _, err = Launched(tmp_path, script).end(30)
@@ -346,6 +348,7 @@ while kind != "chief" or not path.with_name("worker1").exists() or path.with_nam
     assert len([line for line in err if "worker 1 exited with code 1; restarting" in line]) == 2
 
 
+@pytest.mark.slow
 def test_a_chief_that_fails_takes_all_into_the_restart(tmp_path):
     script = """
 def as_often(name):
@@ -361,6 +364,7 @@ sys.exit(lives == 0)
     assert [len(launched.lives(name)) for name in ("chief0", "worker0", "worker1", "ps0")] == [2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_signal_goes_to_the_chief_first_which_saves_with_its_servers(tmp_path):
     script = SAVES.replace(
         "def save(*_):", "def save(*_):\n    assert kind == 'chief' or pathlib.Path(path.with_name('over')).exists()"

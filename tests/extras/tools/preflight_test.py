@@ -167,6 +167,7 @@ def test_faults_within_conditions_and_loops_are_found_on_their_lines():
     assert any(kind == "dynamic shape" and "tf.map_fn" in line for kind, line in found)
 
 
+@pytest.mark.slow
 def test_slow_types_are_found_where_they_are_made():
     def step(self, x):
         wide = tf.cast(x, tf.float64)

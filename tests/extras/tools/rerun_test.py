@@ -130,6 +130,7 @@ def git(folder, *arguments):
     ).stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_run_has_the_commit_and_the_changes_and_a_rerun_the_changes_since(python, forks, tmp_path, capfd):
     source, run = tmp_path / "source", tmp_path / "run"
     source.mkdir()
@@ -166,7 +167,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_run_that_no_command_repeats_is_refused(case, run, tmp_path, capsys):
     values, sentence = REFUSED[case]
