@@ -4,6 +4,5 @@ Names that other rooms may use, by file:
     flag: NoticesFlag
     listener: none
     metadata: none
-    notice: none
     sources: none
 """

@@ -12,6 +12,7 @@ Names that other rooms may use, by file:
     goodput: as_report
     html: none
     marks: none
+    notice: none
     phases: none
     read: none
     run: none
