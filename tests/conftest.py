@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -149,14 +150,15 @@ def _pairs(group, possible):
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # TensorFlow's half a million objects: to go through them takes 0.3 s each time
-    gc.set_threshold(20_000, 10, 25)  # tracing makes so many objects that 7% of the suite were collections
+    # Tracing makes so many objects that 7% of the suite were collections; old objects are collected by `_collect` alone.
+    gc.set_threshold(20_000, 10, 100_000)
 
 
 def pytest_runtest_teardown(item, nextitem):
     if (
         nextitem is not None and nextitem.path != item.path
     ):  # what is left of a file's tests stays: caches, traced functions
-        gc.collect()
+        _collect()
         gc.freeze()
 
 
@@ -168,19 +170,48 @@ def base_folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def close_controllers():
-    """Closes the controllers that a test leaves open, which have threads, locks and iterators.
-
-    TensorFlow may lose the signal that ends the thread which tunes the pipeline of an iterator. To delete the iterator
-    then takes as long as that thread sleeps, up to 60 s, and that is at most as long as the iterator has been there.
-    """
+    """Closes the controllers that a test leaves open, which have threads, locks and iterators."""
     yield
     _close(gc.get_objects(0) + gc.get_objects(1))  # before they are collected, which deletes iterators
     gc.collect(1)
     _close_controllers()
     global _threads
     if len(os.listdir("/proc/self/task")) > _threads + _MORE_THREADS:
-        gc.collect()
+        _collect()
         _threads = len(os.listdir("/proc/self/task"))
+
+
+def _collect():
+    """Collects garbage, and ends the iterators in it without Python's lock, as `HostStream.end` does.
+
+    To delete an iterator takes up to 60 s, as long as the thread that tunes its pipeline sleeps.
+    """
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    garbage = gc.garbage[:]
+    gc.garbage.clear()
+    if tf := sys.modules.get("tensorflow"):
+        for iterator in [each for each in garbage if issubclass(type(each), tf.data.Iterator)]:
+            threading.Thread(target=_end, args=(iterator,), daemon=True).start()
+    garbage.clear()
+    gc.collect()
+
+
+def _end(iterator):
+    import tensorflow as tf
+
+    from looplib.data import iterator_state
+
+    def nothing(spec):
+        return tf.zeros([size or 0 for size in spec.shape], spec.dtype)
+
+    with contextlib.suppress(Exception):  # of another kind of element, or already ended: it is deleted as it is
+        empty = tf.data.Dataset.from_tensors(tf.nest.map_structure(nothing, iterator.element_spec)).take(0)
+        with tf.device("/cpu:0"):
+            tf.raw_ops.MakeIterator(
+                dataset=tf.data.experimental.to_variant(empty), iterator=iterator_state.handle(iterator)
+            )
 
 
 def _close_controllers():

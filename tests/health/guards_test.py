@@ -377,6 +377,7 @@ def test_rollbacks_of_several_starts_leave_out_the_data_of_all_and_share_one_bud
         run(make_strategy("default"), "loss", steps=40, **bad)
 
 
+@pytest.mark.slow
 def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
     guards = looplib.Guards(non_finite="rollback")
     whole, _ = run(make_strategy("default"), "loss", steps=20, guards=guards, model_dir=tmp_path / "a")

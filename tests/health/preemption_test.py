@@ -268,6 +268,7 @@ def start(python, tmp_path, stalls, limit=None, grace=2.0):
     return subprocess.Popen([python, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_stalled_input_ends_within_the_bound_and_loses_no_example(python, tmp_path):
     """Nobody can save in the midst of a step; what was done since the last checkpoint is done again."""
     with start(python, tmp_path, True) as process:

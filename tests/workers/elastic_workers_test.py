@@ -76,6 +76,7 @@ def assert_as(whole, folder, step):
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_when_a_worker_dies_the_other_goes_on_with_the_same_examples(nursery, tmp_path):
     steps = ["--train_steps=15", "--checkpoint_interval=5", "--loop=eager"]
     whole = nursery.life(tmp_path / "whole", *PLAIN, *steps)

@@ -214,7 +214,7 @@ def compiled(keras):
     return looplib.KerasTrainer(model, X, Y)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, arguments", [
     *[(Net, {"optimizer": name}) for name in OPTIMIZERS if name != "averaging"],
     (Net, {"optimizer": "averaging", "average_decay": None}), (Net, {"clip_global_norm": 0.1, "micro_batches": 2}),

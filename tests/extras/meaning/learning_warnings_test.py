@@ -122,6 +122,7 @@ def test_a_warning_comes_once_over_restarts_in_the_log_run_json_and_the_page(tmp
     assert "not changed by a single bit" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_page_shows_a_warning_and_marks_it(tmp_path, browser):
     import keras
 

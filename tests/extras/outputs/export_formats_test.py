@@ -157,7 +157,7 @@ def test_weights_come_back_bit_by_bit_from_an_export(family, exported):
             assert one.tobytes() == two.tobytes()
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tf_keras", "keras"])
 def test_what_int8_costs_is_measured_on_the_evaluation_data(family, exported):
     trainer, _, run, path, found = exported(family)

@@ -351,6 +351,7 @@ def check_binary(folder, trained):
     np.testing.assert_allclose([r["logits"] for r in records], logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_not(nursery, trained, tmp_path):
     check_binary(trained / "predictions" / "eval", trained)
     arguments = [

@@ -331,6 +331,7 @@ def test_a_sweep_killed_at_any_moment_loses_and_repeats_no_trial(python, tmp_pat
         assert last_start["restored_from"].endswith("ckpt-40")
 
 
+@pytest.mark.slow
 def test_a_table_and_a_plot_rank_the_trials_and_failures_have_their_last_line(python, tmp_path):
     of = ["--config.rate=0.05,0.3", "--config.fails=false,true", "--train_steps=20"]
     result = sweep(python, tmp_path, of=of)
