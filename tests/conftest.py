@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -41,8 +42,8 @@ needs_models = pytest.mark.skipif(
 _made = {}
 _PRODUCT = 3  # conditions or more: with --all too, each pair of their values is tried, and not each combination
 _all = False
-_threads = 0  # of the process, when iterators were deleted last
-_MORE_THREADS = 16  # a few iterators
+_collected = 0.0  # when garbage was collected last
+_LONG = 3.0  # seconds of a test after which the end of an iterator may take long
 _references = 0  # to the class of controllers, when a test looked last
 
 
@@ -173,18 +174,20 @@ def close_controllers():
     """Closes the controllers that a test leaves open, which have threads, locks and iterators."""
     yield
     _close(gc.get_objects(0) + gc.get_objects(1))  # before they are collected, which deletes iterators
-    gc.collect(1)
-    _close_controllers()
-    global _threads
-    if len(os.listdir("/proc/self/task")) > _threads + _MORE_THREADS:
+    global _collected
+    if time.monotonic() - _collected > _LONG:
         _collect()
-        _threads = len(os.listdir("/proc/self/task"))
+    else:
+        gc.collect(1)
+    _close_controllers()
+    _collected = time.monotonic()
 
 
 def _collect():
     """Collects garbage, and ends the iterators in it without Python's lock, as `HostStream.end` does.
 
-    To delete an iterator takes up to 60 s, as long as the thread that tunes its pipeline sleeps.
+    To delete an iterator takes up to 60 s, as long as the thread that tunes its pipeline sleeps, which is at most as
+    long as the iterator has been there.
     """
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
