@@ -82,6 +82,7 @@ def test_a_warm_start_takes_it_too(trained, tmp_path):
             looplib.warm_start({"model": counting.Counting().model}, path)
 
 
+@pytest.mark.slow
 def test_a_controller_goes_to_any_checkpoint_that_is_named(run):
     model = counting.Counting().model
     settings = dict(evaluator=counting.Counted(model), global_batch_size=8, model_dir=run, writers=[])

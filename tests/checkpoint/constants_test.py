@@ -166,7 +166,7 @@ def test_a_function_that_keeps_earlier_constants_is_refused(trained):
         controller(path, evaluator=evaluator)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 def test_a_layer_that_adapts_in_a_training_is_refused_at_the_next_step(trained):
     keras, _, _ = trained
     trainer = Line(keras, make_model(keras, data=X))

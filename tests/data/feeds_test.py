@@ -302,7 +302,7 @@ def shuffled(context):
     return data.batch(context.per_replica_batch_size, drop_remainder=True).prefetch(2)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_training_rewinds_to_a_position(strategy):
     loop = loop_of(strategy, shuffled)
     assert loop.position() is None

@@ -484,6 +484,7 @@ def test_texts_that_are_not_utf8_are_shown_with_escapes(tmp_path):
 NAMES = [NUL, SURROGATE, "../x.png", "/etc/passwd", "", ".", "..", "a/b.png", "x" * 5000, 7, None, ["x.png"], "x.png\0"]
 
 
+@pytest.mark.slow
 def test_a_file_name_that_is_none_costs_its_image_alone(folder, run, capsys):
     record = {"step": 3, "split": "train", "name": "y", "kind": "image", "files": [*NAMES, "x.png"]}
     odd = {"step": 3, "split": SURROGATE, "name": NUL, "kind": "text", "texts": [SURROGATE, NUL, 7, "\x1b[2J"]}

@@ -512,6 +512,7 @@ def test_a_place_that_cannot_be_written_is_a_sentence_with_the_cure(nursery, tra
         subprocess.run(["umount", str(view)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start it as another user")
 def test_a_directory_of_another_user_is_a_sentence_with_the_cure(nursery, trained, tmp_path):
     for place in (trained, tmp_path):

@@ -137,6 +137,7 @@ def test_fast_steps_stop_within_a_fraction_of_a_second_too(loop):
         assert time.monotonic() - sent[0] < 5  # the loop would take hours
 
 
+@pytest.mark.slow
 def test_handlers_are_put_back_and_a_later_training_goes_on():
     before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
     trainer = Quiet(0.05)

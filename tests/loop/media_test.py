@@ -104,7 +104,7 @@ def pixels(directory, record):
     return [tf.io.decode_png((directory / "media" / name).read_bytes()).numpy() for name in record["files"]]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, strategy, engine",
     [

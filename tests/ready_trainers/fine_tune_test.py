@@ -154,7 +154,7 @@ def test_pictures_compare_runs(tuned, tmp_path):
         pictures.write_curves(str(tmp_path / "one.png"), runs, "eval/auc")
 
 
-@pytest.mark.slow(spread=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, message",
     [

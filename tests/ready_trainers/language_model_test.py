@@ -95,6 +95,7 @@ def test_a_file_stays_in_its_part_and_comes_once(files, tmp_path):
         text_data.read_documents(f"{tmp_path}/*", 1000)
 
 
+@pytest.mark.slow
 def test_the_text_of_this_machine_is_its_sources_without_tests():
     found = text_data.machine_files()
     assert os.path.samefile(found["json/decoder.py"], __import__("json").decoder.__file__)

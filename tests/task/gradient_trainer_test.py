@@ -101,7 +101,7 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["eager", "xla", "graph"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
 def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras, count, loop):
@@ -659,6 +659,7 @@ def test_positions_are_those_of_the_gathered_rows(static):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default", "mirrored_x4"])])
 def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
     class Own(looplib.Trainer):
@@ -707,7 +708,7 @@ def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared
     assert trainer.model.get_weights()[0].item() == pytest.approx(0.9, abs=1e-5)  # a gradient of 4 over its own size
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
     """The static shape of a gradient is then not known, as TensorFlow derives it."""

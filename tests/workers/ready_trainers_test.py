@@ -37,7 +37,7 @@ def clip(gradients, _):
     return [gradient * min(1, ready_trainers.OPTIONS["clip_global_norm"] / norm) for gradient in gradients]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[ENGINE], ["--config.jit_compile", "--loop=graph"]], ids=["plain", "compiled"])
 def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy(arguments, nursery, tmp_path):
     run(nursery, "ready_trainers", tmp_path / "run", "--mode=train", *arguments)

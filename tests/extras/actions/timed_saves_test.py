@@ -98,6 +98,7 @@ def test_a_save_for_another_reason_counts(tmp_path):
     assert saved_steps(tmp_path) == [8, 16, 24]  # 16 s apart, each of which puts the next one off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
 def test_a_resume_from_a_timed_save_is_bit_equal(name, tmp_path):
     class Stop(Exception):

@@ -218,6 +218,7 @@ class Counted(looplib.Trainer):
         return {"loss": tf.cast(inputs, tf.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function, kind, advice",
     [

@@ -93,6 +93,7 @@ def test_branches_count_once_calls_each_time_and_what_is_not_known_is_not_guesse
     assert counted(until, [3, 4], [4, 4]) is None
 
 
+@pytest.mark.slow
 def test_the_reports_have_the_share_of_the_measured_peak_unless_the_training_is_short(tmp_path, monkeypatch):
     trainer, evaluator = toy.build(make_strategy("default"))
     with toy.controller(None, trainer, evaluator, model_dir=tmp_path, global_batch_size=8) as controller:

@@ -389,6 +389,7 @@ def test_a_script_passes_the_checks(check, name, python, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_the_reports_on_disk_have_the_names_of_fit_and_the_epoch(tmp_path):
     trained("cnn", keras3, model_dir=tmp_path, writers=None)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -329,6 +329,7 @@ def test_a_trainer_that_does_not_count_is_a_sentence_where_orbit_loops_for_ever(
     assert not saved_steps(tmp_path)
 
 
+@pytest.mark.slow
 def test_another_variable_counts_and_without_any_the_controller_does(tmp_path):
     trainer = Classifier(counts=0)
     with controller(looplib.OrbitTrainer(trainer, global_step=trainer.optimizer.iterations), model_dir=tmp_path) as c:

@@ -183,7 +183,7 @@ def test_what_int8_costs_is_measured_on_the_evaluation_data(family, exported):
     assert np.int8 in types
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["tf_keras", "keras"])
 def test_a_card_says_what_the_model_is_and_hubs_can_read_its_head(family, exported):
     trainer, metrics, run, path, _ = exported(family)

@@ -43,6 +43,7 @@ def get(server, path="/page", **headers):
     return answer.status, answer.read().decode(), dict(answer.getheaders())
 
 
+@pytest.mark.slow
 def test_a_browser_shows_new_runs_and_new_records_without_being_asked_and_says_when_the_board_ends(
     browser, served, tmp_path
 ):

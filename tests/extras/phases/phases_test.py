@@ -152,7 +152,7 @@ def everything(trainer):
     return [np.asarray(variable) for variable in [*trainer.model.variables, *trainer.optimizer.variables]]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, loop", [("mirrored_x2", "graph"), ("default", "auto"), ("default", "graph")])
 def test_a_run_that_stops_at_the_end_of_a_phase_and_in_the_next_one_resumes_bit_by_bit(name, loop, tmp_path, caplog):
     strategy = make_strategy(name)

@@ -371,6 +371,7 @@ def test_a_file_without_any_good_record_is_a_sentence(training, tmp_path):
         context(training=training, batch=1, bad_records=9).records(str(path))
 
 
+@pytest.mark.slow
 def test_lines_records_of_one_length_and_parquet(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\r\n\nfour")
     (tmp_path / "b.txt").write_bytes(b"five\n")

@@ -103,6 +103,7 @@ def test_a_halted_run_names_the_command_that_shows_the_bad_op_and_its_batch(runs
         assert set(batch["2"]) == {BAD}
 
 
+@pytest.mark.slow
 def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
     folder, _ = runs("plain")
     assert main(["replay", str(folder), "--step=21"]) == EXIT_DONE

@@ -176,6 +176,7 @@ def test_a_run_that_no_command_repeats_is_refused(case, run, tmp_path, capsys):
     assert sentence in capsys.readouterr().err and not (tmp_path / "copy-rerun").exists()
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_no_run_or_not_empty_is_refused(run, tmp_path, capsys):
     assert main(["rerun", str(tmp_path)]) == EXIT_UNKNOWN
     assert "run.json cannot be read; name the run directory" in capsys.readouterr().err

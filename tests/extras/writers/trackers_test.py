@@ -73,6 +73,7 @@ def expected(directory):
     }
 
 
+@pytest.mark.slow
 def test_csv_has_each_step_once(tracked):
     found = {}
     for split in ("train", "eval"):
