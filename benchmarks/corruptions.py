@@ -26,7 +26,7 @@ from looplib.errors import CorruptionError
 from looplib.extras.integrity.compared import compared_variables
 
 _ONLY = flags.DEFINE_string("only", "", "Plants only what has this in its description.")
-_WORKER = flags.DEFINE_string("worker", "", "Runs one worker of a row: the variable to change, or 'none'.")
+_WORKER = flags.DEFINE_string("worker", "", "Runs one worker of a row: the variable to change, a colon, its worker.")
 STEPS, PER_LOOP, EVERY, PLANTED = 200, 10, 50, 60  # of each training; EVERY: steps between comparisons of replicas
 LAST = STEPS - PER_LOOP
 X = np.random.default_rng(0).normal(size=(512, 8)).astype("float32")
@@ -136,8 +136,13 @@ def _finding(text: str, step: int) -> Finding:
     return Finding(step, "CopyCheck", what)
 
 
-def planting(name: str, replica: int, bit: int, step: int = PLANTED) -> Callable[[looplib.Event], None]:
-    """Returns an action that changes one bit of a replica's copy of the first variable with a name, after a step."""
+def planting(
+    name: str, replica: int, bit: int, step: int = PLANTED, worker: int = 0
+) -> Callable[[looplib.Event], None]:
+    """Returns an action that changes one bit of a replica's copy of the first variable with a name, after a step.
+
+    Where several workers train, all of them need it, because they look for the variables together.
+    """
 
     def plant(event: looplib.Event) -> None:
         if event.step != step or event.split != "train":
@@ -146,7 +151,8 @@ def planting(name: str, replica: int, bit: int, step: int = PLANTED) -> Callable
         all_named = [*found.updated_alike, *found.not_updated]
         averages = name.startswith("average")
         variable = next(one for own, one in all_named if name in own and own.startswith("average") == averages)
-        flip_bit(variable.distribute_strategy.experimental_local_results(variable)[replica], bit=bit)
+        if worker == json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {}).get("index", 0):
+            flip_bit(variable.distribute_strategy.experimental_local_results(variable)[replica], bit=bit)
 
     return plant
 
@@ -217,7 +223,7 @@ def of_worker(name: str, worker: int = 1) -> Callable[[], Finding | None]:
             addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.corruptions", f"--worker={name if index == worker else 'none'}"],
+                [sys.executable, "-m", "benchmarks.corruptions", f"--worker={name}:{worker}"],
                 env={**os.environ, "TF_CONFIG": json.dumps({
                     "cluster": {"worker": addresses}, "task": {"type": "worker", "index": index},
                 })},
@@ -234,12 +240,10 @@ def of_worker(name: str, worker: int = 1) -> Callable[[], Finding | None]:
     return train
 
 
-def _run_worker(name: str) -> None:
+def _run_worker(name: str, worker: int) -> None:
     """Runs a worker of `of_worker`, and prints how it has found something."""
     strategy = looplib.runtime.setup(strategy="multi_worker")
-    actions: list = [looplib.ReplicaAgreement(EVERY)]
-    if name != "none":
-        actions.insert(0, planting(name, 0, 20))
+    actions = [planting(name, 0, 20, worker=worker), looplib.ReplicaAgreement(EVERY)]
     finding = found_by(strategy, actions, keeps=False)
     print(json.dumps(finding and dataclasses.asdict(finding)), flush=True)
 
@@ -275,7 +279,8 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.FATAL)
     if _WORKER.value:
-        _run_worker(_WORKER.value)
+        name, _, worker = _WORKER.value.rpartition(":")
+        _run_worker(name, int(worker))
         return
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import os
+import re
 import zipfile
 from collections.abc import Iterable, Iterator
 
@@ -22,6 +23,7 @@ from looplib.task.record import RunRecord
 _TENSOR, _REPLICAS = "tensor ", "replica_state"
 _RTOL, _ATOL = 1e-4, 1e-6  # beside what rounding is measured to do
 _TIMES_ROUNDING = 20.0  # as it varies from step to step
+_COUNT = re.compile(r"(.*?)(?:(, )([\d,]+ of [\d,]+ elements differ))?", re.DOTALL)
 _LEAST = 1e-12  # relative; so small that differences are measured, and hardly allowed
 _LONGEST = 200  # characters
 _DIGEST = "data:"  # before the text about a digest
@@ -102,13 +104,12 @@ def _named(compared: Comparison, path: str) -> list[str]:
     """Returns a text for each tensor that differs, by the name of its variable."""
     if not compared.differences:
         return []
-    names = names_of(path)
-    return [
-        values.text(
-            f"{names.get(where.removeprefix(_TENSOR), where.removeprefix(_TENSOR))}: {one} then, {other} now", _LONGEST
-        )
-        for where, one, other in compared.differences
-    ]
+    names, found = names_of(path), []
+    for where, one, other in compared.differences:
+        now, comma, count = _COUNT.fullmatch(other).groups("")
+        name = names.get(where.removeprefix(_TENSOR), where.removeprefix(_TENSOR))
+        found.append(values.text(f"{name}: {one} then, {now} now{comma}{count}", _LONGEST))
+    return found
 
 
 def names_of(path: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ before; it ends if there is one.
 """
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -24,7 +25,18 @@ from looplib.errors import LockedError, StoreError
 from looplib.extras.buckets.stores import PATIENCE, Store
 from looplib.masks import masked_text
 
-SECONDS = float(os.environ.get("LOOPLIB_LEASE_SECONDS", 60))
+
+def _seconds() -> float:
+    given = os.environ.get("LOOPLIB_LEASE_SECONDS", "60")
+    try:
+        if 0 < (seconds := float(given)) < math.inf:
+            return seconds
+    except ValueError:
+        pass
+    raise StoreError(f"LOOPLIB_LEASE_SECONDS is {given!r:.100}; expected seconds above 0, alike on all machines")
+
+
+SECONDS = _seconds()
 FOLDER = ".lease"
 _KEPT = 20  # older leases, which an old listing may show as the newest, and that are counted up from
 

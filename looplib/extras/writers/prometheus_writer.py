@@ -92,7 +92,11 @@ class PrometheusWriter(Writer):
         if self._server is not None:
             return
         try:
-            self._server, self._thread = prometheus_client.start_http_server(self.port, self._host, self._registry)
+            self._server, self._thread = prometheus_client.start_http_server(
+                self.port,
+                self._host or "0.0.0.0",
+                self._registry,  # "" is no address on machines without IPv6
+            )
         except OSError as error:
             raise WriterError(
                 f"--metrics_port={self.port} cannot be had: {with_cure(error)}; name a port that no other program has"

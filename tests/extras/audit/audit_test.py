@@ -64,6 +64,7 @@ def test_a_flipped_bit_of_an_optimizer_is_found_with_its_interval_and_variables(
     assert "DIFFERENT: steps 1 to 20\n" in out
     names = re.findall(r"  variables: (.*?): \[", out)
     assert len(names) == 2 and all(name.endswith("dense/kernel") for name in names) and "momentum" in "".join(names)
+    assert re.search(r"kernel: \[[\d, ]+\] \S+ then, \[[\d, ]+\] \S+ now, [\d,]+ of [\d,]+ elements differ\n", out)
     assert "reports:" not in out and "audited so far: 20 of 20 steps (100%)\n" in out
     after = content(folder)
     assert {name for name in after if after[name] != before.get(name)} == {"audit.jsonl"}

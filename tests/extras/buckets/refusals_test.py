@@ -8,6 +8,7 @@ from servers import KEY, SECRET
 
 from looplib.checkpoint import directory
 from looplib.errors import FileError, SettingError, StoreError
+from looplib.extras.buckets import lease
 from looplib.extras.buckets.stores import Store
 
 OTHER = "anotherSecretOfTheTests987"
@@ -22,6 +23,13 @@ def refused(cloud, *arguments, **environment):
     assert text["error"] == "StoreError", life.output()
     assert SECRET not in life.output() and OTHER not in life.output() and "Traceback" not in life.output()
     return text["text"]
+
+
+@pytest.mark.parametrize("seconds", ["abc", "-1", "nan", "inf"])
+def test_a_lease_of_no_time_is_a_sentence(seconds, monkeypatch):
+    monkeypatch.setenv("LOOPLIB_LEASE_SECONDS", seconds)
+    with pytest.raises(StoreError, match=seconds):
+        lease._seconds()
 
 
 def test_a_bucket_that_does_not_exist_is_named(cloud, monkeypatch):

@@ -31,7 +31,7 @@ def test_what_is_served_is_what_was_reported_and_the_port_is_free_after_the_run(
     from looplib.extras.writers.prometheus_writer import PrometheusWriter
 
     run, seen = tmp_path / "run", []
-    writer = PrometheusWriter(str(run), 0, "127.0.0.1")
+    writer = PrometheusWriter(str(run), 0)  # on all addresses, as by default
 
     def scrape(event):
         if event.split == "train":
