@@ -1,7 +1,7 @@
 """Faults planted one at a time, to see that the suite of `make test` catches each: `python tests/planted_faults.py`.
 
 Each fault breaks one promise in one place of a copy of the project. The tests that are named for it run there first,
-and then, with `--all_tests`, whatever else `make test` has. A fault that no test finds is printed as NOT CAUGHT.
+then their slow ones, and then, with `--all_tests`, whatever else `make test` has. A fault that no test finds is printed as NOT CAUGHT.
 """
 
 import argparse
@@ -303,6 +303,10 @@ def main():
             for name in fault.tests.split():
                 (path,) = (copy / "tests").rglob(f"{name.rpartition('/')[2]}_test.py")
                 caught = caught or failed(copy, [str(path)])
+            for name in fault.tests.split() if caught is None else ():
+                (path,) = (copy / "tests").rglob(f"{name.rpartition('/')[2]}_test.py")
+                if caught is None and (found := failed(copy, ["--all", str(path)])):
+                    caught = f"{found}, by `make test-all`"
             if caught is None and options.all_tests:
                 caught = failed(copy, ["tests", "-n", "2", "--dist", "loadfile"])
             if caught is None:

@@ -59,7 +59,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "keep, expected",
     [

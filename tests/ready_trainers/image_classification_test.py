@@ -44,6 +44,7 @@ def test_the_models_are_what_they_are_called():
     assert parameters("tpu_guide", (28, 28, 1)) == convolutions + dense
 
 
+@pytest.mark.slow
 def test_the_default_learns_the_digits():
     _, metrics = run(Config(decay_steps=500), make_strategy("default"), 500, global_batch_size=64)
     assert metrics["accuracy"] >= 0.97

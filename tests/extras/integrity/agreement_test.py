@@ -302,7 +302,7 @@ def check_equal(one, other):
             np.testing.assert_array_equal(part, expected, err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kind, interval", [(Net, 2), (Net, 3), (Piped, 2), (Piped, 3)])
 def test_a_rollback_repeats_the_data_and_ends_with_the_weights_of_an_uninterrupted_run(
     kind, interval, tmp_path, caplog
@@ -341,7 +341,7 @@ def stopping(step):
     return lambda event: event.controller.stop() if event.step == step else None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("how", ["end", "stop", "interval", "no directory"])
 def test_no_checkpoint_hides_a_difference(how, tmp_path):
     """The first replica's values are saved, and a run that restores them would have them everywhere."""

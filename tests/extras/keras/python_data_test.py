@@ -138,7 +138,7 @@ def test_each_kind_trains_as_in_fit(kind, keras, strategy):
     np.testing.assert_allclose(evaluated["eval"]["mae"], expected["mae"], rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", [*KINDS, "loader with set_epoch"])
 def test_a_resume_within_an_epoch_is_bit_equal_to_an_uninterrupted_run(kind, tmp_path):
     make = KINDS.get(kind, lambda keras: Sampled())
@@ -183,7 +183,6 @@ class Uneven(Loader):
         return map(batch, [*range(STEPS), 0][: STEPS + self.extra * (self.passes > 5)])
 
 
-@pytest.mark.slow
 def test_a_loader_whose_passes_have_another_length_than_its_len_is_said(caplog):
     model, _, _ = trained(Uneven(1))
     assert_equal_weights(model, fitted(X, Y)[0])

@@ -137,7 +137,6 @@ def test_what_a_phase_does_not_train_has_no_decay_no_part_in_clipping_and_no_ave
         np.testing.assert_allclose(found.numpy(), averages[name], rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.slow
 def test_averages_of_what_a_later_phase_freezes_stay():
     trainer = Net(phases=[looplib.Phase(until=FIRST), looplib.Phase(train="head")], average_decay=0.8)
     with flat_config.controller(trainer=trainer, global_batch_size=BATCH, steps_per_loop=4, writers=[]) as controller:
@@ -247,7 +246,6 @@ class Error(looplib.Evaluator):
         return {"loss": tf.square(self.model(inputs[0], training=False) - inputs[1])[:, 0]}
 
 
-@pytest.mark.slow
 def test_frozen_batch_normalization_keeps_its_statistics_and_its_layer_is_as_the_user_left_it():
     trainer = normalized(keras3, phases=[looplib.Phase(until=FIRST, train="head"), looplib.Phase()])
     norm = trainer.model.get_layer("encoder_norm")

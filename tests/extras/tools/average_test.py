@@ -52,9 +52,8 @@ def read(folder, family="keras"):
     return net.model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, family", [("default", "keras"), ("mirrored_x2", "keras"), *more([("mirrored_x2", "tf_keras")])]
+    "name, family", [("default", "keras"), *more([("mirrored_x2", "keras"), ("mirrored_x2", "tf_keras")])]
 )
 def test_statistics_are_computed_for_other_weights_from_the_first_batches_as_in_numpy(name, family, tmp_path):
     strategy = make_strategy(name)

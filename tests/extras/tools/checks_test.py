@@ -37,7 +37,7 @@ CASES = {
 
 
 # Other cases differ and agree in their way; every_kind_test.py has a run that resumes exactly.
-ALIKE = ("resume", "data", "csv", "replicas of a model", "unseeded", "crash", "loss")
+ALIKE = ("resume", "data", "csv", "replicas of a model", "unseeded", "crash", "loss", "slow")
 
 
 def check(python, arguments, binary, folder):
@@ -110,6 +110,7 @@ def test_a_command_that_fails_is_code_2_with_its_last_line(results):
     assert result.stderr.splitlines()[-1].startswith("looplib: error: the command failed with code 1; its last lines")
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_ended(results):
     result = results["slow"]
     assert result.returncode == 2
