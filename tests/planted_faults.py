@@ -1,7 +1,8 @@
 """Faults planted one at a time, to see that the suite of `make test` catches each: `python tests/planted_faults.py`.
 
 Each fault breaks one promise in one place of a copy of the project. The tests that are named for it run there first,
-then their slow ones, and then, with `--all_tests`, whatever else `make test` has. A fault that no test finds is printed as NOT CAUGHT.
+then their slow ones, and then, with `--all_tests`, whatever else `make test` has. A fault that no test finds is printed
+as NOT CAUGHT.
 """
 
 import argparse

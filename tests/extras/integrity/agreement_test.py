@@ -341,7 +341,7 @@ def stopping(step):
     return lambda event: event.controller.stop() if event.step == step else None
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "stop", "interval", "no directory"])
 def test_no_checkpoint_hides_a_difference(how, tmp_path):
     """The first replica's values are saved, and a run that restores them would have them everywhere."""
