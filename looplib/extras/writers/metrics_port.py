@@ -7,7 +7,7 @@ from typing import Any
 
 from looplib.command_line import TRAINING_MODES, FlagPlugin
 from looplib.errors import FlagError, PluginError
-from looplib.extras.writers.prometheus_writer import PrometheusWriter
+from looplib.extras.writers.prometheus_writer import ALL_ADDRESSES, PrometheusWriter
 from looplib.report.writers import Writer
 from looplib.settings import Flag
 
@@ -41,8 +41,8 @@ class MetricsPortFlag(FlagPlugin):
 
 
 def _parse(text: str) -> tuple[str, int]:
-    """Returns the address, "" for all, and the port."""
+    """Returns the address, by default all, and the port."""
     found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9.-]+):)?(\d{1,5})", text)
     if not found or not 1 <= int(found[2]) <= _HIGHEST:
         raise FlagError(f"--metrics_port is {text!r:.100}; expected PORT or HOST:PORT, such as 9100 or 127.0.0.1:9100")
-    return (found[1] or "").strip("[]"), int(found[2])
+    return (found[1] or ALL_ADDRESSES).strip("[]"), int(found[2])

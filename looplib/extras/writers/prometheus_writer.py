@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     import prometheus_client
 
+ALL_ADDRESSES = "0.0.0.0"  # not "", of which getaddrinfo knows nothing
+
 
 class PrometheusWriter(Writer):
     """Serves what is reported at `http://HOST:PORT/metrics`, in a thread, from the start of a training to its close.
@@ -29,7 +31,7 @@ class PrometheusWriter(Writer):
     Args:
       directory: the run directory.
       port: of the server; 0 for a free one.
-      host: the address that it has; default "", all of this machine's.
+      host: the address that it has; default "0.0.0.0", all of this machine's (of IPv4).
 
     Raises:
       UsageError: when a training starts, if the port cannot be had.
@@ -38,7 +40,7 @@ class PrometheusWriter(Writer):
       port: the port, once it is served.
     """
 
-    def __init__(self, directory: str, port: int, host: str = "") -> None:
+    def __init__(self, directory: str, port: int, host: str = ALL_ADDRESSES) -> None:
         import prometheus_client
 
         self.port, self._host = port, host
@@ -92,11 +94,7 @@ class PrometheusWriter(Writer):
         if self._server is not None:
             return
         try:
-            self._server, self._thread = prometheus_client.start_http_server(
-                self.port,
-                self._host or "0.0.0.0",
-                self._registry,  # "" is no address on machines without IPv6
-            )
+            self._server, self._thread = prometheus_client.start_http_server(self.port, self._host, self._registry)
         except OSError as error:
             raise WriterError(
                 f"--metrics_port={self.port} cannot be had: {with_cure(error)}; name a port that no other program has"
