@@ -19,6 +19,13 @@ from looplib.report import run_json
 from looplib.report.records import Record
 
 ENDED_EARLY = "a later start ended before it trained"
+_BEFORE = (
+    "wall",
+    "start",
+    "compile",
+    "restore",
+    "suspended",
+)  # seconds that no step took
 _SILENT_SECONDS, _SILENT_REPORTS = 60.0, 20.0  # without news after which a run is called silent: the longer of the two
 
 
@@ -32,7 +39,8 @@ class RunStatus:
       step: the last known step, or None.
       final: the step of an earlier checkpoint that was restored after the training, or None.
       end: the step that it trains to, or None.
-      rate: steps per second, or None.
+      rate: steps per second of training, or None.
+      pace: seconds per step of the newest start with its evaluations, saves and actions; None before they are noted.
       age: seconds since it last wrote a record or its report; if there is none, since it started.
       metrics: dict from name, or evaluator/name, to the last value.
       goodput: share of the time since the first start that became kept steps; None for a run of one start.
@@ -45,6 +53,7 @@ class RunStatus:
     final: int | None
     end: int | None
     rate: float | None
+    pace: float | None
     age: float
     metrics: dict[str, float]
     goodput: float | None
@@ -52,10 +61,11 @@ class RunStatus:
 
     @property
     def left(self) -> float | None:
-        """The seconds of training that are left; None where they are not known, or it does not run."""
-        if self.state not in ("running", "silent") or self.step is None or not self.end or not self.rate:
+        """The seconds that are left; None where they are not known, or it does not run."""
+        pace = self.pace or (1 / self.rate if self.rate else None)
+        if self.state not in ("running", "silent") or self.step is None or not self.end or not pace:
             return None
-        return max(0, self.end - self.step) / self.rate
+        return max(0, self.end - self.step) * pace
 
 
 def read_status(folder: str, report: run_json.Report | None = None) -> RunStatus:
@@ -81,12 +91,25 @@ def read_status(folder: str, report: run_json.Report | None = None) -> RunStatus
         detail = "; ".join(filter(None, [detail, f"back at step {final:,}"]))
         records = []  # of what came after it; the report has its metrics
     starts: list[Any] = [*report.get("starts", [])]
+    pace = _pace(starts[-1]) if starts else None
     if starts:
         slow = map(str, stragglers_of(starts[-1])) if state in ("running", "silent") else ()
         detail = "; ".join(filter(None, [detail, values.text(starts[-1].get("note"), 200), *slow]))
     life = goodput(starts) if len(starts) > 1 else None
     share = life.share if life else None
-    return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report), share, standing_of(folder))
+    shown, copy = _metrics(records, report), standing_of(folder)
+    return RunStatus(state, detail, step, final, end, rate, pace, age, shown, share, copy)
+
+
+def _pace(start: Any) -> float | None:
+    """Returns the seconds per step since the first report, before which there are costs that do not come again."""
+    first, last = values.mapping((values.items(start.get("points")) or [{}])[0]), values.mapping(start)
+    steps = (values.whole(last.get("step")) or 0) - (values.whole(first.get("step")) or 0)
+    began, now = (
+        sum(spent for name, spent in values.numbers(each.get("seconds")).items() if name not in _BEFORE)
+        for each in (first, last)
+    )
+    return (now - began) / steps if first and steps > 0 and now > began else None
 
 
 def _state(report: run_json.Report, holder: lock.LockHolder | None, age: float, interval: float) -> tuple[str, str]:
@@ -110,6 +133,8 @@ def _state(report: run_json.Report, holder: lock.LockHolder | None, age: float, 
     if said in ("done", "preempted", "failed", "restarted"):
         told = map(str, notices_of(report["starts"][-1]) if report.get("starts") else ())
         return said, "; ".join([*later, *told, *filter(None, [values.text(report.get("error"))])])
+    if holder and holder.holds is False and not report:
+        return "failed", "it ended before it trained"
     return "unknown", "" if report else "no run.json that can be read"
 
 

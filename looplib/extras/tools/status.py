@@ -143,8 +143,7 @@ def _folders(top: str, limits: _Limits) -> Iterator[str]:
 def _is_run(folder: str) -> bool:
     if any(_is_file(os.path.join(folder, name)) for name in _OF_A_RUN):
         return True
-    holder = lock.holder(folder)
-    return bool(holder and holder.holds)  # it has just started
+    return lock.holder(folder) is not None  # it has just started, or ended before it wrote a report
 
 
 def _is_file(path: str) -> bool:

@@ -17,6 +17,7 @@ import pytest
 
 from looplib.__main__ import main as cli
 from looplib.checkpoint import lock
+from looplib.extras.page import run_status
 from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 
@@ -76,6 +77,10 @@ def runs(nursery, tmp_path_factory):
         until(lambda: (holder := lock.holder(str(moving))) and holder.pid == later.pid and holder.holds)
         rows["starting again"] = table(folder)["moving"]
         later.end()
+        early = nursery.life(folder / "early", *SLOW)
+        until(lambda: lock.holder(str(folder / "early")))
+        early.kill()
+        early.code()
         lives["preempted"].kill(signal.SIGTERM)
         for life in lives.values():
             life.code()
@@ -106,11 +111,22 @@ def test_a_run_is_starting_then_running_then_silent_then_killed(runs):
     assert left * unit == pytest.approx((100_000 - step) / rate, rel=0.1)
 
 
+def test_the_time_left_has_evaluations_saves_and_actions_in_it(tmp_path):
+    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "node7"}))
+    before = {"start": 5.0, "compile": 60.0, "train": 1.0, "other": 9.0, "wall": 75.0}
+    seconds = {"start": 5.0, "compile": 100.0, "train": 11.0, "evaluate": 30.0, "other": 29.0, "wall": 175.0}
+    start = {"seconds": seconds, "step": 160, "points": [{"step": 100, "seconds": before}]}
+    report = {"status": "running", "step": 160, "end": 1000, "starts": [start]}
+    (tmp_path / "run.json").write_text(json.dumps(report))
+    assert run_status.read_status(str(tmp_path)).left == 840  # a second a step
+
+
 def test_each_run_is_shown_with_how_it_ended(runs):
     _, _, rows = runs
+    assert rows["early"][0] == "failed" and "it ended before it trained" in rows["early"][1]
     assert {name: state for name, (state, _) in rows.items()} == {
         "moving": "killed", "preempted": "preempted", "failed": "failed", "sweep/trial-0000/seed-0": "done",
-        "elsewhere": "running", "elsewhere_silent": "silent",
+        "elsewhere": "running", "elsewhere_silent": "silent", "early": "failed",
     }  # fmt: skip
     assert list(rows) == sorted(rows)
     assert "this example is broken" in rows["failed"][1]
@@ -193,7 +209,7 @@ def test_a_page_is_written_without_tensorflow(runs, tmp_path):
     code = "import sys; from looplib.__main__ import main; main(sys.argv[1:]); print('tensorflow' in sys.modules)"
     command = [sys.executable, "-c", code, "report", runs[0], f"--output={tmp_path}/page.html"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    shown = len(runs[2]) - 1  # without the one that is three folders below
+    shown = len(runs[2]) - 2  # without the one that is three folders below, and the one without a report
     assert done.stdout.splitlines() == [f"{tmp_path}/page.html: {shown} runs", "False"] and not done.stderr
 
 
