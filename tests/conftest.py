@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import inspect
 import itertools
+import math
 import os
 import pathlib
 import shutil
@@ -41,6 +42,7 @@ needs_models = pytest.mark.skipif(
 )
 _made = {}
 _PRODUCT = 3  # conditions or more: with --all too, each pair of their values is tried, and not each combination
+_TABLE = 8  # cases or more of two conditions: each value is tried
 _all = False
 _collected = 0.0  # when garbage was collected last
 _LONG = 3.0  # seconds of a test after which the end of an iterator may take long
@@ -96,7 +98,7 @@ def pytest_collection_modifyitems(config, items):
     else:
         groups = collections.defaultdict(list)
         for item in items:
-            if hasattr(item, "callspec") and len(item.callspec.params) >= _PRODUCT:
+            if hasattr(item, "callspec") and len(item.callspec.params) >= 2:
                 groups[item.path, item.originalname].append(item)
         left_out = {item for group in groups.values() for item in set(group) - _of_product(group)}
     config.hook.pytest_deselected(items=list(left_out))
@@ -106,7 +108,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _of_product(group):
-    """Chooses cases so that each pair of values occurs; all, of a test that skips some and does not mark which."""
+    """Chooses cases so that each pair of values occurs; all, of a test that skips some and does not mark which.
+
+    Of a table of two conditions, each value occurs; other tests begin with other values.
+    """
+    if len(group[0].callspec.params) < _PRODUCT:
+        sizes = [len(set(values)) for values in zip(*(sorted(_values(item)) for item in group))]
+        is_table = len(group) == math.prod(sizes) >= _TABLE
+        return _spread(group, max(sizes)) if is_table else set(group)
     marked = [mark.kwargs["pairs"] for mark in group[0].iter_markers("slow") if "pairs" in mark.kwargs]
     if not marked and "pytest.skip(" in inspect.getsource(group[0].function):
         return set(group)

@@ -142,7 +142,12 @@ SAVED = {
 }
 
 
+def can_save(params):
+    return SAVED[params["how"]][0] in (None, params["keras"])
+
+
 @pytest.mark.slow(keep=1)
+@pytest.mark.slow(pairs=can_save)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_path):

@@ -273,7 +273,7 @@ def test_optimized_python_in_an_ascii_locale_trains_the_same(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).isascii() and b"\\u65e5" in done.stdout
     found = compare(str(trained), str(tmp_path / "run"))
-    assert found.tensors and all("日本" in where for where, *_ in found.differences), found.differences
+    assert found.tensors and all("日本" in each.where for each in found.differences), found.differences
     assert "ünï→日本" in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")
 
 

@@ -181,10 +181,10 @@ def differences(run: pathlib.Path, whole: pathlib.Path, from_step: int) -> list[
       from_step: records up to this step are not compared.
     """
     found = []
-    for where, one, other in compare(whole, run).differences:
-        step = re.match(r"step (\d+) ", where)
+    for difference in compare(whole, run).differences:
+        step = re.match(r"step (\d+) ", difference.where)
         if not step or int(step[1]) > from_step:
-            found.append(f"{where}: {one} of the whole run, {other} of this one")
+            found.append(difference.text("of the whole run", "of this one"))
 
     def later(lines: list[dict]) -> list[dict]:
         return sorted((r for r in lines if r["step"] > from_step), key=lambda r: (r["step"], r["split"]))

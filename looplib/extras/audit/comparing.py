@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import os
-import re
 import zipfile
 from collections.abc import Iterable, Iterator
 
@@ -23,7 +22,6 @@ from looplib.task.record import RunRecord
 _TENSOR, _REPLICAS = "tensor ", "replica_state"
 _RTOL, _ATOL = 1e-4, 1e-6  # beside what rounding is measured to do
 _TIMES_ROUNDING = 20.0  # as it varies from step to step
-_COUNT = re.compile(r"(.*?)(?:(, )([\d,]+ of [\d,]+ elements differ))?", re.DOTALL)
 _LEAST = 1e-12  # relative; so small that differences are measured, and hardly allowed
 _LONGEST = 200  # characters
 _DIGEST = "data:"  # before the text about a digest
@@ -105,10 +103,10 @@ def _named(compared: Comparison, path: str) -> list[str]:
     if not compared.differences:
         return []
     names, found = names_of(path), []
-    for where, one, other in compared.differences:
-        now, comma, count = _COUNT.fullmatch(other).groups("")
-        name = names.get(where.removeprefix(_TENSOR), where.removeprefix(_TENSOR))
-        found.append(values.text(f"{name}: {one} then, {now} now{comma}{count}", _LONGEST))
+    for difference in compared.differences:
+        tensor = difference.where.removeprefix(_TENSOR)
+        named = dataclasses.replace(difference, where=names.get(tensor, tensor))
+        found.append(values.text(named.text("then", "now"), _LONGEST))
     return found
 
 

@@ -18,6 +18,7 @@ from looplib.extras.tools import example_checksum, perturbation, preflight
 from looplib.extras.tools.children import temporary_folder
 from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
+from looplib.extras.writers.numbers import format_size
 from looplib.messages import with_cure
 
 _SHOWN = 6
@@ -162,9 +163,9 @@ def replicas(
             )
     for name in others:
         comparison = compare(runs[first], runs[name], rtol, atol, rounding)
-        for split, (relative, where, one, other) in comparison.largest.items():
-            found = f"{relative:.2g} ({where}: {one} and {other})" if relative else "none"
-            say(f"{_shown(name)} against {_shown(first)}, {split}: largest relative difference {found}")
+        for split, (relative, found) in comparison.largest.items():
+            most = f"{relative:.2g} ({found.where}: {found.one} and {found.other})" if relative else "none"
+            say(f"{_shown(name)} against {_shown(first)}, {split}: largest relative difference {most}")
         keep = bool(directory) or name != others[-1]  # the last comparison deletes the directories
         if code := _verdict(comparison, _REPLICAS_HINT, f"on {_shown(first)}", f"on {_shown(name)}", folder, keep):
             return code
@@ -239,15 +240,9 @@ def _say_of_step(split: str, step: dict[str, Any], findings: Sequence[dict[str, 
         say(f"  {'fault' if finding['fault'] else 'advice'}, {finding['kind']}: {finding['text']}")
         if finding["line"]:
             say(f"    {finding['line']}")
-    sizes = (f"{kind} {_size(size)}" for kind, size in step["memory"].items())
+    known = {kind: "not known" if size is None else format_size(size) for kind, size in step["memory"].items()}
+    sizes = (f"{kind} {size}" for kind, size in known.items())
     say(f"  memory of each {device}: {', '.join(sizes)}")
-
-
-def _size(size: int | None) -> str:
-    if size is None:
-        return "not known"
-    unit, name = next(((2**n, name) for n, name in ((30, "GB"), (20, "MB"), (10, "KB")) if size >= 2**n), (1, "bytes"))
-    return f"{size / unit:.3g} {name}"
 
 
 def _pinned(command: Sequence[str]) -> list[str]:
@@ -275,9 +270,9 @@ def _verdict(comparison: Comparison, hint: str, one: str, other: str, folder: st
             folders.remove(*os.path.split(folder))
         return EXIT_DONE
     say(f"DIFFERENT, {one} and {other}: {len(c.differences)} values of {what}; the first:")
-    for where, left, right in c.differences[:_SHOWN]:
-        say(f"  {where}: {left} {one}, {right} {other}")
-    both = [where for where, *texts in c.differences if "nothing" not in texts and not where.endswith(": records")]
+    for found in c.differences[:_SHOWN]:
+        say(f"  {found.text(one, other)}")
+    both = [d.where for d in c.differences if "nothing" not in (d.one, d.other) and not d.where.endswith(": records")]
     if not both:
         hint = _REPORT_HINT
     elif hint is not _BASELINE_HINT and any(where.endswith(example_checksum.METRIC) for where in both):

@@ -37,6 +37,27 @@ _TIMES = re.compile("second|time|clock|restart|share_of_peak|actions LearningWar
 _SPEED = re.compile("per_second$|share_of_peak$")
 
 
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Two values that were compared.
+
+    Attributes:
+      where: what they are values of, such as "tensor NAME" or "step 3 train loss".
+      one: the first one as text; of arrays, an element with its place.
+      other: the second one.
+      count: how many elements of arrays differ, as text; "" for other values.
+    """
+
+    where: str
+    one: str
+    other: str
+    count: str = ""
+
+    def text(self, first: str, second: str) -> str:
+        """Returns both with words that say whose they are."""
+        return f"{self.where}: {self.one} {first}, {self.other} {second}" + (f", {self.count}" if self.count else "")
+
+
 @dataclasses.dataclass
 class Comparison:
     """The result of comparing two run directories.
@@ -46,19 +67,19 @@ class Comparison:
       tensors: how many tensors its last checkpoint has.
       bytes: their size.
       examples: whether the training records of both have checksums of the examples.
-      differences: (where, value in the first, value in the second) for each, as texts.
+      differences: the values that are not equal.
       gaps: the largest absolute difference of each number, or of each tensor's elements, by where it is.
       relative_gaps: that relative to the first's number, or to the tensor's largest element, by where it is.
       weights: whether the elements of floating-point tensors were compared.
-      largest: (relative difference, where, the two values as texts) by split, or "final checkpoint" of `weights`.
+      largest: (relative difference, the values) by split, or "final checkpoint" of `weights`.
     """
 
     records: int = 0
     tensors: int = 0
     bytes: int = 0
     examples: bool = False
-    differences: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
-    largest: dict[str, tuple[float, str, str, str]] = dataclasses.field(default_factory=dict)
+    differences: list[Difference] = dataclasses.field(default_factory=list)
+    largest: dict[str, tuple[float, Difference]] = dataclasses.field(default_factory=dict)
     gaps: dict[str, float] = dataclasses.field(default_factory=dict)
     relative_gaps: dict[str, float] = dataclasses.field(default_factory=dict)
     weights: bool = True
@@ -70,10 +91,11 @@ class Comparison:
             self.gaps[where] = gap
         if relative is not None:
             self.relative_gaps[where] = relative
+        pair = Difference(where, *texts)
         if not same:
-            self.differences.append((where, *texts))
+            self.differences.append(pair)
         if split and relative is not None and (split not in self.largest or relative >= self.largest[split][0]):
-            self.largest[split] = relative, where, *texts
+            self.largest[split] = relative, pair
 
     def tensors_apart(self) -> dict[str, float]:
         """Returns the `relative_gaps` of floating-point tensors."""
@@ -275,11 +297,11 @@ def final_checkpoint(folder: str | os.PathLike[str]) -> str:
 
 def _compare(
     one: Any, other: Any, rtol: float, atol: float, slack: float
-) -> tuple[bool, float | None, float | None, tuple[str, str]]:
+) -> tuple[bool, float | None, float | None, tuple[str, ...]]:
     """Compares JSON values, arrays or None.
 
     Returns:
-      (whether they are equal, the relative and the absolute difference if they have one, both as texts).
+      (whether they are equal, the relative and the absolute difference if they have one, the texts of a `Difference`).
     """
     a, b = (np.asarray(x, object if isinstance(x, (bytes, str)) else None) for x in (one, other))
     if one is None or other is None or a.shape != b.shape:
@@ -304,8 +326,8 @@ def _compare(
         return same, relative, most, (str(a[()]), str(b[()]))
     at = np.unravel_index(int((gap if same else wrong).argmax()), a.shape)
     prefix = f"{list(map(int, at))} "
-    count = f", {int(wrong.sum()):,} of {a.size:,} elements differ" if not same else ""
-    return same, relative, most, (f"{prefix}{a[at]}", f"{prefix}{b[at]}{count}")
+    count = f"{int(wrong.sum()):,} of {a.size:,} elements differ" if not same else ""
+    return same, relative, most, (f"{prefix}{a[at]}", f"{prefix}{b[at]}", count)
 
 
 def _differing(a: np.ndarray, b: np.ndarray) -> np.ndarray:

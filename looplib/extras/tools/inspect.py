@@ -13,6 +13,7 @@ from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.tools import data_digest
 from looplib.extras.tools.data_digest import DigestAt
+from looplib.extras.writers.numbers import format_size
 from looplib.report import run_json
 from looplib.report.progress import format_seconds
 
@@ -44,7 +45,9 @@ def inspect(directory: str, verify: bool = False) -> int:
         scores = "  ".join(
             f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in sorted(done.scores.items())
         )
-        rows.append((str(step), _size(done.bytes), format_seconds(max(0.0, time.time() - done.time)), verdict, scores))
+        rows.append(
+            (str(step), format_size(done.bytes), format_seconds(max(0.0, time.time() - done.time)), verdict, scores)
+        )
     if len(rows) == 1:
         print(printable(f"there is no checkpoint in {folder}"))
     else:
@@ -72,11 +75,3 @@ def _digest(folder: str, done: Commit) -> DigestAt | None:
     with contextlib.suppress(UsageError):
         return None if commits.verify(done) else data_digest.digest_of(peek(done.path)[1])
     return None
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

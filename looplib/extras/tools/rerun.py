@@ -165,6 +165,6 @@ def _verdict(report: run_json.Report, directory: str, to: str) -> int:
         say(f"EQUAL, bit by bit: {what} in {directory} and {to}")
         return EXIT_DONE
     say(f"DIFFERENT: {len(found.differences)} values of {what}; the first:")
-    for where, one, other in found.differences[:_SHOWN]:
-        say(f"  {where}: {one} then, {other} now")
+    for difference in found.differences[:_SHOWN]:
+        say(f"  {difference.text('then', 'now')}")
     return EXIT_DIFFERENT

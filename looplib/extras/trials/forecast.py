@@ -10,6 +10,7 @@ from looplib.checkpoint.policy import KeepRule
 from looplib.extras.actions.timed_saves import Timed
 from looplib.extras.trials.measuring import STEPS, Measured
 from looplib.extras.trials.saves import RunPlan, best_interval, kept
+from looplib.extras.writers.numbers import format_size
 from looplib.report.progress import format_seconds
 
 DEFAULT_MTBF = 24 * 3600.0
@@ -142,17 +143,17 @@ class Forecast:
             "evaluation": f"{_short(measured.evaluation)}; {_times(len(plan.evaluations))}",
             "save": f"{times}; {_times(saves)}",
             "time": f"{format_seconds(self.seconds)} to step {plan.end:,}",
-            "checkpoint": _size(measured.checkpoint_bytes),
-            "disk": f"{_size(self.disk)}: checkpoints (at most {self.kept}), and {_size(self.other_bytes)} of metrics "
-            f"and events; {_size(self.most_disk)} while one is written",
-            "memory": f"{_size(measured.memory)} of this process at most",
+            "checkpoint": format_size(measured.checkpoint_bytes),
+            "disk": f"{format_size(self.disk)}: checkpoints (at most {self.kept}), and {format_size(self.other_bytes)} "
+            f"of metrics and events; {format_size(self.most_disk)} while one is written",
+            "memory": f"{format_size(measured.memory)} of this process at most",
             "best saves": f"every {format_seconds(self.best_seconds)} (--checkpoint_interval={self.best_steps}), for a "
             f"failure every {format_seconds(self.mtbf or DEFAULT_MTBF)}",
         }
         if not plan.evaluations:
             rows["evaluation"] = "none"
         if measured.device_memory is not None:
-            rows["memory"] += f", {_size(measured.device_memory)} of the fullest GPU"
+            rows["memory"] += f", {format_size(measured.device_memory)} of the fullest GPU"
         if self.mtbf is None:
             rows["best saves"] += ", which is assumed: give --mtbf"
         if self.cost is not None:
@@ -173,11 +174,3 @@ def _rate(step: float) -> str:
 def _short(seconds: float) -> str:
     """Formats a duration of less than a second too."""
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s" if seconds < 60 else format_seconds(seconds)
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

@@ -31,6 +31,15 @@ def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def format_size(count: float) -> str:
+    """Formats a number of bytes for a person, such as `512 B`, `1.83 MB` or `2.4 TB`; a kB has 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
 def forecast(now: Progress) -> str:
     """Describes what comes next, such as `19 s left, evaluation in 2 s, input 8%`; "" where nothing is known."""
     texts = []

@@ -144,15 +144,15 @@ def test_records_twice_and_tensors_of_another_checkpoint_are_differences(results
     other = shutil.copytree(whole, tmp_path / "other")
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (other / "metrics.jsonl").write_text("".join([*lines[:-1], lines[0]]))
-    found = [where for where, _, _ in compare(whole, other).differences]
+    found = [each.where for each in compare(whole, other).differences]
     assert found[:2] == ["step 1 train: records", "step 10 eval: records"]
     for path in other.glob("checkpoints/ckpt-10*"):
         path.unlink()
     (other / "checkpoints" / "checkpoint").unlink()
-    found = {where: texts for where, *texts in compare(whole, other).differences}
-    assert found["tensor global_step"] == ["10", "6"]
-    one, two = found["tensor optimizer/_trainable_variables/1"]
-    assert one.startswith("[0] ") and re.search(r", \d+ of 3 elements differ$", two)
+    found = {each.where: each for each in compare(whole, other).differences}
+    assert found["tensor global_step"].text("one", "other") == "tensor global_step: 10 one, 6 other"
+    bias = found["tensor optimizer/_trainable_variables/1"]
+    assert bias.one.startswith("[0] ") and re.search(r" now, \d+ of 3 elements differ$", bias.text("then", "now"))
 
 
 def test_a_missing_record_is_no_matter_of_the_training(results, folder, tmp_path, capsys):

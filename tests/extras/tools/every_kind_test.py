@@ -47,9 +47,9 @@ def test_checkpoints_are_equal_except_in_what_was_changed(rtol, tmp_path):
     changes["generator"] = lambda trainer: trainer.generator.reset_from_seed(2)
     for name, change in changes.items():
         found = compare_tensors(first, written("changed", change), rtol, rtol)
-        names = {where.removeprefix("tensor ").split("/")[0] for where, *_ in found.differences}
+        names = {each.where.removeprefix("tensor ").split("/")[0] for each in found.differences}
         assert names == {name}, found.differences
-        assert all(texts[0] != texts[1] for _, *texts in found.differences)
+        assert all(each.one != each.other for each in found.differences)
 
 
 @pytest.fixture(scope="module")
