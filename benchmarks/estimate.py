@@ -1,8 +1,9 @@
 """How well `--estimate` foretells a run: `python -m benchmarks.estimate`, about six minutes on two cores.
 
 Each ready trainer is estimated, run with the same flags, and estimated again, as other programs on the machine come and
-go. The truth is the wall time of the run in `run.json`, which counts from the start of its process, and the size of its
-directory. The error is that of the mean of both estimates.
+go. A run takes about a minute at least: the start of a process alone varies by five seconds. The truth is the wall time
+of the run in `run.json`, which counts from the start of its process, and the size of its directory. The error is that
+of the mean of both estimates.
 """
 
 import json
@@ -26,10 +27,10 @@ _RUNS = {
         "--checkpoint_interval=100",
     ),
     "gan": (
-        "--train_steps=600",
+        "--train_steps=4000",
         "--steps_per_loop=50",
-        "--eval_interval=300",
-        "--checkpoint_interval=100",
+        "--eval_interval=1000",
+        "--checkpoint_interval=500",
     ),
 }
 

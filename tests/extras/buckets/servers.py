@@ -87,7 +87,7 @@ class S3(Served):
         found, token = {}, ""
         while True:
             query = {"list-type": "2", "prefix": prefix, **({"continuation-token": token} if token else {})}
-            tree = xml.etree.ElementTree.fromstring(_ask("GET", f"{self.url}/{bucket}?{urllib.parse.urlencode(query)}"))
+            tree = xml.etree.ElementTree.fromstring(_listing(f"{self.url}/{bucket}?{urllib.parse.urlencode(query)}"))
             for entry in tree.findall("s3:Contents", _SPACE):
                 found[entry.findtext("s3:Key", None, _SPACE)] = int(entry.findtext("s3:Size", None, _SPACE))
             token = tree.findtext("s3:NextContinuationToken", "", _SPACE)
@@ -126,6 +126,14 @@ class Gcs(Served):
             sys.executable, "-c", "from gcp_storage_emulator.__main__ import main; main()", "start", "--port", "PORT",
             "--in-memory", f"--default-bucket={bucket}",
         ])  # fmt: skip
+
+
+def _listing(url):
+    """Asks for a list of objects, again if it fails: moto loses track of the objects that are written meanwhile."""
+    for _ in range(5):
+        with contextlib.suppress(urllib.error.HTTPError):
+            return _ask("GET", url)
+    return _ask("GET", url)
 
 
 def _ask(method, url, content=None, service="s3"):

@@ -10,8 +10,8 @@ const PHASE_COLORS = {
   restore: 4,
   report: 5,
   start: "start",
-  repeated: 4,
-  off: 5,
+  repeated: "repeated",
+  off: "off",
   other: 7,
 };
 
