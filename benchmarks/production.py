@@ -67,7 +67,7 @@ class _W1(looplib.Trainer):
         self.model, self.optimizer, self._task = task.model, task.optimizer, task
 
     def dataset(self, context):
-        return self._task.dataset(context.num_replicas)
+        return self._task.dataset(context.num_replicas).shard(context.num_pipelines, context.pipeline_index)
 
     def step_fn(self, inputs):
         losses, right = self._task.step(*inputs, mean=self.global_mean)
@@ -296,6 +296,9 @@ def of_workers(folder, arrays):
     times = measure(trainings, _ROUNDS.value, _SECONDS.value)
     if with_it.controller.is_chief:
         show(times, _NONE)
+    with_it.controller.gather(0)  # the chief ends with the others
+    for training in trainings.values():
+        training.controller.close()
 
 
 def main(argv):
@@ -308,7 +311,7 @@ def main(argv):
         return of_workers(os.environ["LOOPLIB_PRODUCTION"], WORKLOADS["W1"].arrays())
     with tempfile.TemporaryDirectory() as folder:
         if _WORKERS.value:
-            flags_of_all = [f"--rounds={_ROUNDS.value}", f"--seconds={_SECONDS.value}", "--workers"]
+            flags_of_all = [f"--{name}={flags.FLAGS[name].value}" for name in ("rounds", "minutes", "seconds", "workers")]
             program = [sys.executable, "-m", "benchmarks.production", *flags_of_all]
             command = [sys.executable, "-m", "looplib", "launch", "--workers=2", "--", *program]
             subprocess.run(command, env={**os.environ, "LOOPLIB_PRODUCTION": folder}, check=True)
