@@ -311,7 +311,8 @@ def main(argv):
         return of_workers(os.environ["LOOPLIB_PRODUCTION"], WORKLOADS["W1"].arrays())
     with tempfile.TemporaryDirectory() as folder:
         if _WORKERS.value:
-            flags_of_all = [f"--{name}={flags.FLAGS[name].value}" for name in ("rounds", "minutes", "seconds", "workers")]
+            names = ("rounds", "minutes", "seconds", "workers")
+            flags_of_all = [f"--{name}={flags.FLAGS[name].value}" for name in names]
             program = [sys.executable, "-m", "benchmarks.production", *flags_of_all]
             command = [sys.executable, "-m", "looplib", "launch", "--workers=2", "--", *program]
             subprocess.run(command, env={**os.environ, "LOOPLIB_PRODUCTION": folder}, check=True)

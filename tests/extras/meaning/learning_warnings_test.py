@@ -94,7 +94,6 @@ def test_a_norm_that_explodes_is_found_with_its_history(strategy, family, tmp_pa
     ]
 
 
-@pytest.mark.slow
 def test_a_warning_comes_once_over_restarts_in_the_log_run_json_and_the_page(tmp_path, caplog):
     import keras
 

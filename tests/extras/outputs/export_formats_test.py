@@ -23,6 +23,7 @@ import looplib
 from looplib.errors import ExportError, PluginError, RunDirectoryError
 from looplib.extras.outputs import int8
 from looplib.extras.outputs.int8 import MOST_CALIBRATION
+from looplib.extras.outputs.new_folder import check_free
 from looplib.extras.outputs.samples import MOST_EXAMPLES, ModelInputs, find_inputs
 from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
@@ -368,6 +369,16 @@ def test_an_error_of_the_data_or_of_the_function_is_not_one_of_files(tmp_path):
             controller.export(tmp_path / "out", formats=["int8"])
         assert not isinstance(found.value, looplib.UsageError)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "folder", ["checkpoints", "checkpoints/mine", "train/x", "test", "export", "media", "x/../eval"]
+)
+def test_a_folder_that_the_run_writes_is_refused_for_an_export(folder, tmp_path):
+    with pytest.raises(RunDirectoryError, match="which the run itself writes"):
+        check_free(str(tmp_path / folder), str(tmp_path), "export", ["test", "eval"])
+    for free in ("export/mine", "mine"):
+        check_free(str(tmp_path / free), str(tmp_path), "export", ["test", "eval"])
 
 
 @pytest.mark.slow

@@ -84,7 +84,6 @@ def test_foreign_values_are_left_out():
     assert goodput([start, start]).seconds["other"] >= 0
 
 
-@pytest.mark.slow
 def test_a_run_report_has_the_goodput_of_all_its_starts(tmp_path):
     for steps in (20, 40):
         with toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path) as controller:

@@ -93,7 +93,6 @@ def starts_of(log):
     return [json.loads(one)["start"] for one in log.decode().splitlines() if one.startswith("{") and '"start"' in one]
 
 
-@pytest.mark.slow
 def test_a_sweep_killed_with_its_machine_continues_on_another_one_and_repeats_no_trial(sweeps):
     cloud, of = sweeps.cloud, (*COPIED, "--pause=0.1")
     first = sweeps.start(of=of, machine="one")

@@ -135,7 +135,6 @@ def start(python, folder, *more):
     )
 
 
-@pytest.mark.slow
 def test_an_estimate_leaves_no_trace_and_foretells_what_a_run_leaves(python, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").write_text("mine")
