@@ -78,7 +78,6 @@ def test_constant_predictions_are_found_at_the_second_evaluation_in_a_row(strate
     assert not found(lambda task, x: task.model(x), strategy=strategy)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "predict",
     [

@@ -136,7 +136,6 @@ def test_records_of_one_file_are_found_by_number_and_copies_by_content(tmp_path)
     assert not found(records([train]), records([other]))
 
 
-@pytest.mark.slow
 def test_disjoint_parts_of_one_file_are_silent(tmp_path):
     path = written(tmp_path / "all.tfrecord", TRAIN)
     is_test = np.arange(400) % 4 == 0
