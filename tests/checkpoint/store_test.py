@@ -221,7 +221,7 @@ def test_a_warm_start_that_cannot_be_is_a_sentence(case, sentence, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_path):
     class Extended(toy.Regression):
         def __init__(self):

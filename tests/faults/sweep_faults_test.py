@@ -450,7 +450,6 @@ def test_a_directory_that_is_moved_in_the_middle_ends_the_sweep_and_its_runs_and
     assert process.wait(60) == EXIT_PREEMPTED
 
 
-@pytest.mark.slow
 def test_children_of_a_run_that_was_killed_hold_up_no_restart(
     tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture
 ) -> None:

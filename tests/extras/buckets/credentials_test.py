@@ -75,7 +75,6 @@ def test_a_token_that_expires_stops_no_step_and_the_copy_catches_up_once_the_fil
     whole(cloud, 130)
 
 
-@pytest.mark.slow
 def test_a_start_whose_token_has_expired_ends_soon_with_a_sentence(cloud, credentials):
     expire(cloud.proxy, "ExpiredToken")
     begun = time.monotonic()

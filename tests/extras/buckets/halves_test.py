@@ -63,7 +63,6 @@ def test_half_of_an_upload_is_never_a_checkpoint(cloud, damage):
     assert cloud.read("checkpoints/ckpt-5.data-00000-of-00001") == copied.content(5, 0, 1000)
 
 
-@pytest.mark.slow
 def test_what_a_store_has_lost_is_copied_again_by_the_next_start(cloud):
     ready(cloud)
     there = cloud.names()
@@ -77,7 +76,6 @@ def test_what_a_store_has_lost_is_copied_again_by_the_next_start(cloud):
     }
 
 
-@pytest.mark.slow
 def test_a_store_that_is_empty_does_not_empty_the_local_directory(cloud):
     ready(cloud)
     for name in cloud.names():

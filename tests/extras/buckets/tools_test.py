@@ -60,7 +60,6 @@ def test_tools_that_look_at_a_run_for_the_first_time_at_once_all_see_it(cloud):
     assert not list((cloud.folder / "m").glob("unchecked-*"))
 
 
-@pytest.mark.slow
 def test_verify_reads_what_is_in_the_store_and_not_the_copy(cloud):
     life = cloud.copied("--steps=3")
     assert life.code() == 0, life.output()

@@ -121,7 +121,6 @@ def test_a_sweep_killed_with_its_machine_continues_on_another_one_and_repeats_no
         assert cloud.read(f"trial-{number:04}/metrics.jsonl", "sweep").decode() == "".join(lines)
 
 
-@pytest.mark.slow
 def test_a_second_sweep_is_refused_on_another_machine_and_on_this_one(sweeps):
     first = sweeps.start(of=(*COPIED, "--pause=1"), machine="one")
     wait_for(lambda: sweeps.steps())
