@@ -19,13 +19,7 @@ from looplib.report import run_json
 from looplib.report.records import Record
 
 ENDED_EARLY = "a later start ended before it trained"
-_BEFORE = (
-    "wall",
-    "start",
-    "compile",
-    "restore",
-    "suspended",
-)  # seconds that no step took
+_OF_NO_STEP = ("wall", "start", "compile", "restore", "suspended")  # of the seconds of a start
 _SILENT_SECONDS, _SILENT_REPORTS = 60.0, 20.0  # without news after which a run is called silent: the longer of the two
 
 
@@ -106,7 +100,7 @@ def _pace(start: Any) -> float | None:
     first, last = values.mapping((values.items(start.get("points")) or [{}])[0]), values.mapping(start)
     steps = (values.whole(last.get("step")) or 0) - (values.whole(first.get("step")) or 0)
     began, now = (
-        sum(spent for name, spent in values.numbers(each.get("seconds")).items() if name not in _BEFORE)
+        sum(spent for name, spent in values.numbers(each.get("seconds")).items() if name not in _OF_NO_STEP)
         for each in (first, last)
     )
     return (now - began) / steps if first and steps > 0 and now > began else None
