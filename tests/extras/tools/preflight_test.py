@@ -211,7 +211,7 @@ def test_an_evaluation_of_batches_that_no_device_takes_tells_the_memory_that_is_
     checks._say_of_step("eval", step, [f for f in result["findings"] if f["split"] == "eval"], "TPU")
     said = capsys.readouterr().out
     assert "Ragged.dataset has a RaggedTensor, which XLA does not take" in said
-    assert said.splitlines()[-1].endswith("memory of each TPU core: parameters 40 bytes, activations not known")
+    assert said.splitlines()[-1].endswith("memory of each TPU core: parameters 40 B, activations not known")
 
 
 LAYERS = {
