@@ -4,7 +4,6 @@
 steps that come after their checkpoint. Each round is a launch of its own.
 """
 
-import json
 import os
 import pathlib
 import signal
@@ -20,6 +19,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from absl import app, flags
 
+from looplib.extras.page.goodput import restored_step
+from looplib.report import run_json
 from looplib.report.records import read_jsonl
 
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Deaths.", lower_bound=1)
@@ -55,9 +56,8 @@ def _measure(folder: pathlib.Path) -> float:
         began = time.monotonic()
         os.kill(int(children[-1]), signal.SIGKILL)
         _wait(launch, lambda: len(_starts(folder)) == 2)
-        changed = (folder / "metrics.jsonl").stat().st_mtime_ns
-        restored = int(_starts(folder)[1]["restored_from"].rpartition("-")[2])
         metrics = folder / "metrics.jsonl"
+        changed, restored = metrics.stat().st_mtime_ns, restored_step(_starts(folder)[1])
         _wait(launch, lambda: metrics.stat().st_mtime_ns > changed and _last_step(folder) > restored)
         return time.monotonic() - began
     finally:
@@ -82,10 +82,7 @@ def _last_step(folder: pathlib.Path) -> int:
 
 
 def _starts(folder: pathlib.Path) -> list[dict[str, Any]]:
-    try:
-        return json.loads((folder / "run.json").read_text())["starts"]
-    except (OSError, ValueError):
-        return []
+    return run_json.read_report(run_json.path_of(str(folder), trains=True)).get("starts", [])
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
 from looplib.extras.tools.options import place
 from looplib.extras.weights import rules
 from looplib.extras.weights.sources import StoredTensor
+from looplib.extras.writers.numbers import format_size
 from looplib.plugins import Command
-
-_SIZES = ("B", "kB", "MB", "GB", "TB")
 
 
 def add(tools: Any) -> None:
@@ -43,10 +42,7 @@ def _weights(options: argparse.Namespace) -> int:
             [("name", "shape", "type", "")]
             + [(name, _shape(one), _type(one), _new(name, ruled)) for name, one in there.items()]
         )
-        size, unit = float(sum(one.bytes for one in there.values())), 0
-        while size >= 1000 and unit < len(_SIZES) - 1:
-            size, unit = size / 1000, unit + 1
-        print(f"{len(there)} values, {size:.3g} {_SIZES[unit]}")
+        print(f"{len(there)} values, {format_size(sum(one.bytes for one in there.values()))}")
         return EXIT_DONE
     return _compare(start, there, ruled, tensors_of(options.to), options.to)
 
