@@ -31,8 +31,8 @@ test: env
 	$(RUN) -m pytest $(ALONE)
 
 # With all repetitions; of what is random, as many as these two say.
-test-all: export LOOPLIB_MUTATIONS ?= 500
-test-all: export LOOPLIB_FAULTS ?= 50
+test-all: export LOOPLIB_MUTATIONS ?= 200
+test-all: export LOOPLIB_FAULTS ?= 20
 test-all: env
 	$(RUN) -m pytest --all $(TOGETHER)
 	$(RUN) -m pytest --all $(ALONE)

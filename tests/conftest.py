@@ -41,8 +41,6 @@ needs_models = pytest.mark.skipif(
     importlib.util.find_spec("official") is None, reason="needs Model Garden: pip install 'looplib[models]'"
 )
 _made = {}
-_PRODUCT = 3  # conditions or more: with --all too, each pair of their values is tried, and not each combination
-_TABLE = 8  # cases or more of two conditions: each value is tried
 _all = False
 _collected = 0.0  # when garbage was collected last
 _LONG = 3.0  # seconds of a test after which the end of an iterator may take long
@@ -86,7 +84,8 @@ def _share_fork_server(config):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all"):
-        left_out = {item for item in items if any(not mark.kwargs for mark in item.iter_markers("slow"))}
+        slow = [item for item in items if any(mark.kwargs.keys() <= {"most"} for mark in item.iter_markers("slow"))]
+        left_out = set(slow)
         for kind, choose in (("pairs", _pairs), ("keep", _last), ("spread", _spread)):
             groups = collections.defaultdict(list)
             for item in items:
@@ -98,7 +97,7 @@ def pytest_collection_modifyitems(config, items):
     else:
         groups = collections.defaultdict(list)
         for item in items:
-            if hasattr(item, "callspec") and len(item.callspec.params) >= 2:
+            if hasattr(item, "callspec"):
                 groups[item.path, item.originalname].append(item)
         left_out = {item for group in groups.values() for item in set(group) - _of_product(group)}
     config.hook.pytest_deselected(items=list(left_out))
@@ -108,18 +107,22 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _of_product(group):
-    """Chooses cases so that each pair of values occurs; all, of a test that skips some and does not mark which.
+    """Chooses cases of several conditions: of a whole product each value, of other cases each pair of values.
 
-    Of a table of two conditions, each value occurs; other tests begin with other values.
+    Tests begin with different values. What a test's mark says goes first: `most`, how many cases, or `pairs`. Of a test
+    that skips some cases and does not mark which, all are chosen, as of a list of one condition or two.
     """
-    if len(group[0].callspec.params) < _PRODUCT:
-        sizes = [len(set(values)) for values in zip(*(sorted(_values(item)) for item in group))]
-        is_table = len(group) == math.prod(sizes) >= _TABLE
-        return _spread(group, max(sizes)) if is_table else set(group)
-    marked = [mark.kwargs["pairs"] for mark in group[0].iter_markers("slow") if "pairs" in mark.kwargs]
-    if not marked and "pytest.skip(" in inspect.getsource(group[0].function):
+    marks = {key: value for mark in group[0].iter_markers("slow") for key, value in mark.kwargs.items()}
+    if "most" in marks:
+        return _spread(group, marks["most"])
+    if "pairs" in marks:
+        return _pairs(group, marks["pairs"])
+    if "pytest.skip(" in inspect.getsource(group[0].function):
         return set(group)
-    return _pairs(group, marked[0] if marked else True)
+    sizes = [len(set(values)) for values in zip(*(sorted(_values(item)) for item in group))]
+    if len(sizes) > 1 and len(group) == math.prod(sizes):
+        return _spread(group, max(sizes))
+    return _pairs(group, True) if len(sizes) > 2 else set(group)
 
 
 def _last(group, count):

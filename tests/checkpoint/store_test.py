@@ -146,7 +146,7 @@ def can_save(params):
     return SAVED[params["how"]][0] in (None, params["keras"])
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=4)
 @pytest.mark.slow(pairs=can_save)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])

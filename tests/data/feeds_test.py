@@ -358,7 +358,7 @@ def ending(context):
     return tf.data.Dataset.range(32).batch(context.per_replica_batch_size)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize("name, make", [
     ("mirrored_x2", shuffled),
     *more([("mirrored_x2", ending), ("default", shuffled), ("one_device", ending), ("mirrored_x4", shuffled)]),

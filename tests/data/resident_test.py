@@ -122,7 +122,7 @@ class Order(looplib.Trainer):
         return {"rows": looplib.total(tf.size(inputs["number"]))}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize("engine", ["xla", *more(["auto", "graph"])])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stop", [3, *more([7, 200, 401])])

@@ -189,7 +189,7 @@ def test_a_run_stopped_and_started_again_equals_one_that_was_not(folder, whole, 
 KINDS_BY_TURNS = dict(zip([case for case in DAMAGES if case[1] not in PARTS[1:]], itertools.cycle(FILES)))
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=1, most=14)
 @pytest.mark.parametrize(
     "kind, damage, how",
     [

@@ -23,7 +23,7 @@ import looplib
 from looplib.errors import PredictionError, RunDirectoryError
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 200)))
-KILLS = repetitions(2, 14)
+KILLS = repetitions(2, 7)
 
 
 class PredictsNumbers(Predicts):

@@ -246,7 +246,7 @@ def test_an_index_is_made_again_wherever_it_was_cut_or_a_bit_of_it_flipped(index
     for cut in repetitions(cuts[::5], cuts):
         place.write_bytes(good[:cut])
         assert len(opened(path)) == TOTAL and place.read_bytes() == good, cut
-    for bit in random.Random(0).sample(range(8 * len(good)), repetitions(60, 600)):
+    for bit in random.Random(0).sample(range(8 * len(good)), repetitions(60, 300)):
         content = bytearray(good)
         content[bit // 8] ^= 1 << bit % 8
         place.write_bytes(content)

@@ -89,7 +89,7 @@ def finish(tmp_path, steps=40, **settings):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow(keep=1)  # each other signal has a test below
+@pytest.mark.slow(keep=1, most=3)  # each other signal has a test below
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("signum", preemption.SIGNALS)
 def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path):

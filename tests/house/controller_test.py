@@ -87,7 +87,7 @@ def run(model_dir, steps, eval_interval=7, strategy=DEFAULT, trainer_class=Quiet
     return trainer, controller, result
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     "name, stops",
     [

@@ -65,10 +65,8 @@ def package_of(path: pathlib.Path) -> pathlib.Path:
     return next(folder for folder in path.parents if folder in PACKAGES)
 
 
-@functools.cache  # of what is found, not of the trees, which later collections would go through
 def is_binary(path: pathlib.Path) -> bool:
-    tests = [ast.unparse(node.test) for node in parse(path).body if isinstance(node, ast.If)]
-    return "__name__ == '__main__'" in tests
+    return found_in(path)[1]
 
 
 def is_test(path: pathlib.Path) -> bool:
@@ -98,24 +96,36 @@ def find(module: str, importer: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-@functools.cache
 def imports(path: pathlib.Path) -> list[pathlib.Path]:
     """Returns the project's files that a file imports.
 
     Those of functions of looplib are left out: they load a plug-in on demand, which has its own target.
     """
+    return found_in(path)[0]
+
+
+def statements(node: ast.AST, lazy: bool) -> Iterable[ast.AST]:
+    """Yields the statements in a node, at any depth; expressions, which import nothing, are not gone through."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr) and not (lazy and is_function(child)):
+            yield child
+            yield from statements(child, lazy)
+
+
+@functools.cache  # of what is found, not of the trees, which later collections would go through
+def found_in(path: pathlib.Path) -> tuple[list[pathlib.Path], bool]:
+    """Returns the project's files that a file imports, and whether it is a binary."""
     tree = parse(path)
-    lazy = LOOPLIB in path.parents
+    binary = any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
     files: list[pathlib.Path | None] = []
-    nodes = (node for statement in tree.body for node in ast.walk(statement) if not (lazy and is_function(statement)))
-    for node in nodes:
+    for node in statements(tree, lazy=LOOPLIB in path.parents):
         if isinstance(node, ast.Import):
             files += [find(alias.name, path) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = ".".join(path.parent.parts)
             module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             files += [find(f"{module}.{alias.name}", path) or find(module, path) for alias in node.names]
-    return [file for file in files if file]
+    return [file for file in files if file], binary
 
 
 def short(labels: Iterable[str], package: pathlib.Path) -> list[str]:

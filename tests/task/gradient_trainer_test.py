@@ -101,7 +101,7 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=9)
 @pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["eager", "xla", "graph"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
@@ -114,7 +114,7 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=8)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize(
     "name, count", [("default", 4), ("one_device", 1), ("mirrored_x2", 4), ("mirrored_x2", 1), ("default", 1)]
@@ -312,7 +312,7 @@ def test_each_kind_of_clipping_is_that_of_numpy(clip):
         assert not np.allclose(one, before)
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=1, most=8)
 @pytest.mark.parametrize(
     "name, family, count",
     [
@@ -979,7 +979,7 @@ print("parts", trainer.micro_batches, "moved", moved)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("megabytes, expected", [(180, [2]), *more([(1500, [1])])])
 def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, tmp_path):
     """TensorFlow's own limit for the CPU's memory stands for a GPU's; one activation has 205 MB."""

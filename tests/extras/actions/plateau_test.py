@@ -68,7 +68,7 @@ CASES = [dict(patience=1), dict(patience=3, mode="max"), dict(patience=2, min_ch
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_early_stopping_stops_where_that_of_keras_does(case):
     stopped = set()
-    for values in sequences(repetitions(2, 5)):
+    for values in sequences(repetitions(2, 3)):
         mode = case.get("mode", "min")
         theirs = keras3.callbacks.EarlyStopping("loss", case.get("min_change", 0), case["patience"], mode=mode)
         theirs.set_model(keras3.Sequential([keras3.Input((1,)), keras3.layers.Dense(1)]))
@@ -85,7 +85,7 @@ def test_early_stopping_stops_where_that_of_keras_does(case):
     assert min(stopped) < 23
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize("case", [*CASES, dict(patience=1, cooldown=2), dict(patience=2, min_rate=0.002)], ids=str)
 def test_the_rate_on_a_plateau_is_that_of_keras(case):
     lowest = set()
@@ -151,7 +151,7 @@ def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_
     assert start(0.01, 6) == pytest.approx(0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name, tmp_path):
     """The best value is that of step 3; the weights are those of a training of three steps."""

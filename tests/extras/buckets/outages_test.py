@@ -12,7 +12,7 @@ from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
 from looplib.extras.tools.status import status
 
-DOWN = 60.0
+DOWN = 20.0
 
 
 def as_it_should_be(cloud, steps, name="run", kept=3):
@@ -66,7 +66,7 @@ def test_the_final_save_waits_for_a_store_that_is_down(cloud):
     as_it_should_be(cloud, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("status", [503, 404, "cut"])
 def test_a_storm_of_failures_is_waited_out(cloud, status):
     if status == "cut":

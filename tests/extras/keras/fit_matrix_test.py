@@ -15,19 +15,19 @@ FEW = (
     ("text_vectorization", "tf_keras", ("replicas",)),  # its vocabulary, among its weights, is no variable
     ("contrastive", "keras", ("replicas",)),
 )
-FIT, *OTHERS = fit_matrix.COLUMNS
-ALL = [  # each row, the families and the columns beside `fit` in turns; `python tests/fit_matrix.py` tries all
+IN_TURNS = (("replicas",), ("fit", "resumed"), ("fit", "export"))  # each against `fit`
+ALL = [  # each row, the families and columns in turns; `python tests/fit_matrix.py` tries all
     pytest.param(
         row.name,
         row.families[number % len(row.families)],
-        (FIT, OTHERS[number % len(OTHERS)]),
+        IN_TURNS[number % len(IN_TURNS)],
         marks=pytest.mark.slow,
     )
     for number, row in enumerate(fit_matrix.ROWS.values())
 ]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=1, most=30)
 @pytest.mark.parametrize("name, family, columns", [*FEW, *ALL])
 def test_a_model_is_right_or_refused(name, family, columns, tmp_path):
     for package in (family, *fit_matrix.ROWS[name].needs):

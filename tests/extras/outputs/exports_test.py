@@ -152,10 +152,7 @@ REPEATED = {
     "KerasTrainer, Keras 3, two replicas": (keras_trainer, "keras", "mirrored_x2"),
     # The test of the command below exports an image classifier.
     "image classification, cnn": (images, "cnn", "default"),
-    "KerasTrainer, tf_keras": (keras_trainer, "tf_keras", "default"),
     "image classification, tpu_guide": (images, "tpu_guide", "default"),
-    "image classification, cnn, two replicas": (images, "cnn", "mirrored_x2"),
-    "GradientTrainer, Keras 3, two replicas": (gradient, "keras", "mirrored_x2"),
     "KerasTrainer, tf_keras, two replicas": (keras_trainer, "tf_keras", "mirrored_x2"),
 }
 RESNET = "image classification, resnet18"

@@ -362,7 +362,7 @@ def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_no
     for attempt in itertools.count():
         devices = [f"--num_virtual_devices={(1, 2, 4)[attempt % 3]}"]
         life = nursery.life(trained, *arguments, f"--predictions={tmp_path}", *devices)
-        if kills < repetitions(2, 12):
+        if kills < repetitions(2, 6):
             until = time.monotonic() + 60
             while life.note()[1] != "predict" and time.monotonic() < until and not life.ended():
                 time.sleep(0.01)
@@ -378,7 +378,7 @@ def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_no
         if code == 0:
             break
         assert attempt < 30, life.output()
-    assert kills >= repetitions(2, 12)
+    assert kills >= repetitions(2, 6)
     whole = [path.read_bytes() for path in pieces(trained / "predictions" / "eval")]
     assert [len(piece.splitlines()) for piece in whole] == [10] * 9 + [6]
     check_binary(tmp_path / "eval", trained)

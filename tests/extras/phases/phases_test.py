@@ -97,7 +97,7 @@ def optimizer_of(kind, keras):
     return keras.optimizers.SGD(0.1, momentum=0.9) if kind == "sgd" else keras.optimizers.Adam(0.1)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=4)
 @pytest.mark.parametrize(
     "name, loop, kind, family",
     [
