@@ -213,7 +213,7 @@ def test_the_orders_of_epochs_are_independent(n):
 
 @pytest.mark.slow
 def test_seeds_of_training_differ_by_epoch_place_and_run():
-    steps = repetitions(60, 150)
+    steps = 150
     ids, seeds = pairs(37, steps)
     assert len(set(seeds)) == len(seeds) == 8 * steps
     np.testing.assert_array_equal(pairs(37, 10, start_step=steps - 10)[1], seeds[-80:])

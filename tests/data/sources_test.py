@@ -493,7 +493,7 @@ def test_what_has_no_order_loses_and_repeats_nothing(name, make):
 @pytest.mark.slow
 def test_each_stage_that_is_called_exact_was_tried_and_is():
     stages = set()
-    for name in repetitions(EACH_STAGE, BY_STATE):
+    for name in EACH_STAGE:
         whole, rests, _, found = case(BY_STATE[name])
         assert rests == [whole[stop:] for stop in STOPS], name
         stages |= found

@@ -190,7 +190,7 @@ def check(keras, cases, name, loop="graph", x=X):
 
 @pytest.mark.slow
 def test_every_class_of_optimizers_equals_keras_on_one_device(keras):
-    check(keras, classes(keras), "mirrored_x2", loop="eager", x=X[: repetitions(3, STEPS) * BATCH])
+    check(keras, classes(keras), "mirrored_x2", loop="eager", x=X[: STEPS * BATCH])
 
 
 @pytest.mark.slow(spread=1)
@@ -208,8 +208,7 @@ def test_every_option_equals_keras_on_one_device_in_a_graph_too(keras):
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_four_replicas_equal_keras_on_one_device_too(keras):
     """In a graph, where an update that depends on the step or on the gradients is a branch."""
-    few = ["accumulate, average"]
-    names = repetitions(few, [*few, "average overwrites", "dynamic", "several"])
+    names = ["accumulate, average", "average overwrites", "dynamic", "several"]
     check(keras, {name: case for name, case in options(keras).items() if name in names}, "mirrored_x4")
 
 

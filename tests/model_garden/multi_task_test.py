@@ -1,7 +1,5 @@
 """Multi-task experiments run under looplib's controller as under Model Garden's driver."""
 
-import contextlib
-
 import pytest
 
 pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib[models]'")
@@ -10,7 +8,7 @@ import multi_task
 import numpy as np
 import side_by_side
 import tensorflow as tf
-from conftest import more, repetitions
+from conftest import more
 
 import looplib
 from trainers import model_garden
@@ -22,8 +20,7 @@ def test_several_tasks_train_and_evaluate_as_under_the_driver(kind, tmp_path):
     data = multi_task.make_data(str(tmp_path / "data"))
     params = multi_task.experiment(kind, data)
     side_by_side.start_anew()
-    with repetitions(side_by_side.eagerly, contextlib.nullcontext)():
-        theirs = multi_task.run_under_the_driver(params, str(tmp_path / "theirs"))
+    theirs = multi_task.run_under_the_driver(params, str(tmp_path / "theirs"))
     side_by_side.start_anew()
     strategy, losses = tf.distribute.OneDeviceStrategy("/cpu:0"), {}
     with strategy.scope():

@@ -168,10 +168,8 @@ def test_the_diffusion_loss_is_the_error_of_the_predicted_noise():
 def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, classifier, tmp_path):
     config = dataclasses.replace(SMALL[experiment], classifier=classifier)
 
-    loop = repetitions("eager", "graph")  # tracing is most of what it costs
-
     def train(strategy, steps, **settings):
-        settings = dict(evaluator=None, steps_per_loop=1, loop=loop, **settings)
+        settings = dict(evaluator=None, steps_per_loop=1, loop="graph", **settings)
         controller, trainer, _ = control(experiment, config, strategy, **settings)
         with controller:
             controller.train(steps)

@@ -260,7 +260,7 @@ def test_an_evaluation_job_finds_all_weights(files, trained):
 def test_reports_have_the_speed_which_comparisons_leave_out(trained, tmp_path):
     one = trained["two"][0]
     reports = [record for record in read_jsonl(f"{one}/metrics.jsonl") if record["split"] == "train"]
-    assert [report["step"] for report in reports] == repetitions([20], [20, 40, 60])
+    assert [report["step"] for report in reports] == [20, 40, 60]
     for report in reports:
         assert report["tokens_per_second"] == pytest.approx(report["steps_per_second"] * 8 * 32, rel=0.02)
         assert 0 < report["share_of_peak"] < 1
@@ -274,7 +274,7 @@ def test_reports_have_the_speed_which_comparisons_leave_out(trained, tmp_path):
 def test_bfloat16_computes_its_products_in_bfloat16(files):
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     try:
-        controller, metrics = run(config(files, optimizer="adamw"), steps=repetitions(4, 20))
+        controller, metrics = run(config(files, optimizer="adamw"), steps=20)
     finally:
         keras.mixed_precision.set_global_policy("float32")
     evaluator = controller.loops["eval"].task

@@ -162,7 +162,7 @@ def test_a_frozen_worker_and_a_cut_link_end_all(nursery, network, struck, froze)
 @pytest.mark.slow
 def test_after_all_these_strikes_the_run_resumes_exactly(nursery, struck, froze, whole):
     assert saved_step(struck) < STEPS
-    resumed = repetitions([struck], [struck, froze])
+    resumed = [struck, froze]
     finish(nursery, resumed)
     for folder in resumed:
         compare_with_whole(whole, folder)
@@ -174,9 +174,7 @@ def test_after_all_these_strikes_the_run_resumes_exactly(nursery, struck, froze,
 @pytest.mark.slow
 def test_a_value_that_is_not_finite_on_one_worker_halts_all_at_the_same_step(nursery, tmp_path):
     # A state that takes long to write: the other worker's failure may not end the chief before its save.
-    processes = nursery.workers(
-        2, tmp_path / "run", *ARGUMENTS, "--config.nan_at=10", f"--config.state_mb={repetitions(100, 300)}"
-    )
+    processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS, "--config.nan_at=10", "--config.state_mb=300")
     assert codes(processes, time.monotonic() + 60) == [1, 1]
     for process in processes:
         (cause,) = causes(process)

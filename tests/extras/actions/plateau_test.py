@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy, more, repetitions
+from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import ActionError
@@ -68,7 +68,7 @@ CASES = [dict(patience=1), dict(patience=3, mode="max"), dict(patience=2, min_ch
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_early_stopping_stops_where_that_of_keras_does(case):
     stopped = set()
-    for values in sequences(repetitions(2, 3)):
+    for values in sequences(3):
         mode = case.get("mode", "min")
         theirs = keras3.callbacks.EarlyStopping("loss", case.get("min_change", 0), case["patience"], mode=mode)
         theirs.set_model(keras3.Sequential([keras3.Input((1,)), keras3.layers.Dense(1)]))
@@ -89,7 +89,7 @@ def test_early_stopping_stops_where_that_of_keras_does(case):
 @pytest.mark.parametrize("case", [*CASES, dict(patience=1, cooldown=2), dict(patience=2, min_rate=0.002)], ids=str)
 def test_the_rate_on_a_plateau_is_that_of_keras(case):
     lowest = set()
-    for values in sequences(repetitions(1, 2)):
+    for values in sequences(2):
         mode = case.get("mode", "min")
         cooldown = case.get("cooldown", -1) + 1  # Keras counts a report more than it leaves out
         theirs = keras3.callbacks.ReduceLROnPlateau(
@@ -254,8 +254,8 @@ def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, p
 
     killed, whole = run("whole", "")
     assert killed == 0 and whole["step"] == 13  # 5 comes at step 8, and five evaluations bring no more
-    killed, parts = run("parts", repetitions("train-4 eval-13", "eval-4 train-4 eval-7 train-8 eval-13"))
-    assert killed == repetitions(2, 5) and parts["step"] == 13
+    killed, parts = run("parts", "eval-4 train-4 eval-7 train-8 eval-13")
+    assert killed == 5 and parts["step"] == 13
     assert not compare(tmp_path / "whole", tmp_path / "parts").differences
 
 

@@ -55,7 +55,7 @@ def test_a_store_that_is_down_stops_no_step_and_has_everything_in_the_end(cloud,
 
 @pytest.mark.slow
 def test_the_final_save_waits_for_a_store_that_is_down(cloud):
-    seconds = repetitions(2.0, DOWN)
+    seconds = DOWN
     life = cloud.copied("--steps=40", "--pause=0.05")
     wait_for(lambda: said(life)[-1:] and said(life)[-1].get("step") == 37)
     cloud.proxy.stop()

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 from clouds import wait_for
-from conftest import repetitions
 
 from looplib.checkpoint import commits
 from looplib.errors import EXIT_PREEMPTED
@@ -40,7 +39,7 @@ def test_a_run_killed_at_random_moments_on_machines_that_vanish_ends_as_one_that
     whole = cloud.folder / "whole"
     undisturbed = nursery.life(whole, *COMMON)
     chance, kept = random.Random(5), 0
-    for number in range(repetitions(2, 10)):
+    for number in range(10):
         life = cloud.run(*COMMON)
         reached = kept + 1 + int(chance.random() * (STEPS - kept - 4)) if number < 4 else 0
         wait_for(lambda: life.ended() or max(cloud.steps(), default=0) >= reached, 60)

@@ -92,7 +92,7 @@ def run(trainer, steps, actions, name="mirrored_x2", **settings):
         return controller
 
 
-@pytest.mark.slow(spread=2, most=8)
+@pytest.mark.slow(spread=1, most=8)
 @pytest.mark.parametrize("optimizer, name", [
     ("adam", "last/kernel"), ("adam", "last/bias"), ("adam", "frozen/kernel"), ("adam", "kernel_momentum"), ("adam", "kernel_velocity"),
     ("momentum", "iteration"), ("adam", "average/"), ("adam", "count"), ("adam", "big"), ("adam", "flag"), ("adam", "wave"),

@@ -355,18 +355,18 @@ def check_binary(folder, trained):
 def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_not(nursery, trained, tmp_path):
     check_binary(trained / "predictions" / "eval", trained)
     arguments = [
-        "--config.state_mb=0.01", "--mode=predict", "--predictions_piece=10", f"--config.slow_evaluation={repetitions(0.1, 0.3)}",
+        "--config.state_mb=0.01", "--mode=predict", "--predictions_piece=10", "--config.slow_evaluation=0.3",
         "--loop=eager",
     ]  # fmt: skip
     moments, kept, kills = random.Random(3), {}, 0
     for attempt in itertools.count():
         devices = [f"--num_virtual_devices={(1, 2, 4)[attempt % 3]}"]
         life = nursery.life(trained, *arguments, f"--predictions={tmp_path}", *devices)
-        if kills < repetitions(2, 6):
+        if kills < 6:
             until = time.monotonic() + 60
             while life.note()[1] != "predict" and time.monotonic() < until and not life.ended():
                 time.sleep(0.01)
-            life.ended(moments.uniform(0, repetitions(0.4, 0.9)))
+            life.ended(moments.uniform(0, 0.9))
             kills += not life.ended()
             life.kill(signal.SIGTERM if attempt == 1 else signal.SIGKILL)
         code = life.code()
@@ -378,7 +378,7 @@ def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_no
         if code == 0:
             break
         assert attempt < 30, life.output()
-    assert kills >= repetitions(2, 6)
+    assert kills >= 6
     whole = [path.read_bytes() for path in pieces(trained / "predictions" / "eval")]
     assert [len(piece.splitlines()) for piece in whole] == [10] * 9 + [6]
     check_binary(tmp_path / "eval", trained)

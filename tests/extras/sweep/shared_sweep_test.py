@@ -18,7 +18,6 @@ import threading
 import time
 
 import pytest
-from conftest import repetitions
 from postgres import PASSWORD, QUOTED, Postgres, missing
 
 from looplib.__main__ import main
@@ -181,7 +180,7 @@ def test_machines_killed_at_any_moment_end_with_the_results_of_one(fleet, search
     moments, seeds = random.Random(search), 2
     points = ["--seeds=2", f"--search={search}", *([] if search == "grid" else ["--trials=7"])]
     rates = RATES if search == "grid" else ("0.1..0.9",)
-    for _ in range(repetitions(4, 8)):
+    for _ in range(8):
         alive = [machine for machine in fleet.machines if machine.poll() is None]
         for _ in range(moments.choice((1, 2)) if len(alive) < 2 else 0):
             fleet.start(*points, "--parallel=2", rates=rates, pause=0.05)

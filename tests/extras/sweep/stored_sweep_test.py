@@ -12,7 +12,6 @@ import time
 import pytest
 import swept
 from clouds import wait_for
-from conftest import repetitions
 from copied import line, score
 
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_UNKNOWN
@@ -140,7 +139,7 @@ def test_a_sweep_killed_at_any_moment_on_machines_that_vanish_ends_as_one_that_w
     options = [f"--search={search}", "--trials=5", "--seeds=2", *(["--parallel=2"] if search == "grid" else [])]
     rates = (*RATES, 0.1, 0.2) if search == "grid" else ("0.1..0.9",)
     ended = set()
-    for number in range(repetitions(3, 5)):
+    for number in range(5):
         life = sweeps.start(*options, of=(*COPIED, "--pause=0.05"), rates=rates, machine=f"m{number}")
         life.ended(moments.uniform(1.0, 4.0))
         life.kill()
@@ -207,7 +206,7 @@ def test_a_signal_saves_the_runs_and_the_same_command_continues_elsewhere(sweeps
 
 @pytest.mark.slow
 def test_a_store_that_is_down_stops_no_run_and_fails_no_trial(sweeps):
-    proxy, seconds = sweeps.cloud.proxy, repetitions(4.0, 30.0)
+    proxy, seconds = sweeps.cloud.proxy, 30.0
     steps = int(10 * seconds)
     of = ("-m", "copied", f"--steps={steps}", "--pause=0.1")
     life = sweeps.start("--parallel=2", of=of, rates=(*RATES, 0.1))
@@ -234,7 +233,7 @@ def test_the_end_of_a_sweep_waits_for_the_store(sweeps):
 
     proxy.faults.share, proxy.faults.only = 1.0, fails
     wait_for(lambda: begun)
-    assert not life.ended(repetitions(3.0, 15.0))
+    assert not life.ended(15.0)
     proxy.clear()
     assert life.code(60) == EXIT_DONE, life.output()
     assert len(sweeps.table()) == 2 and sweeps.ended() == [0, 1]
