@@ -26,7 +26,7 @@ from looplib.data import distribution, iterator_state
 from looplib.run_config import RunConfig
 
 Data, X = tf.data.Dataset, tf.data.experimental
-READ, STOPS = repetitions(24, 34), repetitions((8,), (1, 21))
+READ, STOPS = repetitions(24, 34), repetitions((8,), (1, 8, 21))
 FILES = types.SimpleNamespace()  # paths, made by the fixture
 MOST = 400
 
