@@ -84,8 +84,7 @@ def _share_fork_server(config):
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("all"):
-        slow = [item for item in items if any(mark.kwargs.keys() <= {"most"} for mark in item.iter_markers("slow"))]
-        left_out = set(slow)
+        left_out = {item for item in items if any(mark.kwargs.keys() <= {"most"} for mark in item.iter_markers("slow"))}
         for kind, choose in (("pairs", _pairs), ("keep", _last), ("spread", _spread)):
             groups = collections.defaultdict(list)
             for item in items:
@@ -109,12 +108,13 @@ def pytest_collection_modifyitems(config, items):
 def _of_product(group):
     """Chooses cases of several conditions: of a whole product each value, of other cases each pair of values.
 
-    Tests begin with different values. What a test's mark says goes first: `most`, how many cases, or `pairs`. Of a test
-    that skips some cases and does not mark which, all are chosen, as of a list of one condition or two.
+    Tests begin with different values. A test's mark may allow some pairs only, `pairs`, and bound the cases, `most`. Of a
+    test that skips some cases and does not mark which, all are chosen, as of a list of one condition or two.
     """
     marks = {key: value for mark in group[0].iter_markers("slow") for key, value in mark.kwargs.items()}
     if "most" in marks:
-        return _spread(group, marks["most"])
+        allowed = marks.get("pairs", True)
+        return _spread([item for item in group if allowed is True or allowed(item.callspec.params)], marks["most"])
     if "pairs" in marks:
         return _pairs(group, marks["pairs"])
     if "pytest.skip(" in inspect.getsource(group[0].function):

@@ -5,7 +5,6 @@ import concurrent.futures
 import divided
 import numpy as np
 import pytest
-from conftest import repetitions
 
 from looplib.extras.tools.compare import compare, decided_by_rounding, first_moved_by_rounding
 from looplib.extras.tools.perturbation import VARIABLE
@@ -22,7 +21,7 @@ ONCE = [("wild", 200)]
 PARAMETERS = [pytest.param(case, marks=() if case in ONCE else pytest.mark.slow, id=str(case)) for case in CASES]
 
 
-FEW = ("1", "last_bit_1", "2")  # two replicas and one nudge; the other runs are repetitions
+FEW = ("1", "last_bit_1", "2")  # two replicas and one nudge
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def folders(nursery, cases, tmp_path_factory):
         return job, folder
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(pool.map(run, [(case, name) for case in cases("case") for name in repetitions(FEW, RUNS)]))
+        return dict(pool.map(run, [(case, name) for case in cases("case") for name in RUNS]))
 
 
 @pytest.mark.slow

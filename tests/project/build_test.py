@@ -12,7 +12,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 # Not resolved: under Bazel this is a tree of links, with only the files that BUILD names.
 ROOT = pathlib.Path(__file__).absolute().parents[2]
@@ -65,10 +65,6 @@ def package_of(path: pathlib.Path) -> pathlib.Path:
     return next(folder for folder in path.parents if folder in PACKAGES)
 
 
-def is_binary(path: pathlib.Path) -> bool:
-    return found_in(path)[1]
-
-
 def is_test(path: pathlib.Path) -> bool:
     return path.parts[0] == "tests" and path.name.endswith("_test.py")
 
@@ -96,14 +92,6 @@ def find(module: str, importer: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def imports(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the project's files that a file imports.
-
-    Those of functions of looplib are left out: they load a plug-in on demand, which has its own target.
-    """
-    return found_in(path)[0]
-
-
 def statements(node: ast.AST, lazy: bool) -> Iterable[ast.AST]:
     """Yields the statements in a node, at any depth; expressions, which import nothing, are not gone through."""
     for child in ast.iter_child_nodes(node):
@@ -112,9 +100,19 @@ def statements(node: ast.AST, lazy: bool) -> Iterable[ast.AST]:
             yield from statements(child, lazy)
 
 
+class Found(NamedTuple):
+    """The project's files that a file imports, and whether it is a binary."""
+
+    imports: list[pathlib.Path]
+    is_binary: bool
+
+
 @functools.cache  # of what is found, not of the trees, which later collections would go through
-def found_in(path: pathlib.Path) -> tuple[list[pathlib.Path], bool]:
-    """Returns the project's files that a file imports, and whether it is a binary."""
+def found_in(path: pathlib.Path) -> Found:
+    """Returns what BUILD says of a file.
+
+    Imports in functions of looplib are left out: they load a plug-in on demand, which has its own target.
+    """
     tree = parse(path)
     binary = any(isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" for node in tree.body)
     files: list[pathlib.Path | None] = []
@@ -125,7 +123,7 @@ def found_in(path: pathlib.Path) -> tuple[list[pathlib.Path], bool]:
             package = ".".join(path.parent.parts)
             module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             files += [find(f"{module}.{alias.name}", path) or find(module, path) for alias in node.names]
-    return [file for file in files if file], binary
+    return Found([file for file in files if file], binary)
 
 
 def short(labels: Iterable[str], package: pathlib.Path) -> list[str]:
@@ -140,7 +138,9 @@ def short(labels: Iterable[str], package: pathlib.Path) -> list[str]:
 def deps_of(files: Iterable[pathlib.Path], own: str, package: pathlib.Path) -> list[str]:
     if package == LOOPLIB and own == f"//{LOOPLIB}:{GROUND}":
         return []
-    found = {target_of(other) for path in files for other in imports(path) if other in KNOWN and not is_test(other)}
+    found = {
+        target_of(other) for path in files for other in found_in(path).imports if other in KNOWN and not is_test(other)
+    }
     if LOOPLIB not in (package, *package.parents) and any(label.startswith("//looplib") for label in found):
         found = {label for label in found if not label.startswith("//looplib")} | {"//looplib:public"}
     if LOOPLIB in (package, *package.parents):
@@ -171,7 +171,7 @@ def expected_targets(package: pathlib.Path) -> dict[str, tuple[str, dict[str, An
         own, stem = str(path.relative_to(package)), str(path.relative_to(package).with_suffix(""))
         if is_test(path):
             targets[stem] = ("py_test", {"name": stem, "deps": in_order(deps_of([path], "", package), ":tests")})
-        elif is_binary(path) and package.name != "tests":  # the tests start their programs by path
+        elif found_in(path).is_binary and package.name != "tests":  # the tests start their programs by path
             name = f"{stem}_binary"
             attributes = {"name": name, "srcs": [own], "main": own, "deps": [f":{target_of(path).split(':')[1]}"]}
             targets[name] = ("py_binary", attributes)

@@ -397,7 +397,7 @@ def test_an_event_file_cut_anywhere_loses_only_the_record_that_was_cut(split, tm
     sizes = [8 + 4 + len(r) + 4 for r in tf.data.TFRecordDataset(str(whole)).as_numpy_iterator()]
     ends = np.cumsum(sizes)[1:]  # of the three records; the first event is the version
     assert ends[-1] == whole.stat().st_size
-    # Every twenty-ninth length (with --all, every third), and those around each end.
+    # Every twenty-ninth length (with --all, every sixth), and those around each end.
     for length in sorted({*range(0, ends[-1], repetitions(29, 6)), *ends - 1, *ends, *ends[:-1] + 1}):
         run = tmp_path / f"{length}"
         (run / split).mkdir(parents=True)

@@ -19,7 +19,6 @@ SHORT = [f"--train_steps={STEPS}", "--checkpoint_interval=5", "--eval_interval=1
 PLAIN = ["--config.noisy=False", "--config.state_mb=0.01", *SHORT]
 QUIET = [*PLAIN, "--config.clipped=True"]
 STRATEGIES = {
-    "one_device": ["--strategy=one_device"],
     "mirrored_x2": ["--strategy=mirrored", "--num_virtual_devices=2"],
     "multi_worker_x2": 2,
     "multi_worker_x4": 4,
