@@ -21,21 +21,18 @@ demo: env
 	rm -rf build/demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 
-# Three processes on two cores, because many tests wait; what measures time or memory runs alone, after the rest.
+# Three processes on two cores, because many tests wait.
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
-
-ALONE = -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
 
 test: env
 	$(RUN) -m pytest $(TOGETHER)
-	$(RUN) -m pytest $(ALONE)
 
-# With all repetitions; of what is random, as many as these two say.
+# With all repetitions; of what is random, as many as these two say. What measures time runs alone, after the rest.
 test-all: export LOOPLIB_MUTATIONS ?= 200
 test-all: export LOOPLIB_FAULTS ?= 20
 test-all: env
 	$(RUN) -m pytest --all $(TOGETHER)
-	$(RUN) -m pytest --all $(ALONE)
+	$(RUN) -m pytest --all -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
 
 # What needs no Model Garden; what does is listed as skipped.
 test-tf221:

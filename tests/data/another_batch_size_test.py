@@ -117,7 +117,7 @@ PLANS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_continue_with_the_example_that_follows(name):
     # The schedule of the mixture: steps 0 to 5 have 8 examples, those from 6 on 12.
@@ -171,7 +171,7 @@ def start(folder, size, strategy="default", log=None, trainer=None, **others):
     ), trainer  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     "strategy, settings",
     [("default", {}), ("mirrored_x2", {}), *more([("default", {"loop": "graph"}), ("mirrored_x2", {"loop": "graph"})])],
@@ -238,7 +238,7 @@ ROLLBACKS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])
 @pytest.mark.parametrize("name", ROLLBACKS)
 def test_a_rollback_leaves_out_what_was_read_and_no_more(name, strategy, tmp_path):

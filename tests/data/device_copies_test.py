@@ -35,7 +35,7 @@ CASES = [("default", shuffled, 5), ("mirrored_x2", ending, 5)]
 OTHERS = [("default", ending, 1), ("mirrored_x2", shuffled, 1), ("mirrored_x4", ending, 3), ("one_device", ending, 4)]
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=4)
 @pytest.mark.parametrize("name, make, first", [*CASES, *more(OTHERS)])
 def test_a_run_resumes_from_the_state_of_the_iterator_after_any_call(name, make, first, caplog):
     """No batch that was fetched ahead is left over at the end of a call."""

@@ -86,6 +86,7 @@ def test_a_program_that_came_with_the_run_or_is_no_file_or_module_is_not_started
     assert not (tmp_path / "again").exists() and not (tmp_path / "exported").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 def test_a_run_of_another_user_is_not_started_until_it_is_copied(copy, tmp_path, capfd):
     os.chown(copy / "run.json", 65534, 65534)

@@ -113,7 +113,7 @@ def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name,
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("loop", ["eager", *more(["graph", "auto"])])
 @pytest.mark.parametrize("steps_per_loop", [3, *more([2])])
 def test_a_run_that_fails_after_its_last_step_reports_it_when_it_is_started_again(loop, steps_per_loop, tmp_path):

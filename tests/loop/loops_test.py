@@ -21,7 +21,6 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["default", *more(["mirrored_x2"])])
 def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_path):
     """With --all, 1,000 loops and 200 evaluations."""

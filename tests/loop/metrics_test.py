@@ -116,7 +116,7 @@ def test_metrics_are_those_of_all_examples_however_they_come_in_steps_replicas_l
         }, rel=1e-12, abs=1e-12, nan_ok=True)  # fmt: skip
 
 
-@pytest.mark.slow(most=8)
+@pytest.mark.slow(most=5)
 @pytest.mark.parametrize("batch, n", [(1, 3), (4, 13), *more([(4, 12), (5, 41)])])
 def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
     size = batch * strategy.num_replicas_in_sync

@@ -154,7 +154,7 @@ def checks(files, nursery, cases):
         return dict(zip(cases("name"), pool.map(lambda name: check(name, *flags[name]), cases("name"))))
 
 
-@pytest.mark.slow  # model_garden_test has a run that resumes exactly
+@pytest.mark.slow(most=1)  # model_garden_test has a run that resumes exactly
 @pytest.mark.parametrize("name", ["bert/pretraining", "resnet_imagenet"])
 def test_a_killed_run_resumes_exactly(name, checks):
     result = checks[name]

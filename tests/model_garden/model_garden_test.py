@@ -138,7 +138,7 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     assert mean_iou(sum(matrices)) != pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-2)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize(
     "both",
     ["resnet_imagenet", *more(name for name in _PLAIN if name != "resnet_imagenet")],

@@ -101,7 +101,7 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.slow(most=9)
+@pytest.mark.slow(most=6)
 @pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["eager", "xla", "graph"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
@@ -312,7 +312,7 @@ def test_each_kind_of_clipping_is_that_of_numpy(clip):
         assert not np.allclose(one, before)
 
 
-@pytest.mark.slow(spread=1, most=8)
+@pytest.mark.slow(spread=1, most=5)
 @pytest.mark.parametrize(
     "name, family, count",
     [
@@ -329,7 +329,7 @@ def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family
     assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):
     class Norm(looplib.Evaluator):
@@ -375,7 +375,7 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=2)
 @pytest.mark.parametrize(
     "name, family",
     [
@@ -579,7 +579,7 @@ class OwnSlope(looplib.Trainer):
         return {"learning_rate": looplib.last(rate), "update_norm": looplib.last(moved[0, 0])}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize(
     "kind, name, settings",
     [
@@ -626,7 +626,7 @@ class Contrastive(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
     found = []
     for name in ("default", "mirrored_x2", "mirrored_x4"):
@@ -660,7 +660,7 @@ def test_positions_are_those_of_the_gathered_rows(static):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default", "mirrored_x4"])])
 def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
     class Own(looplib.Trainer):

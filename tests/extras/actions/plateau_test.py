@@ -113,7 +113,7 @@ def test_the_rate_on_a_plateau_is_that_of_keras(case):
     assert min(lowest) < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
     """As a training whose program sets the rate at the same steps."""
@@ -133,7 +133,7 @@ def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_path, keras):
     def start(rate, steps):
         trainer = toy.Regression(keras, "adam")
@@ -151,7 +151,7 @@ def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_
     assert start(0.01, 6) == pytest.approx(0.005)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name, tmp_path):
     """The best value is that of step 3; the weights are those of a training of three steps."""
@@ -235,7 +235,7 @@ launch.run(build, global_batch_size=8, steps_per_loop=2, eval_interval=1, checkp
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("side", ["before", *more(["after"])])
 def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, python, tmp_path):
     def run(name, kills):

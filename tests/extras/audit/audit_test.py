@@ -120,7 +120,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_healthy_runs_are_equal(kind, train, tmp_path, capfd):
     model = tmp_path / "model.keras"

@@ -92,7 +92,7 @@ def run(trainer, steps, actions, name="mirrored_x2", **settings):
         return controller
 
 
-@pytest.mark.slow(spread=1, most=8)
+@pytest.mark.slow(spread=1, most=5)
 @pytest.mark.parametrize("optimizer, name", [
     ("adam", "last/kernel"), ("adam", "last/bias"), ("adam", "frozen/kernel"), ("adam", "kernel_momentum"), ("adam", "kernel_velocity"),
     ("momentum", "iteration"), ("adam", "average/"), ("adam", "count"), ("adam", "big"), ("adam", "flag"), ("adam", "wave"),
@@ -112,7 +112,7 @@ def test_one_bit_of_one_copy_is_found_at_the_next_comparison_and_named(optimizer
     assert agreement.passed == {"checks": 2, "last_step": EVERY}  # the first is that of the start
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("replica", [0, 2, 3])
 def test_of_four_replicas_the_one_in_the_minority_is_named(replica):
     alter = altering("last/kernel", 5, replica)
@@ -214,7 +214,7 @@ def compiled(keras):
     return looplib.KerasTrainer(model, X, Y)
 
 
-@pytest.mark.slow(most=8)
+@pytest.mark.slow(most=5)
 @pytest.mark.parametrize("kind, arguments", [
     *[(Net, {"optimizer": name}) for name in OPTIMIZERS if name != "averaging"],
     (Net, {"optimizer": "averaging", "average_decay": None}), (Net, {"clip_global_norm": 0.1, "micro_batches": 2}),
@@ -302,7 +302,7 @@ def check_equal(one, other):
             np.testing.assert_array_equal(part, expected, err_msg=name)
 
 
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=1)
 @pytest.mark.parametrize("kind, interval", [(Net, 2), (Net, 3), (Piped, 2), (Piped, 3)])
 def test_a_rollback_repeats_the_data_and_ends_with_the_weights_of_an_uninterrupted_run(
     kind, interval, tmp_path, caplog

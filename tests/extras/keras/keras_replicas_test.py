@@ -450,7 +450,7 @@ def test_a_compiled_metric_of_ones_own_that_keeps_a_maximum_is_refused(keras):
         trained(make, keras, make_strategy("mirrored_x2"), X, Y)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_with_a_metric_that_is_named_continues_on_another_number_of_replicas(family, tmp_path):
     def trained(strategy, steps):

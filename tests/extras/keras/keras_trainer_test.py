@@ -75,7 +75,7 @@ def assert_as_in_fit(model, reports, expected):
 FEW = (("multi_output", "keras"), ("custom_train_step", "tf_keras"), ("regression", "keras"))
 
 
-@pytest.mark.slow(spread=1, most=6)
+@pytest.mark.slow(spread=1, most=4)
 @pytest.mark.parametrize("name, keras", cases(*FEW), indirect=["keras"])
 def test_a_script_trains_as_in_fit(name, keras):
     (model, reports, step), expected = plain(name, keras)
@@ -83,7 +83,7 @@ def test_a_script_trains_as_in_fit(name, keras):
     assert step == EPOCHS * 4 and [event.metrics["epoch"] for event in reports["train"]] == [1, 2, 3]
 
 
-@pytest.mark.slow(most=6)
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize("name, keras", cases(("mlp", "keras"), turns=True), indirect=["keras"])
 def test_several_replicas_train_as_fit_on_one_device(name, keras):
     if name == "autoencoder":
@@ -118,7 +118,7 @@ def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_tr
         assert controller.train(8)["loss"] == pytest.approx(reports["train"][1].metrics["loss"], rel=1e-5)
 
 
-@pytest.mark.slow(most=6)
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize("name, keras", cases(("cnn", "keras"), turns=True), indirect=["keras"])
 def test_a_run_in_two_parts_is_the_run_in_one(name, keras, tmp_path):
     (whole, expected, _), _ = plain(name, keras)
@@ -183,7 +183,7 @@ def remembering(keras):
     return Remembering
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 def test_what_callbacks_remember_continues_after_restarts_and_a_crash(keras, tmp_path, caplog):
     kind = remembering(keras)
 
@@ -376,7 +376,7 @@ def test_epochs_are_steps_of_any_trainer_whose_data_has_a_known_length():
         assert "epoch" not in controller.train(2)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize(
     "check, name",  # each third one, in turns
     [(("resume", "replicas")[number % 2], name) for number, name in [*enumerate(keras_scripts.SCRIPTS)][1::3]],

@@ -410,7 +410,7 @@ class Unbuilt(Classifier):
         self.model = tf_keras.Sequential([tf_keras.layers.Dense(4, "relu"), tf_keras.layers.Dense(toy.NUM_CLASSES)])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
 def test_a_model_that_gets_its_variables_late_trains_resumes_and_is_evaluated_by_a_job_of_its_own(name, tmp_path):
     strategy = make_strategy(name)

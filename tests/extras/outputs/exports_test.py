@@ -243,7 +243,7 @@ class Averaged(toy.RegressionEvaluator):
         self.averages = trainer.averages
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_averages_are_exported_unless_the_last_weights_are_asked_for(evaluates, tmp_path):
     trainer = Gradient(keras3, average_decay=0.9)
@@ -279,7 +279,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("stops", [[12], [5, 8, 12]])
 def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
     for steps in stops:

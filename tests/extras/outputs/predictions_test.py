@@ -118,7 +118,7 @@ ALL = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("name, n, loop", [*EACH, *more(ALL)])
 def test_each_example_has_one_record_in_order(name, n, loop, tmp_path):
     folder = predict(make_strategy(name), tmp_path, lambda model: PredictsAll(model, n), loop=loop, piece=5)
@@ -131,7 +131,7 @@ def test_a_pipeline_of_its_own_keeps_its_order(name, tmp_path):
     check(read(predict(make_strategy(name), tmp_path, lambda model: Predicts(model, pipeline=True), piece=7)))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     "name, family",
     [("mirrored_x2", "keras"), *more([("default", "tf_keras"), ("mirrored_x4", "keras"), ("mirrored_x2", "tf_keras")])],
@@ -257,7 +257,7 @@ CHANGES = {
 FEW = ["other weights", "fewer examples", "other examples", "another batch"]
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=1, most=4)
 @pytest.mark.parametrize("change", [*FEW, *more([change for change in CHANGES if change not in FEW])])
 def test_pieces_of_two_sources_are_never_mixed(change, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):

@@ -151,7 +151,7 @@ def everything(trainer):
     return [np.asarray(variable) for variable in [*trainer.model.variables, *trainer.optimizer.variables]]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("name, loop", [("mirrored_x2", "graph"), ("default", "auto"), ("default", "graph")])
 def test_a_run_that_stops_at_the_end_of_a_phase_and_in_the_next_one_resumes_bit_by_bit(name, loop, tmp_path, caplog):
     strategy = make_strategy(name)
@@ -256,7 +256,7 @@ def test_frozen_batch_normalization_keeps_its_statistics_and_its_layer_is_as_the
         assert np.any(norm.moving_mean)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("name, family", [("mirrored_x2", "keras"), ("default", "tf_keras")])
 def test_phases_equal_two_starts_with_a_partial_restore_also_in_batch_normalization(name, family, tmp_path):
     strategy, keras = make_strategy(name), FAMILIES[family]

@@ -174,7 +174,7 @@ def test_a_machine_that_is_killed_and_one_that_joins_late_neither_lose_nor_repea
     assert not [text for text in written if PASSWORD.encode() in text or QUOTED.encode() in text]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("search", ["grid", "random", "tpe"])
 def test_machines_killed_at_any_moment_end_with_the_results_of_one(fleet, search):
     moments, seeds = random.Random(search), 2

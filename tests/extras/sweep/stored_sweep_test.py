@@ -120,6 +120,7 @@ def test_a_sweep_killed_with_its_machine_continues_on_another_one_and_repeats_no
         assert cloud.read(f"trial-{number:04}/metrics.jsonl", "sweep").decode() == "".join(lines)
 
 
+@pytest.mark.slow
 def test_a_second_sweep_is_refused_on_another_machine_and_on_this_one(sweeps):
     first = sweeps.start(of=(*COPIED, "--pause=1"), machine="one")
     wait_for(lambda: sweeps.steps())
@@ -132,7 +133,7 @@ def test_a_second_sweep_is_refused_on_another_machine_and_on_this_one(sweeps):
     first.end()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("search", ["grid", "tpe"])
 def test_a_sweep_killed_at_any_moment_on_machines_that_vanish_ends_as_one_that_was_not(sweeps, search):
     cloud, moments = sweeps.cloud, random.Random(7)
@@ -206,7 +207,7 @@ def test_a_signal_saves_the_runs_and_the_same_command_continues_elsewhere(sweeps
 
 @pytest.mark.slow
 def test_a_store_that_is_down_stops_no_run_and_fails_no_trial(sweeps):
-    proxy, seconds = sweeps.cloud.proxy, 30.0
+    proxy, seconds = sweeps.cloud.proxy, 15.0
     steps = int(10 * seconds)
     of = ("-m", "copied", f"--steps={steps}", "--pause=0.1")
     life = sweeps.start("--parallel=2", of=of, rates=(*RATES, 0.1))

@@ -391,7 +391,7 @@ def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
     assert any(row["state"] == "stopped" for row in rows)  # else the order of the grid is another
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_the_runs_and_the_same_command_resumes(signum, python, tmp_path):
     of = ["--config.rate=0.1,0.2", "--config.pause=0.2"]
@@ -409,7 +409,7 @@ def test_a_signal_saves_the_runs_and_the_same_command_resumes(signum, python, tm
         assert float(row["eval/score"]) == pytest.approx(swept.score(float(row["config.rate"]), 40), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("search", ["random", *more(["tpe"])])
 def test_a_search_stays_in_its_ranges_and_draws_the_values_of_an_uninterrupted_one(search, python, tmp_path):
     of = ["--config.rate=1e-3..0.5:log", "--config.start=0..1", "--train_steps=10"]

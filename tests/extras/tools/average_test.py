@@ -76,7 +76,7 @@ def test_statistics_are_computed_for_other_weights_from_the_first_batches_as_in_
     assert len(found) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_the_command_writes_the_mean_with_statistics_of_its_weights(family, nursery, tmp_path, capsys):
     run, mean, plain = tmp_path / "run", tmp_path / "mean", tmp_path / "plain"
