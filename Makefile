@@ -21,17 +21,17 @@ demo: env
 	rm -rf build/demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 
-# Three processes on two cores, because many tests wait.
-TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+# More processes than cores, because many tests wait; of the slow ones most.
+TOGETHER := --dist loadfile --no-loadscope-reorder -m "not alone"
 
 test: env
-	$(RUN) -m pytest $(TOGETHER)
+	$(RUN) -m pytest -n 3 $(TOGETHER)
 
 # With all repetitions; of what is random, as many as these two say. What measures time runs alone, after the rest.
 test-all: export LOOPLIB_MUTATIONS ?= 200
 test-all: export LOOPLIB_FAULTS ?= 20
 test-all: env
-	$(RUN) -m pytest --all $(TOGETHER)
+	$(RUN) -m pytest --all -n 4 $(TOGETHER)
 	$(RUN) -m pytest --all -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
 
 # What needs no Model Garden; what does is listed as skipped.

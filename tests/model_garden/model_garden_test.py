@@ -27,7 +27,6 @@ from trainers import model_garden
 _FLOAT = {"dtype": "float32"}
 _PLAIN = {
     "resnet_imagenet": {"train_data": {"aug_rand_hflip": False, "aug_crop": False}},
-    "bert/pretraining": {},
     "retinanet_resnetfpn_coco": {
         "train_data": {**_FLOAT, "parser": {"aug_rand_hflip": False, "aug_scale_min": 1.0, "aug_scale_max": 1.0}},
         "validation_data": _FLOAT,
@@ -47,15 +46,8 @@ def steps(number, loop=1, **others):
     return {"trainer": {"summary_interval": loop, "validation_interval": number, **settings}}
 
 
-# Repetitions: the one is slow to trace, and multi_task_test.py has tasks of text side by side.
-_MORE = ("retinanet_resnetfpn_coco", "bert/pretraining")
-
-
-# ResNet has a graph on looplib's side too.
-_EAGER = "seg_resnetfpn_pascal"
-
-
-@pytest.fixture(scope="module", params=["resnet_imagenet", _EAGER, *more(_MORE)])
+# The last one is slow to trace; multi_task_test.py has tasks of text side by side.
+@pytest.fixture(scope="module", params=["resnet_imagenet", "seg_resnetfpn_pascal", *more(["retinanet_resnetfpn_coco"])])
 def both(request, tmp_path_factory):
     """(name, configuration, directory, the run under the driver, the run under looplib)."""
     directory = str(tmp_path_factory.mktemp("both"))

@@ -125,7 +125,7 @@ def keras(request):
     return FAMILIES[request.param]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=5)
 @pytest.mark.parametrize("make", [scalar_loss, scalar_beside_mean, own_step, scaled_tracker, endpoint])
 def test_replicas_train_and_report_as_fit_does_on_one_device(make, keras):
     x = {"x": X, "y": Y} if make is endpoint else X

@@ -152,8 +152,6 @@ REPEATED = {
     "KerasTrainer, Keras 3, two replicas": (keras_trainer, "keras", "mirrored_x2"),
     # The test of the command below exports an image classifier.
     "image classification, cnn": (images, "cnn", "default"),
-    "image classification, tpu_guide": (images, "tpu_guide", "default"),
-    "KerasTrainer, tf_keras, two replicas": (keras_trainer, "tf_keras", "mirrored_x2"),
 }
 RESNET = "image classification, resnet18"
 

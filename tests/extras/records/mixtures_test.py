@@ -57,7 +57,7 @@ def read(plan, steps, workers=1, replicas=1, seeds=False, **changes):
 
 # A mixture of packed rows also has what each of the two does alone.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kept", "mixture of packed", "buckets", *more(["mixture", "packed"])])
+@pytest.mark.parametrize("name", ["kept", "mixture of packed", "buckets"])
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
     plan, steps = PLANS[name](), 100
     whole = [*(part.reshape(steps, BATCH, *part.shape[1:]) for part in endless(plan, steps * BATCH))]

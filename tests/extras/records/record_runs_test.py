@@ -135,7 +135,9 @@ def test_a_run_that_reads_files_passes_the_checks(python, flags, tmp_path, check
     assert result.returncode == 0 and "EQUAL" in result.stdout and "(with the examples" in result.stdout, result
 
 
-@pytest.mark.slow  # workers_test has a run that does so, and records_test the order of records for any number of workers
+@pytest.mark.slow(
+    most=2
+)  # workers_test has a run that does so, and records_test the order of records for any number of workers
 @pytest.mark.parametrize("kind", ["blocks", "records", "mixture", "packed"])
 def test_a_run_goes_from_one_worker_to_two_and_back_with_the_same_examples(kind, nursery, flags, tmp_path):
     flags = [*flags, *KINDS[kind], "--steps_per_loop=5"]
