@@ -86,7 +86,7 @@ def test_a_run_equals_numpy_and_resumes_bit_by_bit(strategy, keras, loop, optimi
 
 
 # Pairs of each option, strategy, family and engine; not all of their product.
-@pytest.mark.slow(keep=1, most=6)
+@pytest.mark.slow(keep=1, most=8)
 @pytest.mark.parametrize(
     "optimizer, name, family, loop",
     [

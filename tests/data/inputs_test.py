@@ -84,7 +84,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert len({tuple(epoch) for epoch in orders}) == 80
 
 
-@pytest.mark.slow(spread=1, most=5)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("n", [1, 10_000, *more([3, 257, 1797, 65_537, 1_281_167, 2**40])])
 def test_ids_that_xla_draws_are_those_of_the_pipeline(n):
     c = context(seed=2**31 + 5, num_replicas=2, start_step=n // 3)

@@ -64,7 +64,7 @@ def whole(nursery, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", [3 * MB, *more([0])])
 def test_a_disk_that_gets_full_ends_a_run_with_a_sentence_and_it_resumes_once_there_is_space(
     leave, nursery, disk, whole

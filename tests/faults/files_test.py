@@ -205,7 +205,7 @@ def test_a_damaged_file_of_the_newest_checkpoint_costs_that_checkpoint_only(kind
     check_it_resumes(folder, whole, caplog, 6, [NEWEST])
 
 
-@pytest.mark.slow(keep=1, most=8)
+@pytest.mark.slow(keep=1)
 @each_damage
 def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder, whole, caplog):
     damage(folder / "checkpoints" / "checkpoint", how)
@@ -223,7 +223,7 @@ def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder,
     assert tf.train.latest_checkpoint(folder / "checkpoints") == str(folder / "checkpoints" / f"ckpt-{LAST}")
 
 
-@pytest.mark.slow(most=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, *more(range(1, 8))])
 def test_the_two_newest_damaged_cost_both(number, folder, whole, caplog):
     chance = random.Random(number)
@@ -331,7 +331,7 @@ MOMENTS = [(moment, number % 2 == 0) for number, moment in enumerate(half_writte
 
 
 # Each moment once, by turns with the note that a save is under way and, as an earlier looplib left it, without.
-@pytest.mark.slow(spread=1, most=9)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "moment, noted",
     [

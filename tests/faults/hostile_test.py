@@ -145,7 +145,7 @@ def test_a_model_dir_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_path
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [LINKS, *more([name] for name in LINKS[::3])], ids=lambda names: names[0] if len(names) == 1 else "all"
 )
@@ -182,7 +182,7 @@ SIDE_FILES = [
 ]
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     "names",

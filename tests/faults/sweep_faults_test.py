@@ -269,7 +269,7 @@ BESIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(spread=1, most=7)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case", BESIDE)
 def test_what_stands_in_the_place_of_a_file_is_named_and_the_sweep_resumes_without_it(
     case: str, folder: pathlib.Path, victim: pathlib.Path, program: str, capsys: pytest.CaptureFixture

@@ -314,7 +314,7 @@ def losses_of_a_whole_run(name, policy):
 CHANGES = [("halt", "skip"), ("skip", "rollback"), ("off", "skip")]
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow(most=3)
 @pytest.mark.parametrize(
     "before, after, name",
     [

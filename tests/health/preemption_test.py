@@ -438,7 +438,7 @@ def test_each_hangup_or_notice_ends_a_training_and_changes_nothing_when_it_comes
         assert controller.global_step < 50 * count
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", REPEATED)
 def test_a_hangup_or_notice_that_comes_again_changes_nothing(signum, python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)
@@ -523,7 +523,7 @@ def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(pytho
     assert float(errors.rpartition("left out: ")[2].split()[0]) > 2.5, errors
 
 
-@pytest.mark.slow(spread=1, most=4)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("first", preemption.SIGNALS)
 def test_a_second_interrupt_while_python_runs_raises_too(first):
     def act(event):

@@ -60,7 +60,7 @@ def test_when_a_worker_is_killed_the_others_leave_at_once(victim, workers, netwo
     assert max(workers.ended[i] for i in others) - killed < SILENCE + 5
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [2, *more([0])])
 def test_when_a_worker_freezes_the_others_leave_and_it_leaves_too_once_it_wakes(victim, workers, network):
     frozen = workers.signal(victim, signal.SIGSTOP)

@@ -235,7 +235,7 @@ launch.run(build, global_batch_size=8, steps_per_loop=2, eval_interval=1, checkp
 """
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["before", *more(["after"])])
 def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, python, tmp_path):
     def run(name, kills):

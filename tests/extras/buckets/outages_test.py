@@ -66,7 +66,7 @@ def test_the_final_save_waits_for_a_store_that_is_down(cloud):
     as_it_should_be(cloud, 40)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("status", [503, 404, "cut"])
 def test_a_storm_of_failures_is_waited_out(cloud, status):
     if status == "cut":

@@ -25,7 +25,7 @@ def tensors(folder):
     return {name: reader.get_tensor(name) for name in names if name.endswith("VARIABLE_VALUE")}
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("altered", ["1:6:first/kernel", "0:6:momentum"])
 def test_a_bit_of_one_worker_ends_both_and_a_restart_is_exact(altered, nursery, tmp_path):
     codes, output = start(nursery, tmp_path / "whole", "-1:0:")

@@ -86,7 +86,7 @@ def test_a_model_of_keras_hub_resumes_bit_by_bit_on_any_replicas_and_is_exported
     np.testing.assert_allclose(served.serve(x), whole(x, training=False), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a data set", "a PyDataset"])
 def test_the_preprocessor_of_a_task_gets_strings_of_each_kind_of_data(kind):
     pytest.importorskip("keras_hub")

@@ -376,7 +376,7 @@ def test_epochs_are_steps_of_any_trainer_whose_data_has_a_known_length():
         assert "epoch" not in controller.train(2)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     "check, name",  # each third one, in turns
     [(("resume", "replicas")[number % 2], name) for number, name in [*enumerate(keras_scripts.SCRIPTS)][1::3]],

@@ -254,7 +254,7 @@ class Own(looplib.GradientTrainer):
         return tf.reduce_sum((self.model(inputs[0], training=True) - inputs[1]) ** 2, axis=1)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Loader, lambda: py_dataset(keras3)])
 def test_an_own_trainer_of_global_batches_takes_them_and_resumes_exactly_on_any_replicas(make, tmp_path):
     def run(strategy, steps, **settings):

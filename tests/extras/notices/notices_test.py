@@ -93,7 +93,7 @@ def test_a_notice_ends_a_run_saved_and_the_run_and_its_status_tell_of_it(nursery
     assert found[1] in capsys.readouterr().out
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["gcp", "aws", "azure", "slurm"])
 def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, nursery, server, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"

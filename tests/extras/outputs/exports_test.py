@@ -241,7 +241,7 @@ class Averaged(toy.RegressionEvaluator):
         self.averages = trainer.averages
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_averages_are_exported_unless_the_last_weights_are_asked_for(evaluates, tmp_path):
     trainer = Gradient(keras3, average_decay=0.9)

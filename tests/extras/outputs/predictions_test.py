@@ -257,7 +257,7 @@ CHANGES = {
 FEW = ["other weights", "fewer examples", "other examples", "another batch"]
 
 
-@pytest.mark.slow(spread=1, most=4)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("change", [*FEW, *more([change for change in CHANGES if change not in FEW])])
 def test_pieces_of_two_sources_are_never_mixed(change, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):

@@ -20,7 +20,7 @@ def values(folder):
     return {name: reader.get_tensor(name) for name in names}
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tuned.MODELS)
 def test_a_model_that_is_tuned_in_two_phases_and_killed_in_each_equals_one_that_was_not(kind, python, tmp_path):
     pretrained = tuned.MODELS[kind](tuned.CLASSES)
