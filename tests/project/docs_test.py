@@ -276,9 +276,7 @@ def test_the_tpu_pages_run_with_the_connection_by_hand(name, python, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", ["tpu_strategy --one_replica --by_hand", "tpu_guide_loops --by_hand", "tpu_course_training"]
-)
+@pytest.mark.parametrize("command", ["tpu_strategy --one_replica --by_hand", "tpu_course_training"])
 def test_the_tpu_pages_connect_once_and_run_where_there_is_a_tpu(command, python, tmp_path):
     """With a stand-in for the TPU, two CPU devices."""
     name, *arguments = command.split()
