@@ -27,7 +27,7 @@ ALL = [  # each row, the families and columns in turns; `python tests/fit_matrix
 ]
 
 
-@pytest.mark.slow(spread=1, most=15)
+@pytest.mark.slow(spread=1, most=10)
 @pytest.mark.parametrize("name, family, columns", [*FEW, *ALL])
 def test_a_model_is_right_or_refused(name, family, columns, tmp_path):
     for package in (family, *fit_matrix.ROWS[name].needs):
