@@ -206,7 +206,7 @@ def test_a_full_disk_ends_a_training_at_the_export_and_it_resumes(disk, tmp_path
     best(run, 2, out)
     before, filler = contents(out), disk / "somebody_elses"
     filler.write_bytes(bytes(os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize - 4096))
-    with pytest.raises(ExportError, match="out/step-2"):
+    with pytest.raises(ExportError, match="out/step-4"):
         best(run, 6, out)
     assert contents(out) == before
     filler.unlink()
