@@ -50,16 +50,9 @@ class Reader(Protocol):
     reads: list[Reads]  # of each call
 
     def batches(
-        self,
-        source: Any,
-        *,
-        block: int | None,
-        shuffle: bool,
-        seeds: bool,
-        whole_epochs: bool,
-        name: str | None,
+        self, source: Any, *, block: int | None, shuffle: bool, seeds: bool, whole_epochs: bool, name: str | None,
         repeat: bool,
-    ) -> tf.data.Dataset:
+    ) -> tf.data.Dataset:  # fmt: skip
         """Makes the data set of a call; see `InputContext.records`."""
 
     def fingerprint(self) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The watchdog: a run that makes no progress says where it hangs, and ends."""
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -48,13 +49,23 @@ class RunningTime:
         return suspended + max(0.0, time.monotonic() - looked - 2 * self._interval)
 
 
+def _frames() -> dict[int, Any]:
+    """Returns each thread's innermost frame. Garbage collected meanwhile may wait forever (CPython issue 106883)."""
+    collects = gc.isenabled()
+    gc.disable()
+    frames = sys._current_frames()
+    if collects:
+        gc.enable()
+    return frames
+
+
 def debugger_holds_a_thread() -> bool:
     """Returns whether a debugger, or a console inside of a step, holds one of this process's threads.
 
     This recognizes `pdb` and other debuggers built on `bdb`, debugpy and PyCharm's debugger (pydevd), `code.interact`
     and `IPython.embed`. It does not recognize a plain `input()`, which leaves no frame.
     """
-    for innermost in sys._current_frames().values():
+    for innermost in _frames().values():
         console = False
         for frame, _ in traceback.walk_stack(innermost):
             module = frame.f_globals.get("__name__") or ""
@@ -117,9 +128,8 @@ class Watchdog:
 
     def allowed(self, phase: str) -> float:
         """Returns how many seconds without progress a phase is allowed now."""
-        if self._limit is not None:
-            return self._limit
-        return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
+        learned = max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
+        return learned if self._limit is None else self._limit
 
     def _watch(self) -> None:
         interval = min(1.0, (self._limit or 4.0) / 4)
@@ -155,15 +165,13 @@ class Watchdog:
         os._exit(EXIT_STALLED)
 
 
-def _stacks() -> list[str]:
-    """Lines with the Python frames of every thread, the innermost first.
+def _stacks() -> Iterator[str]:
+    """Yields lines with the Python frames of every thread, the innermost first.
 
     Not by `faulthandler`, which holds Python's lock while it writes, possibly to a pipe without a reader.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    lines = []
-    for ident, frame in sys._current_frames().items():
-        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+    for ident, frame in _frames().items():
+        yield f"Thread {names.get(ident, ident)} (most recent call first):"
         for each, line in traceback.walk_stack(frame):
-            lines.append(f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}')
-    return lines
+            yield f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}'

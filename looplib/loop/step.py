@@ -35,14 +35,9 @@ class Step:
     """
 
     def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        step_fn: StepFn,
-        reducer: Reducer,
-        stream: Stream,
-        counter: tf.Variable | None = None,
-        skip_bad: bool = False,
-    ) -> None:
+        self, strategy: tf.distribute.Strategy, step_fn: StepFn, reducer: Reducer, stream: Stream,
+        counter: tf.Variable | None = None, skip_bad: bool = False,
+    ) -> None:  # fmt: skip
         self.strategy, self.reducer, self.stream = strategy, reducer, stream
         self._counter, self._skip_bad = counter, skip_bad
 

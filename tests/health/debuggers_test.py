@@ -157,3 +157,27 @@ def test_a_process_that_was_suspended_continues(tmp_path):
         process.send_signal(signal.SIGCONT)
         text += process.communicate(timeout=60)[0]
     assert process.returncode == 0, text
+
+
+# With all garbage collected at once, the call of Python 3.11 that gives the frames of threads waits for itself.
+COLLECTING = """
+import gc, threading
+from looplib.health import watchdog
+
+for _ in range(3):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+gc.set_threshold(1)
+for _ in range(500):
+    local = threading.local()
+    local.number = [1]
+    ring = [local]
+    ring.append(ring)
+    del local, ring
+    assert not watchdog.debugger_holds_a_thread()
+print("garbage is collected:", gc.isenabled())
+"""
+
+
+def test_a_look_at_the_threads_ends_whatever_garbage_there_is(python):
+    done = subprocess.run([python, "-c", COLLECTING], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout == "garbage is collected: True\n", done.stderr
