@@ -21,7 +21,7 @@ demo: env
 	rm -rf build/demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 
-# More processes than cores, because many tests wait; of the slow ones most.
+# More processes than cores, because many tests wait, the slow ones most.
 TOGETHER := --dist loadfile --no-loadscope-reorder -m "not alone"
 
 test: env

@@ -23,7 +23,7 @@ def resident_bytes():
 
 @pytest.mark.parametrize("name", ["default", *more(["mirrored_x2"])])
 def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_path):
-    """With --all, 600 loops and 120 evaluations."""
+    """With --all, 1,000 loops and 200 evaluations."""
     strategy = make_strategy(name)
     trainer, evaluator = toy.build(strategy)
     traced = []
@@ -32,7 +32,7 @@ def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_pa
     settings = dict(
         model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep=(looplib.KeepLast(2),))
     )
-    warm_up, window = repetitions((80, 15), (500, 120))
+    warm_up, window = repetitions((80, 15), (500, 200))
     # A thread's arena keeps the 8 MB that the writer of a checkpoint frees; with malloc's M_MMAP_THRESHOLD they are not
     # in it.
     ctypes.CDLL(None).mallopt(-3, 2**20)

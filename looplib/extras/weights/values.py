@@ -22,10 +22,10 @@ def assign(variable: tf.Variable, value: np.ndarray) -> None:
         variable.assign(value)
         return
     found = _cast(variable, np.asarray(value))
-    try:
-        variable.assign(tf.experimental.dlpack.from_dlpack(found.__dlpack__()) if found.nbytes > _LARGE else found)
-    except BufferError:  # of a type that only TensorFlow has, such as bfloat16
-        variable.assign(found)
+    if found.nbytes > _LARGE:
+        bits = found.view(f"u{found.itemsize}")  # numpy shares no types of others, such as bfloat16
+        found = tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), variable.dtype)
+    variable.assign(found)
 
 
 def _cast(variable: tf.Variable, value: np.ndarray) -> np.ndarray:

@@ -89,7 +89,7 @@ def test_the_final_save_of_a_training_waits_for_a_store_that_is_down(cloud):
     life = cloud.run("--train_steps=40", "--config.slow_step=0.1", "--mode=train")
     wait_for(lambda: "step      35" in life.output(), 60)
     cloud.proxy.stop()
-    assert not life.ended(20.0)
+    assert not life.ended(60.0)
     cloud.proxy.start()
     assert life.code() == 0, life.output()
     assert max(cloud.steps()) == 40

@@ -107,7 +107,7 @@ def test_files_stops_and_final_weights_are_those_of_fit(keras, strategy, tmp_pat
     assert_equal_files(tmp_path / "ours", tmp_path / "fit", keras)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [dict(start_from_epoch=4, patience=3), dict(baseline=1e-9, patience=2)], ids=str)
 def test_other_settings_of_early_stopping_are_those_of_fit(keras, others, tmp_path):
     theirs = fitted(keras, tmp_path / "fit", **others)

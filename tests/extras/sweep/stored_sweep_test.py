@@ -207,7 +207,7 @@ def test_a_signal_saves_the_runs_and_the_same_command_continues_elsewhere(sweeps
 
 @pytest.mark.slow
 def test_a_store_that_is_down_stops_no_run_and_fails_no_trial(sweeps):
-    proxy, seconds = sweeps.cloud.proxy, 15.0
+    proxy, seconds = sweeps.cloud.proxy, 30.0
     steps = int(10 * seconds)
     of = ("-m", "copied", f"--steps={steps}", "--pause=0.1")
     life = sweeps.start("--parallel=2", of=of, rates=(*RATES, 0.1))
