@@ -28,7 +28,7 @@ test: env
 	$(RUN) -m pytest -n 3 $(TOGETHER)
 
 # With all repetitions; of what is random, as many as these two say. What measures time runs alone, after the rest.
-test-all: export LOOPLIB_MUTATIONS ?= 200
+test-all: export LOOPLIB_MUTATIONS ?= 100
 test-all: export LOOPLIB_FAULTS ?= 20
 test-all: env
 	$(RUN) -m pytest --all -n 4 $(TOGETHER)

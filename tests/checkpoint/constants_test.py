@@ -178,7 +178,7 @@ def test_a_layer_that_adapts_in_a_training_is_refused_at_the_next_step(trained):
 @pytest.mark.slow(spread=1)
 def test_statistics_that_are_the_same_trace_nothing_again(trained, caplog):
     keras, path, _ = trained
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="absl"):
         controller(path, evaluator=Error(make_model(keras, data=X)))
     assert "traced again" not in caplog.text
 

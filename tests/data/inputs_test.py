@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from absl import logging
 from conftest import make_strategy, more, repetitions
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -465,7 +464,7 @@ def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(
 @pytest.mark.parametrize("kind", DOUBTFUL)
 def test_a_map_that_may_not_repeat_its_results_is_warned_of(kind, tmp_path, caplog, monkeypatch):
     stage, words = DOUBTFUL[kind]
-    logging.get_absl_logger().setLevel("WARNING")
+    caplog.set_level("WARNING", logger="absl")
     monkeypatch.setitem(BEHIND, kind, lambda ids: ids.map(stage, 2).map(lambda i: tf.ensure_shape(i, [4])))
     warned = []
     for stop in (2, 4):

@@ -58,7 +58,7 @@ class Collected(looplib.Evaluator):
         return metrics
 
 
-@pytest.mark.slow(spread=1)
+@pytest.mark.slow(spread=3)
 @pytest.mark.slow(pairs=True)
 @pytest.mark.parametrize("loop", ["graph", "auto", "eager"])
 @pytest.mark.parametrize("n", [1, 16, 23])

@@ -246,7 +246,7 @@ def test_statistics_that_were_frozen_after_they_came_to_differ_are_left_out_with
     run(trainer, 4, [])
     trainer.model.layers[1].trainable = False
     agreement = looplib.ReplicaAgreement(1)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="absl"):
         run(made(lambda: Tuned(trainer.model, keras.optimizers.SGD(0.01))), 4, [agreement])
     assert agreement.passed["checks"] == 5
     if keras is keras3:  # those of tf_keras are ON_READ, which are never compared
