@@ -377,7 +377,7 @@ def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     assert "learning rate" not in caplog.text and "settings changed" not in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_path, caplog):
     trained(tmp_path, keras, 0.05, 3, change=0.02)
     assert rate_of(trained(tmp_path, keras, 0.05, 6)) == pytest.approx(0.02)
