@@ -364,7 +364,6 @@ def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, place, 
     assert (back["step"], back["to"]) == (bad, 5) and "finite" in back["reason"]
 
 
-@pytest.mark.slow
 def test_rollbacks_of_several_starts_leave_out_the_data_of_all_and_share_one_budget(tmp_path):
     """Step 18 has the twentieth batch, since two were left out before, and the run goes back to step 15."""
     guards = looplib.Guards(non_finite="rollback", rollbacks=2)
