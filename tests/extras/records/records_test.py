@@ -76,7 +76,6 @@ def in_step_order(pipelines, replicas, steps):
     ]
 
 
-@pytest.mark.slow
 def test_a_full_shuffle_has_the_order_of_indices(files):
     expected = [list(batch) for batch in context().indices(TOTAL).take(30).as_numpy_iterator()]
     assert numbers(context().records(files, block=1), 30) == expected
