@@ -132,7 +132,7 @@ FAULTS = [
     Fault("workers divide the global batch", "extras/tools/worker_numbers.py", "self.global_batch_size % n == 0]", "True]",
           "tools/elastic"),
     Fault("a run without progress is ended", "health/watchdog.py", "elif paused > self.allowed(phase):", "elif False:",
-          "preemption console"),
+          "preemption debuggers"),
     Fault("the clock adds up to the wall", "report/clock.py", "            self._close_span()\n            self._stack.pop()",
           "            self._stack.pop()", "clock"),
     Fault("two Keras families are not mixed", "compat/keras.py", "    if len(names) > 1:\n        found", "    if False:\n        found",

@@ -540,7 +540,6 @@ def test_a_second_interrupt_while_python_runs_raises_too(first):
     assert raised == [True]
 
 
-@pytest.mark.slow
 def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(python, tmp_path):
     with start(python, tmp_path, True, limit=3) as process:
         errors = process.communicate(timeout=120)[1]
