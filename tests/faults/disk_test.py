@@ -164,7 +164,7 @@ def test_a_directory_that_cannot_be_written_between_saves_only_hinders_nothing(r
     assert saved_step(run) == 14
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("fails_at", [8, 12])
 def test_a_save_that_fails_is_reported_soon_and_the_run_resumes_exactly_once_it_is_mended(fails_at, run):
     def action(event):

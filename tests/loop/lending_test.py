@@ -115,7 +115,7 @@ class SequencesError(Error):
         return data.map(lambda x, y: (tf.ensure_shape(x, [BATCH, 3, 1]), y))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(("name", "loop"), [("tf_keras", "graph"), ("keras", "eager"), ("keras", "graph")])
 def test_a_training_has_its_own_recurrent_and_random_state_after_an_evaluation(name, loop):
     keras, results = FAMILIES[name], []
