@@ -264,9 +264,14 @@ def program(template, tmp_path, **values):
     return template.format(tests=str(ROOT / "tests"), root=str(ROOT), folder=str(tmp_path / "run"), **values)
 
 
+@contextlib.contextmanager
 def start(python, tmp_path, stalls, limit=None, grace=2.0):
     text = program(STALLED, tmp_path, stalls=stalls, limit=limit, grace=grace)
-    return subprocess.Popen([python, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([python, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()  # where it was to end by itself and has not
 
 
 @pytest.mark.slow

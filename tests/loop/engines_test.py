@@ -297,7 +297,7 @@ class NoisyShuffled(Shuffled, Noisy):
     """Shuffled data, trained on with random numbers."""
 
 
-@pytest.mark.slow(spread=1, most=2)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("make", [NoisyShuffled, *more([Kept, Shuffled, Resident])])
 def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(make, tmp_path):
     whole = make()
