@@ -143,7 +143,7 @@ CASES = [  # trainer, family, whose averages, the start, strategy
 ]
 
 
-@pytest.mark.slow(spread=1, most=5)
+@pytest.mark.slow(spread=3, most=5)
 @pytest.mark.parametrize(
     "kind, family, ema, start, name", CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
