@@ -49,7 +49,8 @@ _references = 0  # to the class of controllers, when a test looked last
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="the slow tests too")
+    parser.addoption("--all", action="store_true", help="the slow tests too; of many cases, those of `_of_product`")
+    parser.addoption("--every", action="store_true", help="every case of the slow tests too")
 
 
 def pytest_configure(config):
@@ -57,7 +58,7 @@ def pytest_configure(config):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     global _all
-    _all = config.getoption("all")
+    _all = config.getoption("all") or config.getoption("every")
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         _share_fork_server(config)
         return  # the process that hands out the tests runs none
@@ -84,7 +85,9 @@ def _share_fork_server(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("all"):
+    if config.getoption("every"):
+        left_out = set()
+    elif not config.getoption("all"):
         left_out = {item for item in items if any(mark.kwargs.keys() <= {"most"} for mark in item.iter_markers("slow"))}
         for kind, choose in (("pairs", _pairs), ("keep", _last), ("spread", _spread)):
             groups = collections.defaultdict(list)
