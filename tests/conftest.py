@@ -50,7 +50,7 @@ _references = 0  # to the class of controllers, when a test looked last
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="the slow tests too; of many cases, those of `_of_product`")
-    parser.addoption("--every", action="store_true", help="every case of the slow tests too")
+    parser.addoption("--every", action="store_true", help="each case of each test, in hours")
 
 
 def pytest_configure(config):
