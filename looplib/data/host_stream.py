@@ -200,7 +200,8 @@ class HostStream(Stream):
         else:
             if self._had_batch is not None:
                 self._had_batch.assign(more)
-            more = tf.logical_not(self._workers.any(tf.logical_not(more)))
+            if not self.properties.infinite:  # else nobody waits here for the slowest, whose wait for data is its own
+                more = tf.logical_not(self._workers.any(tf.logical_not(more)))
         return optionals, more
 
     @tf.autograph.experimental.do_not_convert
