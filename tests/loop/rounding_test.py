@@ -11,23 +11,22 @@ from looplib.extras.tools.perturbation import VARIABLE
 from looplib.report.records import read_jsonl
 
 RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
-ON_ONE = ("1", "last_bit_1", "last_bit_2")  # replica
-FEW = ("1", "last_bit_1", "2")  # two replicas and one nudge
 CASES = {
     **{(kind, 200): True for kind in divided.RIGHT},
     **{(kind, 20): False for kind in divided.WRONG},
     **{(kind, 200): False for kind in ("mean", "batch_norm", "clip", "wild_sum")},
 }
-# Two replicas with the one half of the cases, four with the other.
-REPLICAS = {case: "24"[number % 2] for number, case in enumerate(CASES)} | {("wild", 200): "2"}
 # A right step whose rounding grows to percents; checks_test has one that is wrong in the loss.
 ONCE = [("wild", 200)]
 PARAMETERS = [pytest.param(case, marks=() if case in ONCE else pytest.mark.slow, id=str(case)) for case in CASES]
 
 
+FEW = ("1", "last_bit_1", "2")  # two replicas and one nudge
+
+
 @pytest.fixture(scope="module")
 def folders(nursery, cases, tmp_path_factory):
-    """The run directories of each case, by the names of its RUNS."""
+    """The run directories of each case, by the names of RUNS."""
 
     def run(job):
         (kind, steps), name = job
@@ -41,16 +40,18 @@ def folders(nursery, cases, tmp_path_factory):
         return job, folder
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(pool.map(run, [(case, name) for case in cases("case") for name in (*ON_ONE, REPLICAS[case])]))
+        return dict(pool.map(run, [(case, name) for case in cases("case") for name in RUNS]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_right_trainers_are_equal_and_wrong_ones_different_early_and_late(case, folders):
-    first, *nudged = (folders[case, name] for name in ON_ONE)
-    rounding = [compare(first, run, 1e-4, 1e-5) for run in nudged]
-    differences = compare(first, folders[case, REPLICAS[case]], 1e-4, 1e-5, rounding).differences
-    assert bool(differences) != CASES[case], differences[:5]
+    runs = {name: folders[case, name] for name in RUNS}
+    first = runs["1"]
+    rounding = [compare(first, run, 1e-4, 1e-5) for name, run in runs.items() if "bit" in name]
+    for other in [run for name, run in runs.items() if RUNS[name][0] > 1]:
+        differences = compare(first, other, 1e-4, 1e-5, rounding).differences
+        assert bool(differences) != CASES[case], differences[:5]
     assert case in [("wild", 200), ("wild_sum", 200)] or not decided_by_rounding(rounding)
 
 

@@ -6,10 +6,8 @@ import pytest
 from conftest import repetitions
 from workers import endings
 
-# TensorFlow's own distribution takes the kinds of data that it divides in other ways.
 JOBS = [(case, job, distribute) for case in endings.CASES for job in ("train", "evaluate")
-        for distribute in ("auto", *["tf"] * case.startswith("uneven"))
-        if job == "train" or endings.CASES[case][0][0] >= 0]  # fmt: skip
+        for distribute in ("auto", "tf") if job == "train" or endings.CASES[case][0][0] >= 0]  # fmt: skip
 FEW = [("uneven", "train", "auto"), ("uneven, filtered", "train", "auto"), ("one empty, filtered", "evaluate", "auto")]
 
 
