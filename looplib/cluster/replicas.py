@@ -83,6 +83,11 @@ def weighting_means() -> Iterator[None]:
         _step.factor = None
 
 
+def weight_of_part(dtype: tf.DType) -> tf.Tensor:
+    """Returns the factor that `weighting_means` sets, a scalar; 1 outside of its block."""
+    return tf.cast(1 if _step.factor is None else _step.factor, dtype)
+
+
 @tf.autograph.experimental.do_not_convert
 def weighted(gradients: Iterable[Gradient]) -> list[Gradient]:
     """Returns gradients times the factor that `weighting_means` sets; unchanged outside of its block."""

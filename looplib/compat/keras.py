@@ -39,6 +39,11 @@ def _family_of(kind: type) -> str | None:
     return next((root for root in roots if root in _ROOTS), None)
 
 
+def imported() -> list[str]:
+    """Returns the names of the families that the program has imported."""
+    return [root for root in _ROOTS if root in sys.modules]
+
+
 def is_own_class(value: Any) -> bool:
     """Returns whether Keras itself, of either family, defines the class of an object."""
     return type(value).__module__.split(".")[0] in _ROOTS
@@ -252,6 +257,26 @@ def rate_or_schedule(optimizer: Any, rate: Any) -> Any:
 def scales_loss(optimizer: Any) -> bool:
     """Returns whether a Keras optimizer scales the loss, so that an overflow of its gradients is no fault."""
     return getattr(optimizer, "inner_optimizer", None) is not None
+
+
+def loss_scale(optimizer: Any) -> tf.Variable | None:
+    """Returns the variable by which an optimizer scales the loss; None without one, or in another version."""
+    # tf_keras has no public name for it.
+    of_tf_keras = getattr(getattr(optimizer, "_loss_scale", None), "current_loss_scale", None)
+    scale = tf_variable(getattr(optimizer, "dynamic_scale", of_tf_keras))
+    return scale if isinstance(scale, tf.Variable) else None
+
+
+def mask_of(value: Any) -> tf.Tensor | None:
+    """Returns the mask that layers and losses of either family leave at a tensor; None for none."""
+    return getattr(value, "_keras_mask", None)  # neither family has a public name for it
+
+
+def with_mask(value: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    """Leaves a mask at a tensor, unless it is None; returns the tensor."""
+    if mask is not None:
+        value._keras_mask = mask
+    return value
 
 
 def changes_when_called(layer: Any) -> bool:

@@ -1,9 +1,10 @@
 """Methods that plug-ins replace, because neither Keras nor TensorFlow has another way: of replicas, and of a layer."""
 
 import contextlib
+import dataclasses
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ import tensorflow as tf
 from looplib.errors import StepError
 
 _alone: "weakref.WeakSet[tf.distribute.ReplicaContext]" = weakref.WeakSet()
+_collectives: "weakref.WeakKeyDictionary[tf.distribute.ReplicaContext, Collectives]" = weakref.WeakKeyDictionary()
 _of_strategy: property = tf.distribute.Strategy.num_replicas_in_sync
 
 
@@ -59,6 +61,78 @@ def _seen_by_context(context: tf.distribute.ReplicaContext) -> int:
             "so too), which a TPU needs and looplib hides; write a looplib.Trainer for it"
         )
     return context.strategy.num_replicas_in_sync
+
+
+@dataclasses.dataclass
+class Collectives:
+    """How a replica sums and gathers over the replicas, see `collectives`.
+
+    Attributes:
+      factor: float32 scalar tensor, what the replica's gradients are weighted by afterwards.
+      left_out: whether each replica gets what it gave, as on one device.
+      called: whether the step has summed or gathered something.
+    """
+
+    factor: tf.Tensor
+    left_out: bool = False
+    called: bool = False
+
+
+@contextlib.contextmanager
+def collectives(found: Collectives) -> Iterator[None]:
+    """Weighs the gradients that pass sums over replicas in the `with` block, or leaves sums out; in replica context.
+
+    What a replica sums, such as the statistics of a synchronized normalization, changes the losses of the others. Their
+    gradients come back through the sum, and belong to their weights, not to that of this replica. Without sums, each
+    replica can compute what one device computes for the whole batch: TensorFlow has no strategy of one replica that can
+    use the variables of another strategy.
+    """
+    for name in ("all_reduce", "all_gather"):
+        method = getattr(tf.distribute.ReplicaContext, name)
+        if method.__module__ != __name__:
+            setattr(tf.distribute.ReplicaContext, name, _weighing(method, 1 if name == "all_reduce" else 0))
+    context = tf.distribute.get_replica_context()
+    _collectives[context] = found
+    try:
+        yield
+    finally:
+        del _collectives[context]
+
+
+def _weighing(method: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """Replaces a method of the replica context, whose argument of a `place` is the value."""
+
+    @functools.wraps(method)
+    def weighing(context: tf.distribute.ReplicaContext, *args: Any, **kwargs: Any) -> Any:
+        found = _collectives.get(context)
+        if found is None:
+            return method(context, *args, **kwargs)
+        found.called = True
+        value = args[place] if len(args) > place else kwargs["value"]
+        if found.left_out:
+            return tf.nest.map_structure(lambda part: part, value)
+        value = _with_gradients_times(value, tf.math.reciprocal_no_nan(found.factor))
+        if len(args) > place:
+            args = (*args[:place], value, *args[place + 1 :])
+        else:
+            kwargs["value"] = value
+        return _with_gradients_times(method(context, *args, **kwargs), found.factor)
+
+    weighing.__module__ = __name__
+    return weighing
+
+
+def _with_gradients_times(value: Any, factor: tf.Tensor) -> Any:
+    """Returns a structure of tensors whose gradients are multiplied by a factor."""
+
+    @tf.custom_gradient
+    def unchanged(part: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+        return tf.identity(part), lambda gradient: gradient * tf.cast(factor, gradient.dtype)
+
+    def of(part: Any) -> Any:
+        return unchanged(part) if isinstance(part, tf.Tensor) and part.dtype.is_floating else part
+
+    return tf.nest.map_structure(of, value)
 
 
 def recompute(layer: Any) -> None:

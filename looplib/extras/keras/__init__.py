@@ -9,11 +9,13 @@ Names that other rooms may use, by file:
     callback_memory: none
     callbacks: none
     data: none
+    losses: none
     means: none
     metric_parts: none
     models: none
     python_data: python_batches
     results: none
     rows: none
+    step_trial: none
     trainer: KerasTrainer
 """

@@ -122,11 +122,9 @@ class KerasData:
         return self._length if self._length > 0 else None
 
     def sample(self, examples: int) -> Any:
-        """Returns a batch of a few examples, as the model's step gets it; of arrays, chosen at random but alike."""
+        """Returns a batch of a few examples, as the model's step gets it; of arrays, those that differ most."""
         if self.is_arrays:
-            chance = np.random.default_rng(0)
-            ids = chance.choice(self._length, min(examples, self._length), replace=False)
-            return self._preprocessed(rows.take(self._rows_given, np.sort(ids)))
+            return self._preprocessed(rows.take(self._rows_given, rows.varied(self._rows_given, examples)))
         element = next(iter(self._dataset()))
         sizes = [leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(element)]
         if None in sizes:

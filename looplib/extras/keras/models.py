@@ -26,11 +26,21 @@ def is_batch_normalization(layer: Any) -> bool:
     return _keras.is_a(layer, "layers", "BatchNormalization")
 
 
+def has_own_statistics(layer: Any) -> bool:
+    """Returns whether a layer normalizes by the statistics of a replica's own examples."""
+    return is_batch_normalization(layer) and layer.trainable and not getattr(layer, "synchronized", False)
+
+
 def stateful_batch(model: Any) -> int | None:
     """Returns the batch size that the stateful recurrent layers of a model are made for; None without any."""
-    sizes = [spec.shape[0] for spec in tf.nest.flatten(getattr(model, "inputs", None) or [])]
     stateful = any(_keras.is_a(layer, "layers", "RNN") and layer.stateful for layer in _keras.sublayers(model))
-    return next((size for size in sizes if size is not None), None) if stateful else None
+    return fixed_batch(model) if stateful else None
+
+
+def fixed_batch(model: Any) -> int | None:
+    """Returns the batch size that the Input layers of a model say; None if they say none."""
+    sizes = [spec.shape[0] for spec in tf.nest.flatten(getattr(model, "inputs", None) or [])]
+    return next((size for size in sizes if size is not None), None)
 
 
 def check_stateful_batch(model: Any, size: float | None) -> None:

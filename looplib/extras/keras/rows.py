@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib.errors import DatasetError
 
+_ELEMENTS = 2**21  # of each array that are looked at, to choose examples
 KINDS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)  # specs of tensors
 Array = np.ndarray | tf.RaggedTensor | tf.SparseTensor
 
@@ -60,23 +61,33 @@ def take(batch: Any, ids: Iterable[int]) -> Any:
     return tf.nest.map_structure(lambda part: part if part is None else getter(part)(chosen), batch)
 
 
+def varied(batch: Any, count: int) -> list[int]:
+    """Returns the numbers of some rows that differ as the data does, and of others at random; in ascending order.
+
+    For each part these are the rows with the least and the most elements other than 0 or "", the least and greatest
+    element, and the least and greatest sum, such as weights, paddings and labels that only few rows have.
+
+    Args:
+      batch: structure of arrays, of as many rows each.
+      count: how many rows; fewer where the batch has fewer.
+    """
+    parts = [part for part in tf.nest.flatten(batch) if part is not None]
+    size, chance = int(parts[0].shape[0]), np.random.default_rng(0)
+    looked = np.arange(0, size, max(1, size * max(map(_width, parts)) // _ELEMENTS))
+    orders = [np.argsort(feature, kind="stable") for part in parts for feature in _features(_some(part, looked))]
+    extreme = [int(looked[order[place]]) for place in (0, -1, 1, -2) for order in orders if len(order) > 1]
+    others = chance.permutation(size)[: 2 * count].tolist()
+    return sorted(list(dict.fromkeys([*extreme, *others]))[:count])
+
+
 def by_content(batch: Any, count: int) -> list[int]:
-    """Returns the numbers of the first rows of a batch, those with the fewest elements other than 0 or "" first.
+    """Returns the numbers of the first rows of a batch, in the order of the number of elements other than 0 or "".
 
     Of equal rows, those whose last part, such as weights, has the least sum come first.
     """
-    sizes, last = np.zeros([count], np.int64), np.zeros([count])
-    for part in tf.nest.flatten(take(batch, range(count))):
-        if isinstance(part, tf.RaggedTensor):
-            sizes += part.row_lengths().numpy()
-        elif isinstance(part, tf.SparseTensor):
-            sizes += np.bincount(part.indices[:, 0], minlength=count)
-        elif part is not None:
-            table = part.numpy().reshape([count, -1])
-            is_number = table.dtype.kind in "biuf"
-            sizes += np.count_nonzero(table if is_number else table.astype(bool), axis=1)
-            last = table.sum(axis=1, dtype=float) if is_number else last
-    return np.lexsort([last, sizes]).tolist()
+    found = [_features(part) for part in tf.nest.flatten(take(batch, range(count))) if part is not None]
+    sums = next((features[-1] for features in reversed(found) if len(features) > 1), np.zeros([count]))
+    return np.lexsort([sums, sum(features[0] for features in found)]).tolist()
 
 
 def count(batch: Any) -> tf.Tensor:
@@ -140,3 +151,25 @@ class OmittedParts:
         parts = iter(tf.nest.flatten(parts))
         filled = [None if blank else next(parts) for blank in tf.nest.flatten(self._blank)]
         return tf.nest.pack_sequence_as(self._blank, filled)
+
+
+def _some(part: Array, numbers: np.ndarray) -> Array:
+    return part[numbers] if isinstance(part, np.ndarray) else getter(part)(tf.constant(numbers))
+
+
+def _width(part: Array) -> int:
+    return max(1, int(np.prod([size or 1 for size in part.shape[1:]])))
+
+
+def _features(part: Any) -> list[np.ndarray]:
+    """Returns numbers that describe each row: elements other than 0 or "", then least, greatest and sum of numbers."""
+    if isinstance(part, tf.RaggedTensor):
+        return [part.row_lengths().numpy()]
+    if isinstance(part, tf.SparseTensor):
+        return [np.bincount(part.indices[:, 0], minlength=int(part.shape[0]))]
+    table = np.asarray(part)
+    table = table.reshape([table.shape[0], -1])
+    if table.dtype.kind not in "biuf" or not table.shape[1]:
+        return [np.count_nonzero(table.astype(bool), axis=1)]
+    numbers = table.astype(float)
+    return [np.count_nonzero(table, axis=1), numbers.min(axis=1), numbers.max(axis=1), numbers.sum(axis=1)]

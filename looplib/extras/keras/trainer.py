@@ -6,16 +6,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
-from looplib.extras.compat.methods import alone
 from looplib.extras.keras import means, metric_parts, models
 from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
+from looplib.extras.keras.losses import part_of_batch
 from looplib.extras.keras.results import KerasResults
 from looplib.messages import shown
 from looplib.task.adapter import Adapter
@@ -158,7 +157,7 @@ class KerasTrainer(Adapter, Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
-        with replicas.weighting_means(), alone():
+        with part_of_batch():
             return self._keras_results.of_step(self._keras_data.whole(inputs), self.global_step)
 
     def export(self) -> Exported:
@@ -194,7 +193,7 @@ class KerasEvaluator(Evaluator):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
-        with alone():
+        with part_of_batch():
             return self._keras_results.of_step(self._keras_data.whole(inputs))
 
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
