@@ -5,6 +5,7 @@ Names that other rooms may use, by file:
     environment: Cluster, EXPECTED, resolve
     peers: current, join, Peers
     remote: check_placement, RemoteStrategy, connect, connected, named, names, plugin_of
-    replicas: counted, current, in_use, KINDS, weight_of_part, weighted, weighting_means, over_replicas, Share, times, watching
+    replicas: counted, current, in_use, KINDS, weight_of_part, weighted, weighting_means,
+        over_replicas, Share, times, watching
     updates: apply_gradients, refuse_others, TrainingOptimizers
 """
