@@ -1,11 +1,11 @@
 """What looplib uses of Keras and TensorFlow that they do not publish, each with what happens where it is missing.
 
 Names that other rooms may use, by file:
-    keras: adapts, averaged, changes_when_called, check_one_family, computes_in, family, finalizes,
-        given_constants, GLOBAL_SEED, imported, inner_metrics, input_specs, is_a, is_layer, is_metric, is_metrics,
-        is_model, is_optimizer, is_own_class, is_variable, loss_scale, mask_of, optimizers, parts, rate_or_schedule,
-        scales_loss, sublayers, tf_variable, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner, with_mask,
-        without_vocabularies
+    keras: adapts, averaged, changes_when_called, check_one_family, computes_in, family, finalizes, given_constants,
+        GLOBAL_SEED, imported, inner_metrics, input_specs, is_a, is_layer, is_metric, is_metrics, is_model,
+        is_optimizer, is_own_class, is_variable, loss_scale, mask_of, optimizers, parts, rate_or_schedule,
+        scales_loss, sublayers, tf_variable, UNSEEDED, untracked_variables, value_now, variable_path, when_imported,
+        with_inner, with_mask, without_vocabularies
     optimizers: counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method, Replacement,
         summed, updates_conditionally, variables_of
     tensorflow: functions_in, growing_array, identity_of, is_by_element, is_late_variable, is_merge_in_branch,
