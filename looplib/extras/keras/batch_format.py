@@ -1,6 +1,6 @@
 """The structure, the types and the sizes that batches of Python have in common."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib.errors import DatasetError
 from looplib.extras.keras import rows
+from looplib.extras.records.reading import without_lists
 from looplib.messages import gist
 
 
@@ -25,7 +26,7 @@ class BatchFormat:
 
     def __init__(self, who: str, first: Iterable[Any], float_type: str) -> None:
         self.who, self._float_type = who, float_type
-        batches = [_as_tuples(batch) for batch in first]
+        batches = [without_lists(batch) for batch in first]
         if not batches:
             raise DatasetError(f"{who} has no batch; check where the data is read from")
         self._like = batches[0]
@@ -48,7 +49,7 @@ class BatchFormat:
         Raises:
           UsageError: if it is not like the first ones.
         """
-        arrays = self._arrays(_as_tuples(batch))
+        arrays = self._arrays(without_lists(batch))
         found = [f"{array.dtype} {list(array.shape)}" for array in arrays]
         if len(arrays) != len(self.specs) or not all(map(_is_of, arrays, self.specs)):
             known = [f"{spec.dtype.name} {spec.shape.as_list()}" for spec in self.specs]
@@ -79,13 +80,6 @@ class BatchFormat:
                 "(tf.data.Dataset.from_generator makes one of a generator)"
             )
         return arrays
-
-
-def _as_tuples(batch: Any) -> Any:
-    """Returns a batch with tuples in place of lists, which tf.data takes for arrays."""
-    if isinstance(batch, Mapping):
-        return {name: _as_tuples(part) for name, part in batch.items()}
-    return tuple(map(_as_tuples, batch)) if isinstance(batch, (list, tuple)) else batch
 
 
 def _is_of(array: np.ndarray, spec: tf.TensorSpec) -> bool:

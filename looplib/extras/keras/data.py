@@ -84,20 +84,19 @@ class KerasData:
                 "KerasTrainer got sample_weight and no y, and fit leaves such weights out; give y, or a data set of "
                 "(x, None, sample_weight)"
             )
-        if isinstance(x, list) and x and all(isinstance(text, str) for text in x):
-            x = np.asarray(x)
         if y is None and isinstance(x, list) and x and all(type(part) is tuple for part in x):
             raise DatasetError(
                 "KerasTrainer got a list of tuples as x; expected arrays as x and y, or a function that makes a "
                 "generator of batches, such as lambda: iter(batches)"
             )
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = tf.nest.map_structure(lambda array: rows.as_array(array, self._float_type), parts)
+        self._arrays = tuple(rows.as_arrays(part, self._float_type) for part in parts)
         lengths = {array.shape[0] if array.shape else None for array in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
+            found = ", ".join("no" if length is None else str(length) for length in lengths)
             raise DatasetError(
-                f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; give x, y and "
-                "sample_weight equally many, one for each example"
+                f"the arrays of KerasTrainer have {found} rows; give x, y and sample_weight equally many, one for each "
+                "example"
             )
         (self._length,) = lengths
         if self._weights is not None:
@@ -209,7 +208,7 @@ class KerasData:
         """Returns a batch as the model's own `fit` gives it to a step."""
         if self._preprocess is None:
             return batch
-        return self._preprocess(*(batch if isinstance(batch, tuple) else (batch,)))
+        return without_lists(self._preprocess(*(batch if isinstance(batch, tuple) else (batch,))))
 
     def _dataset(self) -> tf.data.Dataset:
         return self._mapped(self._made())

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -213,7 +213,15 @@ def without_lists(structure: Any) -> Any:
     """Returns a structure with tuples in place of lists, which tf.data takes for arrays."""
     if isinstance(structure, Mapping):
         return {name: without_lists(part) for name, part in structure.items()}
-    return tuple(map(without_lists, structure)) if type(structure) in (list, tuple) else structure
+    if isinstance(structure, (list, tuple)):
+        return tuple_like(structure, [without_lists(part) for part in structure])
+    return structure
+
+
+def tuple_like(structure: list | tuple, parts: Iterable[Any]) -> tuple:
+    """Returns parts as the named tuple that a structure is, or otherwise as a tuple."""
+    is_named = isinstance(structure, tuple) and type(structure) is not tuple
+    return type(structure)(*parts) if is_named else tuple(parts)
 
 
 class _Pieces:
