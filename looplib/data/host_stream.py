@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
-from looplib.data import iterator_state
+from looplib.data import iterator_state, rows
 from looplib.data.saved_position import SavedPosition
 from looplib.data.stream import Stream, counted_from_0
 from looplib.diagnosis import diagnosis
@@ -222,7 +222,7 @@ class HostStream(Stream):
         # Another worker may have data where this one has none; within a process, the first replica gets a batch first.
         empty = self._empty if self._workers.count > 1 else None
         first = tf.cond(first.has_value(), first.get_value, empty) if empty else first.get_value()
-        empty = empty or (lambda: tf.nest.map_structure(_without_rows, first))
+        empty = empty or (lambda: rows.map_parts(lambda part: rows.between(part, 0, 0), first))
         return (first, *(tf.cond(part.has_value(), part.get_value, empty) for part in others))
 
     def left_out(self, read: int) -> str:
@@ -279,14 +279,6 @@ class HostStream(Stream):
                 self._saved.obstacle,
                 condition,
             )
-
-
-def _without_rows(leaf: Any) -> Any:
-    """Removes the examples from a tensor of any kind of a batch."""
-    if isinstance(leaf, tf.SparseTensor):
-        shape = leaf.dense_shape
-        return tf.sparse.slice(leaf, tf.zeros_like(shape), tf.concat([[0], shape[1:]], axis=0))
-    return leaf[:0] if leaf.shape.rank != 0 else leaf
 
 
 def _no_rows(who: str, spec: tf.TypeSpec) -> tf.Tensor | tf.SparseTensor:

@@ -12,6 +12,7 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.cluster.replicas import KINDS, Share
 from looplib.compat import tensorflow as _tf
+from looplib.data import rows
 from looplib.data.batches import Batches
 from looplib.data.input_context import InputContext
 from looplib.diagnosis import diagnosis
@@ -28,6 +29,7 @@ class PipelineTask(Protocol):
 
     batches: str  # "per_replica" or "global"
     batch_size_varies: bool  # whether its batches have other sizes than the context's
+    uneven_parts: bool  # whether parts of a batch have different numbers of rows, and each is divided by its own
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """Makes the batches of one pipeline."""
@@ -129,7 +131,8 @@ class Pipelines:
         if self._whole and self.replicas > 1:
             local_replicas = self.replicas // self._workers.count
             first = tf_context.input_pipeline_id * local_replicas
-            dataset = to_replicas(dataset, first, local_replicas, self.replicas, shares=not fixed)
+            who, uneven = f"{self.who}.dataset", self._task.uneven_parts
+            dataset = to_replicas(who, dataset, first, local_replicas, self.replicas, shares=not fixed, uneven=uneven)
         if self.replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
@@ -258,8 +261,7 @@ def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dat
 
 def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:
     """Refuses batches of another size, which would scale means and gradients wrongly; returns whether it is known."""
-    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, kinds)]
+    shapes = [spec.shape for spec in rows.parts(dataset.element_spec)]
     sizes = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
     if sizes and expected not in sizes:
         raise BatchSizeError(
@@ -298,39 +300,52 @@ def _forget_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     static batch size it drops what does not fill all replicas.
     """
 
-    def forget(tensor: Any) -> Any:
+    def forget(tensor: rows.Tensor) -> rows.Tensor:
         if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
             return tensor
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
     def forget_all(*element: Any) -> Any:  # tf.data unpacks tuples, and only those
         element = element if type(dataset.element_spec) is tuple else element[0]
-        return tf.nest.map_structure(forget, element)
+        return rows.map_parts(forget, element)
 
     return dataset.map(forget_all)
 
 
-def to_replicas(dataset: tf.data.Dataset, first: int, count: int, replicas: int, shares: bool) -> tf.data.Dataset:
+def to_replicas(
+    who: str, dataset: tf.data.Dataset, first: int, count: int, replicas: int, *, shares: bool, uneven: bool
+) -> tf.data.Dataset:
     """Divides each global batch, as evenly as its size allows, in the order of its examples.
 
     Returns the batches for the replicas `first` to `first + count - 1` of all `replicas`, one after another; with
-    `shares`, as `Share`s, which have no empty batch. Batches may be structures of dense, ragged and sparse tensors.
+    `shares`, as `Share`s, which have no empty batch. Batches may be structures of dense, ragged and sparse tensors and
+    of extension types. With `uneven`, each part is divided by its own number of rows, and the first one has the number
+    of examples; else parts with different numbers are refused, in the name of `who`.
     """
     cardinality = dataset.cardinality()
     spec = dataset.element_spec
+    if not uneven:
+        rows.check_even(who, rows.parts(spec))
 
     def divide(*element: Any) -> tf.data.Dataset:
         batch = element if type(spec) is tuple else element[0]  # tf.data unpacks tuples, and only those
-        size = next(num_rows(leaf) for leaf in tf.nest.flatten(batch) if leaf.shape.rank != 0)
+        sizes = [rows.count(part) for part in rows.parts(batch)]
+        if shares:
+            with tf.control_dependencies(rows.assert_even(who, sizes, replicas if uneven else None)):
+                size = tf.identity(sizes[0])
+        else:
+            size = sizes[0]
 
         def part(replica: tf.Tensor) -> Any:
-            start, stop = -(-replica * size // replicas), -(-(replica + 1) * size // replicas)
-            if not shares:
-                return tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop, replicas), batch)
-            examples = stop - start
-            start, stop = tf.where(examples > 0, start, 0), tf.where(examples > 0, stop, 1)
-            inputs = tf.nest.map_structure(lambda leaf: _rows(leaf, start, stop, replicas), batch)
-            return Share(inputs, examples, size)
+            def own(leaf: rows.Tensor) -> rows.Tensor:
+                start, stop = _place(replica, rows.count(leaf) if uneven else size, replicas)
+                if shares:
+                    start, stop = tf.where(stop > start, start, 0), tf.where(stop > start, stop, 1)
+                return _of_static_size(rows.between(leaf, start, stop), leaf, replicas)
+
+            start, stop = _place(replica, size, replicas)
+            inputs = rows.map_parts(own, batch)
+            return Share(inputs, stop - start, size) if shares else inputs
 
         return tf.data.Dataset.range(first, first + count).map(part)
 
@@ -341,31 +356,17 @@ def to_replicas(dataset: tf.data.Dataset, first: int, count: int, replicas: int,
     return divided.apply(tf.data.experimental.assert_cardinality(cardinality if endless else cardinality * count))
 
 
+def _place(replica: tf.Tensor, size: tf.Tensor, replicas: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the first row of a replica's part of a batch, and the one after its last."""
+    return -(-replica * size // replicas), -(-(replica + 1) * size // replicas)
+
+
+def _of_static_size(part: rows.Tensor, whole: rows.Tensor, replicas: int) -> rows.Tensor:
+    if not isinstance(whole, tf.Tensor) or not whole.shape.rank or not whole.shape[0] or whole.shape[0] % replicas:
+        return part
+    return tf.ensure_shape(part, [whole.shape[0] // replicas, *whole.shape[1:]])
+
+
 def have_size(dataset: tf.data.Dataset, size: int) -> bool:
     """Returns whether the specs say that all batches have a size."""
-    return all(
-        leaf.shape.rank is not None and (leaf.shape.rank == 0 or leaf.shape[0] == size)
-        for leaf in tf.nest.flatten(dataset.element_spec)
-        if isinstance(leaf, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec))
-    )
-
-
-@tf.autograph.experimental.do_not_convert
-def num_rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
-    """Returns the first dimension of a tensor of any kind, int64 scalar."""
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows(out_type=tf.int64)
-    return leaf.dense_shape[0] if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf, tf.int64)[0]
-
-
-def _rows(leaf: Any, start: tf.Tensor, stop: tf.Tensor, replicas: int) -> Any:
-    if leaf.shape.rank == 0:
-        return leaf
-    if isinstance(leaf, tf.SparseTensor):
-        shape = leaf.dense_shape
-        begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
-        return tf.sparse.slice(leaf, begin, tf.concat([[stop - start], shape[1:]], axis=0))
-    rows = leaf[start:stop]
-    if isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] and leaf.shape[0] % replicas == 0:
-        rows = tf.ensure_shape(rows, [leaf.shape[0] // replicas, *leaf.shape[1:]])
-    return rows
+    return all(part.shape.rank is not None and part.shape[0] == size for part in rows.parts(dataset.element_spec))

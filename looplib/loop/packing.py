@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.data.pipelines import num_rows
+from looplib.data import rows
 from looplib.errors import MetricError
 from looplib.messages import is_utf8
 from looplib.task.media import Media
@@ -243,15 +243,10 @@ def check_metric_name(who: str, name: object) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def batch_size(inputs: Any) -> BatchSize | None:
-    """Returns the known first dimensions of a batch's tensors, and the size of the first of them; None without any."""
-    known, size = set(), None
-    for leaf in tf.nest.flatten(inputs):
-        if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and leaf.shape.rank != 0:
-            if leaf.shape.rank is not None and leaf.shape[0] is not None:
-                known.add(leaf.shape[0])
-            if size is None:
-                size = num_rows(leaf)
-    return None if size is None else (known, size)
+    """Returns the known first dimensions of a batch's tensors, and the rows of the first of them; None without any."""
+    parts = rows.parts(inputs)
+    known = {part.shape[0] for part in parts if part.shape.rank} - {None}
+    return (known, rows.count(parts[0])) if parts else None
 
 
 def _numbers(name: str, result: Any) -> dict[str, Any]:

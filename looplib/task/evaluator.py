@@ -26,6 +26,7 @@ class Evaluator(abc.ABC):
     Attributes:
       global_batch_size: int, examples of a step over all replicas; None takes the controller's.
       batches: "per_replica" or "global", see `Trainer`.
+      uneven_parts: bool, see `Trainer`.
       global_step: int64 scalar `tf.Variable`, the training steps that the weights have seen; set by the `Controller`.
       averages: `looplib.WeightAverages` of the trainer, under its attribute name; if set, the evaluation runs on the
         averaged weights. None by default.
@@ -43,6 +44,7 @@ class Evaluator(abc.ABC):
 
     global_batch_size: int | None = None
     batches: str = "per_replica"
+    uneven_parts: bool = False
     global_step: tf.Variable | None = None
     averages: WeightAverages | None = None
     step_method: ClassVar[str] = "step_fn"  # as in a trainer

@@ -260,6 +260,8 @@ class GradientTrainer(Trainer):
             )  # fmt: skip
             return _flattened(backward, self.update_plan.trained) + metric_sums.pack(backward.metrics, part)
 
+        if self.micro_batches > 1 and not self.uneven_parts:
+            inputs = splitting.checked(type(self).__name__, inputs)
         sums = splitting.summed(compute, inputs, self.micro_batches, self._gradients_compiled)
         count = len(self.update_plan.trained)
         data = [None if no else gradient for no, gradient in zip(structure["missing"], sums)]

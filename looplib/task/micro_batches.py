@@ -8,6 +8,7 @@ from absl import logging
 
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.data import rows
 from looplib.errors import BatchSizeError, MetricError, StepError, UsageError
 from looplib.task import reductions
 from looplib.task.media import Media
@@ -51,6 +52,21 @@ def summed(
 
     _, sums = tf.while_loop(lambda number, _: number < count, add, (tf.constant(0), zeros), parallel_iterations=1)
     return list(sums)
+
+
+@tf.autograph.experimental.do_not_convert
+def checked(who: str, inputs: Any) -> Any:
+    """Returns a batch all of whose parts have one number of rows; where others turn up, a step with it fails.
+
+    Raises:
+      UsageError: for parts that are known to have different numbers of rows, in the name of `who`.
+    """
+    who, parts = f"{who}.dataset", rows.parts(inputs)
+    rows.check_even(who, parts)
+    if all(part.shape.rank and part.shape[0] is not None for part in parts):
+        return inputs
+    with tf.control_dependencies(rows.assert_even(who, [rows.count(part) for part in parts])):
+        return rows.map_parts(tf.identity, inputs)
 
 
 def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: bool) -> list[tf.Tensor]:

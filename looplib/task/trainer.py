@@ -32,6 +32,9 @@ class Trainer(abc.ABC):
       batch_size_varies: bool, whether `dataset` makes batches of other sizes than `per_replica_batch_size`, such
         as by tokens; the loss is then not for `global_mean`. Default False: other sizes end the run, static
         ones before the first step.
+      uneven_parts: bool, whether the tensors of a global batch may have different numbers of rows, such as labelled and
+        unlabelled examples. On several replicas and in micro-batches each is then divided by its own rows, and the
+        first one tells the number of examples, which weighs the results of a replica. Default False: these are refused.
       loss_name: str, the training metric that the guards look at; default "loss".
 
     Example:
@@ -61,6 +64,7 @@ class Trainer(abc.ABC):
     run_seed: int = 0
     batches: str = "per_replica"
     batch_size_varies: bool = False
+    uneven_parts: bool = False
     loss_name: str = "loss"
     training_phases: Any = None  # of a `GradientTrainer` with phases
     step_method: ClassVar[str] = "step_fn"  # what a subclass defines, for messages

@@ -114,7 +114,14 @@ def test_finite_data_is_trained_on_to_the_last_example():
         assert controller.global_step == 5
 
 
+class Pair(tf.experimental.BatchableExtensionType):
+    ids: tf.Tensor
+    more: tf.Tensor
+    name: str = "a field that is no tensor"
+
+
 KINDS = {
+    "extension": lambda ids: {"pair": Pair(ids, tf.stack([ids, -ids], axis=1)), "scalar": tf.constant(3)},
     "dict": lambda ids: {"ids": ids, "scalar": tf.constant(3)},
     "ragged": lambda ids: (ids, tf.RaggedTensor.from_row_lengths(tf.repeat(ids, ids % 3), ids % 3)),
     "sparse": lambda ids: (ids, tf.sparse.from_dense(tf.one_hot(ids, 40, dtype=tf.int64))),
@@ -133,6 +140,8 @@ class Collected(looplib.Evaluator):
 
     def step_fn(self, inputs):
         def dense(leaf):
+            if isinstance(leaf, Pair):
+                return leaf.ids, leaf.more
             if isinstance(leaf, tf.RaggedTensor):
                 return leaf.to_tensor(default_value=-1, shape=[None, 2])
             return tf.sparse.to_dense(leaf) if isinstance(leaf, tf.SparseTensor) else leaf
@@ -151,6 +160,8 @@ def test_batches_of_every_structure_are_divided_in_order(kind):
         controller.evaluate()
     assert len(evaluator.found) == 6
     expected = KINDS[kind](tf.range(24, dtype=tf.int64))
+    if kind == "extension":
+        expected = {**expected, "pair": (expected["pair"].ids, expected["pair"].more)}
     for number, part in enumerate(evaluator.found):
         for found, whole in zip(tf.nest.flatten(part), tf.nest.flatten(expected)):
             if isinstance(whole, tf.RaggedTensor):
@@ -202,6 +213,48 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence():
     trainer.batches = "per_replica"
     trainer.dataset = lambda context: tf.data.Dataset.range(37).batch(16).repeat().map(rows)
     assert "larger batches" in refused(trainer)  # unsaid, global batches stay refused
+
+
+def zipped(context, full=True):
+    """Batches of 12 unlabelled and 4 labelled examples; the last one, if it is not to be full, has fewer."""
+    free, known = tf.data.Dataset.range(36 if full else 30), tf.data.Dataset.range(100, 112 if full else 110)
+    return tf.data.Dataset.zip((free.batch(12), known.batch(4).map(lambda ids: {"ids": ids})))
+
+
+def evaluated(dataset, strategy="mirrored_x2", uneven=True):
+    evaluator = Collected("dict")
+    evaluator.dataset, evaluator.uneven_parts = dataset, uneven
+    with toy.controller(make_strategy(strategy), None, evaluator) as controller:
+        metrics = controller.evaluate()["eval"]
+    return metrics["examples"], [
+        [np.asarray(leaf).tolist() for leaf in tf.nest.flatten(part)] for part in evaluator.found
+    ]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_each_part_of_a_batch_is_divided_by_its_own_rows_if_asked_for(full):
+    examples, found = evaluated(lambda context: zipped(context, full))
+    free, known = (np.arange(36), np.arange(100, 112)) if full else (np.arange(30), np.arange(100, 110))
+    expected = []
+    for of_free, of_known in zip(np.split(free, [12, 24]), np.split(known, [4, 8])):
+        expected += zip(np.array_split(of_free, 2), np.array_split(of_known, 2))
+    assert found == [[part.tolist() for part in pair] for pair in expected]
+    assert examples == len(free)  # the first part tells their number
+
+
+def graphs(context):
+    """Batches of four graphs each, as nodes, edges and graphs, whose numbers of nodes and edges vary."""
+    sizes = tf.data.Dataset.from_tensor_slices([[9, 14], [8, 16], [8, 8]])
+    return sizes.map(lambda size: (tf.zeros([size[0], 3]), tf.zeros([size[1], 2], tf.int32), tf.zeros([4, 1])))
+
+
+@pytest.mark.parametrize("make", [zipped, graphs, lambda context: graphs(context).skip(1)])
+def test_parts_with_different_numbers_of_rows_are_refused_on_replicas(make):
+    with pytest.raises(looplib.UsageError, match="uneven_parts"):
+        evaluated(make, uneven=False)
+    few = lambda context: tf.data.Dataset.range(4).batch(2).map(lambda ids: (tf.range(4), ids[:1]))
+    with pytest.raises(looplib.UsageError, match="2 rows or more"):
+        evaluated(few)  # one replica would have none
 
 
 def test_values_are_collected_of_the_examples_of_uneven_batches_only():

@@ -17,8 +17,9 @@ import looplib
 from looplib import UsageError
 from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
-from looplib.errors import EngineError, OptimizerError, StaleTraceError, StepError
+from looplib.errors import DatasetError, EngineError, OptimizerError, StaleTraceError, StepError
 from looplib.extras.diagnosis import model_table
+from looplib.messages import parse_error
 from looplib.task import micro_batches
 from looplib.task.gradients import Clipping, DynamicLossScale
 
@@ -296,6 +297,21 @@ def test_parts_of_a_batch_of_unknown_size_have_each_example_once_and_metrics_of_
     mean, last = step(values)
     assert float(mean) == pytest.approx(values[:, 0].mean())
     assert float(last) == pytest.approx(values.sum() / 3)
+
+
+def test_parts_of_a_batch_with_different_numbers_of_rows_are_refused_in_micro_batches():
+    known = tf.zeros([12, 2]), {"labelled": tf.zeros([4])}
+    with pytest.raises(DatasetError, match="Semi.dataset.*4 and 12 rows.*uneven_parts"):
+        micro_batches.checked("Semi", known)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None])])
+    def step(one, other):
+        return micro_batches.checked("Semi", (one, other))[0]
+
+    np.testing.assert_array_equal(step(tf.ones([4, 2]), tf.zeros([4])), np.ones([4, 2]))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        step(*tf.nest.flatten(known))
+    assert parse_error(error.value).kind == "DatasetError" and "uneven_parts" in parse_error(error.value).sentence
 
 
 @pytest.mark.parametrize("clip", CLIPS)

@@ -79,7 +79,8 @@ class BatchFormat:
                 f"{self.who} has sparse or ragged arrays, which only a tf.data.Dataset has in batches; give one "
                 "(tf.data.Dataset.from_generator makes one of a generator)"
             )
-        return arrays
+        # Integers that TensorFlow would otherwise read where they are, and that a source may overwrite meanwhile.
+        return [array if array.dtype.kind == "f" else array.copy() for array in arrays]
 
 
 def _is_of(array: np.ndarray, spec: tf.TensorSpec) -> bool:

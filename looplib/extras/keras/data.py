@@ -9,10 +9,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.data import rows as batch_rows
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError
 from looplib.extras.keras import models, python_data, rows
 from looplib.extras.records.reading import structure_of, without_lists
+from looplib.extras.records.sources import items
 from looplib.messages import join_names
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
@@ -31,6 +33,7 @@ class KerasData:
       y: targets, for arrays; or None.
       sample_weight: weights, for arrays; or None.
       class_weight: dict from class number to weight, or None.
+      uneven_parts: see `Trainer`.
 
     Attributes:
       is_arrays: whether x is arrays.
@@ -41,8 +44,15 @@ class KerasData:
     """
 
     def __init__(
-        self, model: Any, x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None
+        self,
+        model: Any,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        class_weight: Mapping[int, float] | None,
+        uneven_parts: bool = False,
     ) -> None:
+        self._replicas, self.uneven_parts = model.distribute_strategy.num_replicas_in_sync, uneven_parts
         self._float_type, self._preprocess = models.float_type(model), models.preprocessing(model)
         if x is None:
             raise DatasetError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
@@ -128,7 +138,11 @@ class KerasData:
         sizes = [leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(element)]
         if None in sizes:
             raise DatasetError(_SINGLE)
-        return rows.take(self.whole(element), range(min(examples, *map(int, sizes))))
+        if len(set(sizes)) > 1:
+            if self._replicas > 1 and not self.uneven_parts:
+                batch_rows.check_even("the data set of KerasTrainer", batch_rows.parts(element))
+            return self.whole(element)  # its rows may belong together
+        return rows.take(self.whole(element), range(min(examples, int(sizes[0]))))
 
     def spec(self, replicas: int) -> Any:
         """Returns the structure of `tf.TypeSpec`s of the batches of one replica.
@@ -218,8 +232,8 @@ class KerasData:
         if self._batches is not None:
             return self._batches.once()
         if self._examples is not None:
-            few = [without_lists(self._examples[number]) for number in range(min(_FEW, self._length))]
-            stacked = _stacked(few)
+            few = items(self._examples, range(min(_FEW, self._length)))
+            stacked = _stacked([without_lists(example) for example in few])
             numbers = tf.data.Dataset.range(len(few)).batch(len(few))
             picked = numbers.map(lambda ids: tf.nest.map_structure(lambda part: tf.gather(part, ids), stacked))
             return picked.map(tf.autograph.experimental.do_not_convert(lambda *parts: self._of_one_type(parts)))

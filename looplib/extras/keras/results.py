@@ -6,7 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.extras.keras import building, models, rows
+from looplib.data import rows
+from looplib.extras.keras import building, models
 from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.task import metric_names, reductions
 
@@ -57,7 +58,7 @@ class KerasResults:
         returns, logs = isinstance(logs, dict), _flattened(logs)
         self._note_names(metrics)
         metric_names.check(f"the compiled {type(self._model).__name__}", {*self._objects, *logs})
-        size = rows.count(inputs)
+        size = rows.count(rows.parts(inputs)[0])
         outputs = dict(metrics)
         for name, value in logs.items():
             if name not in self._objects or self._own:

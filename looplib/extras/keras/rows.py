@@ -142,12 +142,6 @@ def by_content(batch: Any, count: int) -> list[int]:
     return np.lexsort([sums, sum(features[0] for features in found)]).tolist()
 
 
-def count(batch: Any) -> tf.Tensor:
-    """Returns the number of rows of a batch, of tensors of any kind and None."""
-    first = next(part for part in tf.nest.flatten(batch) if part is not None and part.shape.rank != 0)
-    return first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
-
-
 def spec(array: Any) -> tf.TypeSpec:
     """Returns the spec of an array or a tensor of any kind, with any number of rows."""
     shape = [None, *array.shape[1:]]

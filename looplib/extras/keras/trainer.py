@@ -56,7 +56,8 @@ class KerasTrainer(Adapter, Trainer):
       observes_batches: says that what `callbacks` do for batches of the training is only to observe: they neither read
         nor write the weights. They are called for each batch, with its logs, once the epoch has ended; on one replica.
       per_replica: bool, whether each replica may compute the loss of its own examples alone also where that
-        differs from their part in the loss of the global batch, such as a contrastive loss. By default it is refused.
+        differs from their part in the loss of the global batch, such as a contrastive loss, and each part of a batch is
+        divided by its own rows (`uneven_parts` of `Trainer`). By default both are refused.
       **others: refused, with the place that an argument of `fit` has.
 
     Raises:
@@ -104,7 +105,8 @@ class KerasTrainer(Adapter, Trainer):
         self.model, self.optimizer = model, model.optimizer
         self._keras_batch_logs = BatchLogs() if observes_batches else None
         self._keras_callbacks = KerasCallbacks(model, callbacks, self._keras_batch_logs) if callbacks else None
-        self._keras_data = KerasData(model, x, y, sample_weight, class_weight)
+        self.uneven_parts = per_replica
+        self._keras_data = KerasData(model, x, y, sample_weight, class_weight, per_replica)
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_of_examples  # few examples may be less than a batch
@@ -128,12 +130,13 @@ class KerasTrainer(Adapter, Trainer):
           UsageError: without data.
         """
         if x is not None:
-            return KerasEvaluator(self.model, x, y, sample_weight)
+            return KerasEvaluator(self.model, x, y, sample_weight, uneven_parts=self.uneven_parts)
         if self._keras_validation is None:
             raise DatasetError(
                 "KerasTrainer.evaluator() has no data; give it x and y, or give the trainer validation_data"
             )
-        return KerasEvaluator(self.model, *_as_arguments(self._keras_validation))
+        held_out = _as_arguments(self._keras_validation)
+        return KerasEvaluator(self.model, *held_out, uneven_parts=self.uneven_parts)
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:
@@ -177,13 +180,16 @@ class KerasEvaluator(Evaluator):
       x: as for `KerasTrainer`, and so are the others.
       y: the targets.
       sample_weight: the weights of the examples.
+      uneven_parts: see `Trainer`.
     """
 
     batches = "global"
 
-    def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
-        self.model = model
-        self._keras_data = KerasData(model, x, y, sample_weight, None)
+    def __init__(
+        self, model: Any, x: Any, y: Any = None, sample_weight: Any = None, *, uneven_parts: bool = False
+    ) -> None:
+        self.model, self.uneven_parts = model, uneven_parts
+        self._keras_data = KerasData(model, x, y, sample_weight, None, uneven_parts)
         build(model, self._keras_data, trains=False)
         self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "test_step")
 

@@ -32,6 +32,7 @@ class Prediction(Evaluator):
         self._evaluator, self._take = evaluator, take
         self._who = type(evaluator).__name__
         self.batches, self.global_batch_size = evaluator.batches, evaluator.global_batch_size
+        self.uneven_parts = evaluator.uneven_parts
         self.outputs: dict[str, str] = {}
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -216,14 +216,16 @@ def named(source: Source, number: int) -> str:
 
 
 def items(source: Source, numbers: Sequence[int]) -> list[Any]:
-    """Returns records of a source, all at once if it can.
+    """Returns records of a source, all at once if it can, in memory that the source does not use again.
 
     Raises:
       BadRecordError: for one that an installed package cannot read; what a class of the user's raises is passed on.
     """
     numbers = [int(number) for number in numbers]  # TFDS's sources take no array
     try:
-        return list(source.__getitems__(numbers)) if isinstance(source, ReadsMany) else [source[n] for n in numbers]
+        if isinstance(source, ReadsMany):
+            return [_kept(record) for record in source.__getitems__(numbers)]
+        return [_kept(source[number]) for number in numbers]
     except UsageError:
         raise
     except MemoryError as error:
@@ -241,6 +243,20 @@ def items(source: Source, numbers: Sequence[int]) -> list[Any]:
         raise BadRecordError(
             f"record {numbers[0]} of the {kind} cannot be read: {gist(error)}", "its files", f"{kind}-{numbers[0]}"
         ) from error
+
+
+def _kept(record: Any) -> Any:
+    """Returns a record with copies of its arrays, which a source may fill again for the next one."""
+    if isinstance(record, np.ndarray):  # first, and those of abstract classes last, which take longer
+        return record.copy()
+    if isinstance(record, (bytes, str, int, float, np.generic, type(None))):
+        return record
+    if isinstance(record, (list, tuple)):
+        parts = [_kept(part) for part in record]
+        return type(record)(parts) if type(record) in (list, tuple) else type(record)(*parts)
+    if isinstance(record, Mapping):
+        return {name: _kept(part) for name, part in record.items()}
+    return np.array(record)
 
 
 def _is_installed(source: Source) -> bool:

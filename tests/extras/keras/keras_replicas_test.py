@@ -9,7 +9,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.compat import keras as _keras
-from looplib.errors import LossError, MetricError, StepError
+from looplib.errors import DatasetError, LossError, MetricError, StepError
 from looplib.extras.compat.methods import alone
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
@@ -704,3 +704,56 @@ def test_a_run_with_a_metric_that_is_named_continues_on_another_number_of_replic
 
     trained(make_strategy("default"), 2)
     assert 0 <= trained(make_strategy("mirrored_x2"), 4)["accuracy"] <= 1
+
+
+def semi_supervised(keras):
+    """A `train_step` on unlabelled and labelled examples, each with a mean of its own."""
+
+    class Semi(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.net = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            self.tracker = keras.metrics.Mean(name="loss")
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def call(self, inputs):
+            return self.net(inputs)
+
+        def train_step(self, data):
+            free, (x, y) = data
+            with tf.GradientTape() as tape:
+                loss = mean_error(y, self.net(x)) + tf.reduce_mean(tf.square(self.net(free)))
+            variables = self.net.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            self.tracker.update_state(loss)
+            return {"loss": self.tracker.result()}
+
+    keras.utils.set_random_seed(1)
+    model = Semi()
+    model.compile(keras.optimizers.SGD(0.1))
+    model(X[:2])
+    return model
+
+
+@pytest.mark.parametrize("keras", FAMILIES.values(), ids=FAMILIES)
+def test_labelled_and_unlabelled_examples_train_on_replicas_as_on_one_device_if_asked_for(keras):
+    def data():
+        labelled = tf.data.Dataset.from_tensor_slices((X[:12], Y[:12])).batch(4)
+        return tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices(X[:36]).batch(12), labelled))
+
+    fit, strategy = semi_supervised(keras), make_strategy("mirrored_x2")
+    history = fit.fit(data(), epochs=2, verbose=0).history
+    with strategy.scope():
+        model = semi_supervised(keras)
+        with pytest.raises(DatasetError, match="4 and 12 rows"):
+            looplib.KerasTrainer(model, data())
+        trainer = looplib.KerasTrainer(model, data(), per_replica=True)
+    config = looplib.RunConfig(global_batch_size=12)
+    with looplib.Controller(config, trainer=trainer, strategy=strategy, writers=[]) as controller:
+        found = controller.train(epochs=2)
+    assert found["loss"] == pytest.approx(history["loss"][-1], rel=1e-5)
+    for ours, theirs in zip(model.get_weights()[:2], fit.get_weights()[:2], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
