@@ -9,7 +9,8 @@ Names that other rooms may use, by file:
     input_context: InputContext
     iterator_state: none
     order: as_plan, Ids, Locate, mix, OrderKey, Plan, seeds_at
-    rows: assert_even, between, check_even, count, map_parts, parts
+    pipelines: none
+    rows: assert_even, check_even, count, map_parts, parts
     saved_position: none
     stream: BatchProperties, Stream
 """

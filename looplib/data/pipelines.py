@@ -173,6 +173,7 @@ class Pipelines:
             raise DatasetError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
+        rows.check_structure(f"{self.who}.dataset", (dataset.element_spec, context.asked.arrays))
         if context.training and context.asked.unnamed > 1:
             self._warn_once(
                 "%s.dataset asks context for examples %d times without a name, and each time they come in another "

@@ -1,6 +1,6 @@
 """The rows of a batch: the first dimension of its tensors, which are dense, ragged or sparse, or in extension types."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -74,6 +74,18 @@ def between(part: Tensor, start: tf.Tensor, stop: tf.Tensor) -> Tensor:
     shape = part.dense_shape
     begin = tf.concat([[start], tf.zeros_like(shape[1:])], axis=0)
     return tf.sparse.slice(part, begin, tf.concat([[stop - start], shape[1:]], axis=0))
+
+
+def check_structure(who: str, structure: Any) -> None:
+    """Raises `UsageError` for a structure of other classes than dicts and tuples, such as of attrs."""
+    if isinstance(structure, (Mapping, list, tuple)):
+        for part in structure.values() if isinstance(structure, Mapping) else structure:
+            check_structure(who, part)
+    elif tf.nest.is_nested(structure):
+        raise DatasetError(
+            f"{who} has elements of the class {type(structure).__name__}, which TensorFlow's iterators and strategies "
+            "do not take; give dicts, tuples, named tuples or a tf.experimental.ExtensionType"
+        )
 
 
 def check_even(who: str, specs: list[tf.TypeSpec]) -> None:

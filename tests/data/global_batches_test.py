@@ -257,6 +257,15 @@ def test_parts_with_different_numbers_of_rows_are_refused_on_replicas(make):
         evaluated(few)  # one replica would have none
 
 
+def test_elements_of_other_classes_than_tensorflow_takes_are_refused():
+    attr = pytest.importorskip("attr")
+    both = attr.make_class("Both", ["x", "y"])
+    data = lambda context: tf.data.Dataset.from_tensor_slices({"both": both(np.arange(8), np.arange(8))}).batch(8)
+    for strategy in ("default", "mirrored_x2"):
+        with pytest.raises(looplib.UsageError, match="Collected.dataset has elements of the class Both"):
+            evaluated(data, strategy)
+
+
 def test_values_are_collected_of_the_examples_of_uneven_batches_only():
     evaluator = Collected("strings")
     evaluator.dataset = lambda context: tf.data.Dataset.range(25).batch(8).map(KINDS["strings"])

@@ -40,6 +40,7 @@ class BatchFormat:
             for shape, array in zip(shapes, arrays[0])
         ]
         self.types = [spec.dtype for spec in self.specs]
+        self.first_size = arrays[0][0].shape[0]  # the rows of the first batch
         for batch in batches:
             self.flat(batch)  # whose types have to be equal
 

@@ -11,7 +11,7 @@ from absl import logging
 
 from looplib.data import rows as batch_rows
 from looplib.data.input_context import InputContext
-from looplib.errors import DatasetError
+from looplib.errors import BatchSizeError, DatasetError
 from looplib.extras.keras import models, python_data, rows
 from looplib.extras.records.reading import structure_of, without_lists
 from looplib.extras.records.sources import items
@@ -81,13 +81,14 @@ class KerasData:
             self._given = x
             self._length: int | None = None  # in batches; of examples, their number
             self._counted = False
+            self._first_size: int | None = None  # the rows of the first batch, once it is known
             if self._examples is not None:
                 self._length = len(x)
                 if not self._length:
                     raise DatasetError(f"{type(x).__name__} has no example; check where the data is read from")
                 python_data.check_example(type(x).__name__, x[0])
             elif self._batches is not None:
-                self._length = self._batches.count
+                self._length, self._first_size = self._batches.count, self._batches.first_size
             return
         if y is None and sample_weight is not None:
             raise DatasetError(
@@ -138,6 +139,7 @@ class KerasData:
         sizes = [leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(element)]
         if None in sizes:
             raise DatasetError(_SINGLE)
+        self._first_size = int(sizes[0])
         if len(set(sizes)) > 1:
             if self._replicas > 1 and not self.uneven_parts:
                 batch_rows.check_even("the data set of KerasTrainer", batch_rows.parts(element))
@@ -181,6 +183,17 @@ class KerasData:
         if self._counted:  # a pass of another length is an error
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(self._length))
         return dataset.repeat()
+
+    def check_size(self, global_batch_size: int) -> None:
+        """Raises `UsageError` if the first batch is known to have another size, and is not all of an epoch."""
+        size = None if self.is_of_examples else self._first_size
+        alone = size is not None and self.steps_per_epoch(global_batch_size, False) == 1
+        if size is not None and (size > global_batch_size or (size < global_batch_size and not alone)):
+            raise BatchSizeError(
+                f"the first batch of KerasTrainer's data has {size} examples, and global_batch_size is "
+                f"{global_batch_size}; set global_batch_size={size}, or batch the data by {global_batch_size}; where "
+                "sizes vary on purpose, set trainer.batch_size_varies = True"
+            )
 
     def evaluation(self, context: InputContext) -> tf.data.Dataset:
         """Returns the data, once."""

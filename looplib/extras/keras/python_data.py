@@ -129,7 +129,8 @@ def is_loader(data: Any) -> bool:
 
 def check_sized(data: Any) -> None:
     """Raises `UsageError` for a loader that does not say how many batches a pass has."""
-    if isinstance(data, Iterable) and not isinstance(data, Sized) and not callable(data) and not rows.is_array(data):
+    of_batches = isinstance(data, Iterable) and not callable(data) and not rows.is_array(data)
+    if of_batches and not isinstance(data, Sized) and not is_py_dataset(data):
         kind = type(data).__name__
         raise DatasetError(
             f"{kind} has __iter__ and no __len__, so that its passes and epochs have no known end; give it a __len__ "
@@ -166,6 +167,7 @@ class PythonBatches(abc.ABC):
     def __init__(self, who: str, count: int, first: Iterable[Any], float_type: str) -> None:
         self.count = count
         self._format = BatchFormat(who, first, float_type)
+        self.first_size = self._format.first_size
 
     @abc.abstractmethod
     def reader(self) -> Callable[[int], Any]:
@@ -234,9 +236,10 @@ class PyDatasetBatches(PythonBatches):
                     "run's seed, or the examples, if it gets an object whose __getitem__ returns one example; or give "
                     "a function that makes a generator, whose batches are read again and skipped at a resume"
                 )
-        if not isinstance(data, ByNumber) or not len(data):
+        count = _count(data, base)
+        if not count:
             raise DatasetError(
-                f"{kind} has no batch, or no end; give it a __len__ of the batches of an epoch, or give KerasTrainer a "
+                f"{kind} has no batch, or no end; give it a __len__ or num_batches of an epoch, or give KerasTrainer a "
                 "function that makes a generator, and train by steps"
             )
         if isinstance(data, _InProcesses) and data.use_multiprocessing:
@@ -245,7 +248,7 @@ class PyDatasetBatches(PythonBatches):
                 "out (workers=8 reads 8 batches at once, in the same order), or write the data to files of records, "
                 "which are read fast (docs/data.md)"
             )
-        super().__init__(kind, len(data), (data[number] for number in range(min(_LOOKED_AT, len(data)))), float_type)
+        super().__init__(kind, count, (data[number] for number in range(min(_LOOKED_AT, count))), float_type)
         self._data, self.at_once = data, max(1, data.workers) if isinstance(data, _InProcesses) else 1
 
     def reader(self) -> Callable[[int], Any]:
@@ -255,6 +258,16 @@ class PyDatasetBatches(PythonBatches):
     def order(self, shuffle: bool) -> Ids | None:
         """See `PythonBatches`."""
         return Ids(self.count, shuffle)
+
+
+def _count(data: Any, base: type) -> int | None:
+    """Returns the batches of an epoch of a `PyDataset`, of a class of Keras's; None if it says none, or no end."""
+    if "num_batches" in vars(base):  # of Keras 3, by default the `__len__`
+        try:
+            return data.num_batches
+        except NotImplementedError:
+            return None
+    return len(data) if isinstance(data, Sized) else None
 
 
 class LoaderBatches(PythonBatches):

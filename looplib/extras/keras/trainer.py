@@ -30,6 +30,14 @@ _ELSEWHERE = {  # arguments that have another place: of `fit`, and of `GradientT
     "initial_epoch": "a run with a model_dir continues where it was",
     "validation_split": "divide the arrays, and give the held-out part as validation_data",
     "validation_freq": "controller.train_and_evaluate takes eval_interval, in steps",
+    "validation_steps": "controller.train_and_evaluate takes eval_steps",
+    "workers": "a PyDataset takes workers when it is made, which looplib then reads batches by",
+    "use_multiprocessing": "looplib reads in threads: give a PyDataset workers, or write the data to files of records",
+    "max_queue_size": "looplib reads ahead by itself",
+    "run_eagerly": "looplib.RunConfig has loop='eager'",
+    "steps_per_execution": "looplib.RunConfig has steps_per_loop",
+    "jit_compile": "looplib.RunConfig has loop='xla'",
+    "micro_batches": "looplib.GradientTrainer has it",
     "validation_batch_size": "looplib.RunConfig has global_batch_size",
     "verbose": "the writers of the Controller show the progress",
 }
@@ -156,6 +164,8 @@ class KerasTrainer(Adapter, Trainer):
         """See `Trainer`."""
         count = self.model.distribute_strategy.num_replicas_in_sync
         models.check_stateful_batch(self.model, context.global_batch_size / count)
+        if not self.batch_size_varies:
+            self._keras_data.check_size(context.global_batch_size)
         return self._keras_data.training(context, self._keras_shuffle)
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:

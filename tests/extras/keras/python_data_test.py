@@ -311,11 +311,52 @@ def test_validation_data_of_another_form_is_refused(data):
 
 @pytest.mark.parametrize(
     "name, said",
-    [("phases", "GradientTrainer"), ("epochs", "controller.train"), ("batch_size", "global_batch_size"), ("x_", "fit")],
+    [
+        ("phases", "GradientTrainer"),
+        ("workers", "PyDataset"),
+        ("validation_steps", "eval_steps"),
+        ("epochs", "controller.train"),
+        ("batch_size", "global_batch_size"),
+        ("x_", "fit"),
+    ],
 )
 def test_an_argument_of_fit_or_of_another_trainer_is_refused_with_its_place(name, said):
     with pytest.raises(SettingError, match=f"KerasTrainer got {name}=3.*{said}"):
         looplib.KerasTrainer(build(), X, Y, **{name: 3})
+
+
+def test_a_py_dataset_says_its_batches_by_num_batches():
+    class Data(keras3.utils.PyDataset):
+        num_batches = 3
+
+        def __len__(self):
+            return len(X)  # examples
+
+        def __getitem__(self, number):
+            return batch(number)
+
+    fit, model = build(), build()
+    fit.fit(Data(), epochs=2, shuffle=False, verbose=0)
+    trainer = looplib.KerasTrainer(model, Data(), shuffle=False)
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    with looplib.Controller(config, trainer=trainer, writers=[]) as controller:
+        controller.train(epochs=2)
+        assert controller.global_step == 6
+    assert_equal_weights(model, fit)
+    Data.num_batches = None
+    with pytest.raises(DatasetError, match="Data has no batch, or no end"):
+        looplib.KerasTrainer(build(), Data())
+
+
+@pytest.mark.parametrize("make", [Loader, lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)])
+def test_batches_of_another_size_are_refused_before_the_first_step_unless_they_vary_on_purpose(make):
+    trainer, config = looplib.KerasTrainer(build(), make()), looplib.RunConfig(global_batch_size=2 * BATCH)
+    with pytest.raises(BatchSizeError, match=f"has {BATCH} examples.*global_batch_size={BATCH}.*batch_size_varies"):
+        looplib.Controller(config, trainer=trainer, writers=[])
+    trainer.batch_size_varies = True
+    with looplib.Controller(config, trainer=trainer, writers=[]) as controller:
+        controller.train(epochs=1)
+        assert controller.global_step == STEPS
 
 
 @pytest.mark.slow
