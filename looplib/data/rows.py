@@ -14,8 +14,7 @@ UNEVEN = (  # without quotes, which TensorFlow would write as it writes them in 
     ", and looplib, which divides these, does not know which rows of the parts belong together, such as the nodes and "
     "edges of a graph; give each part as many rows, where a row may hold several examples; or make the batches of each "
     "replica in place of global ones, without micro_batches; for parts whose rows are examples by themselves, such as "
-    "labelled and unlabelled ones, set uneven_parts of the trainer, or per_replica=True of KerasTrainer: each is then "
-    "divided by its own rows"
+    "labelled and unlabelled ones, set uneven_parts of the trainer: each is then divided by its own rows"
 )
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.data import rows as batch_rows
 from looplib.data.input_context import InputContext
 from looplib.errors import BatchSizeError, DatasetError
 from looplib.extras.keras import models, python_data, rows
@@ -33,7 +32,6 @@ class KerasData:
       y: targets, for arrays; or None.
       sample_weight: weights, for arrays; or None.
       class_weight: dict from class number to weight, or None.
-      uneven_parts: see `Trainer`.
 
     Attributes:
       is_arrays: whether x is arrays.
@@ -50,9 +48,7 @@ class KerasData:
         y: Any,
         sample_weight: Any,
         class_weight: Mapping[int, float] | None,
-        uneven_parts: bool = False,
     ) -> None:
-        self._replicas, self.uneven_parts = model.distribute_strategy.num_replicas_in_sync, uneven_parts
         self._float_type, self._preprocess = models.float_type(model), models.preprocessing(model)
         if x is None:
             raise DatasetError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
@@ -141,8 +137,6 @@ class KerasData:
             raise DatasetError(_SINGLE)
         self._first_size = int(sizes[0])
         if len(set(sizes)) > 1:
-            if self._replicas > 1 and not self.uneven_parts:
-                batch_rows.check_even("the data set of KerasTrainer", batch_rows.parts(element))
             return self.whole(element)  # its rows may belong together
         return rows.take(self.whole(element), range(min(examples, int(sizes[0]))))
 

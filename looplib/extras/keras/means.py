@@ -91,7 +91,7 @@ def check(model: Any, batch: Any) -> None:
 def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
     """Compares the parts of a batch with the whole."""
     size = leaves(batch)[0].shape[0]
-    alike = all(leaf.shape[0] == size for leaf in leaves(batch) if leaf.shape.rank)
+    alike = len(set(rows.sizes(batch))) == 1
     first, again = trial.whole(batch), trial.whole(batch)
     rounding = _apart(first, trial.whole(rows.take(batch, range(size)[::-1]))) if alike else 0  # deep models have more
     tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, _ROUNDING * rounding)
@@ -117,7 +117,14 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
         trial.move()
         far = differs(batch, None)
         found.without_effect = [name for name, zero in zip(trial.names, nothing & (first.losses == 0)) if zero]
-    if far:
+    if far and not alike:
+        found.fault = (
+            f"on {replicas} replicas the gradients differ by {far:.2%} from those of one device where its parts, of "
+            f"{join_names(list(map(str, rows.sizes(batch))))} rows, are divided each by its rows, as for examples that "
+            "are labelled and unlabelled; where rows belong together, such as the nodes and edges of a graph, write a "
+            "looplib.GradientTrainer that makes the batches of each replica"
+        )
+    elif far:
         found.fault = (
             f"on {replicas} replicas the gradients differ by {far:.2%} from those of one device (it sums over the "
             "examples, divides by a fixed number or by something else than examples, such as tokens, or compares "
@@ -152,7 +159,7 @@ def _evaluated(model: Any, batch: Any) -> None:
 def _ordered(batch: Any, model: Any) -> Any:
     """Returns a batch for all replicas, whose parts have other numbers of tokens and other weights."""
     replicas = model.distribute_strategy.num_replicas_in_sync
-    sizes = {int(leaf.shape[0]) for leaf in leaves(batch) if leaf.shape.rank}
+    sizes = set(rows.sizes(batch))
     if len(sizes) > 1:
         return batch  # whose rows do not belong together by their numbers
     size, each = sizes.pop(), models.fixed_batch(model) or 0

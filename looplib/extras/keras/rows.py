@@ -113,6 +113,11 @@ def take(batch: Any, ids: Iterable[int]) -> Any:
     return tf.nest.map_structure(lambda part: part if part is None else getter(part)(chosen), batch)
 
 
+def sizes(batch: Any) -> list[int]:
+    """Returns the number of rows of each part of a batch that has rows."""
+    return [int(part.shape[0]) for part in tf.nest.flatten(batch) if part is not None and len(part.shape)]
+
+
 def varied(batch: Any, count: int) -> list[int]:
     """Returns the numbers of some rows that differ as the data does, and of others at random; in ascending order.
 

@@ -100,7 +100,7 @@ class StepTrial:
 
     def whole(self, batch: Any) -> Computed:
         """Runs the step on a batch as one device does."""
-        bounds = np.array([[[0, size]] * self._replicas for size in self._sizes(batch)])
+        bounds = np.array([[[0, size]] * self._replicas for size in rows.sizes(batch)])
         found = self._run(batch, bounds, whole=True)
         self._put_back(lambda variable: not _is_random(variable))
         return found
@@ -116,7 +116,7 @@ class StepTrial:
           What the replicas compute together, and the variables that then differ between them.
         """
         numbers = np.arange(self._replicas + 1)
-        ends = [-(-numbers * size // self._replicas) for size in self._sizes(batch)]
+        ends = [-(-numbers * size // self._replicas) for size in rows.sizes(batch)]
         ends = ends if shares is None else [np.cumsum([0, *shares])] * len(ends)
         found = self._run(batch, np.array([np.stack([each[:-1], each[1:]], axis=1) for each in ends]), whole=False)
         apart = self._kept_apart()
@@ -142,9 +142,6 @@ class StepTrial:
     def _parts(self, traced: Any) -> list[tf.Variable]:
         """Returns the replicas' parts of the variables of a trace, which has generators of tf_keras as they are."""
         return [part for each in traced.variables for part in self._strategy.experimental_local_results(each)]
-
-    def _sizes(self, batch: Any) -> list[int]:
-        return [int(leaf.shape[0]) for leaf in leaves(batch) if leaf.shape.rank]
 
     def _run(self, batch: Any, bounds: np.ndarray, whole: bool) -> Computed:
         """Runs a step; bounds are int64 `[leaves, replicas, 2]`, the first row and the one after the last."""

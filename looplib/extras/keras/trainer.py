@@ -9,7 +9,7 @@ import tensorflow as tf
 from looplib.compat import keras as _keras
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
-from looplib.extras.keras import means, metric_parts, models
+from looplib.extras.keras import means, metric_parts, models, rows
 from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
@@ -64,8 +64,7 @@ class KerasTrainer(Adapter, Trainer):
       observes_batches: says that what `callbacks` do for batches of the training is only to observe: they neither read
         nor write the weights. They are called for each batch, with its logs, once the epoch has ended; on one replica.
       per_replica: bool, whether each replica may compute the loss of its own examples alone also where that
-        differs from their part in the loss of the global batch, such as a contrastive loss, and each part of a batch is
-        divided by its own rows (`uneven_parts` of `Trainer`). By default both are refused.
+        differs from their part in the loss of the global batch, such as a contrastive loss. By default it is refused.
       **others: refused, with the place that an argument of `fit` has.
 
     Raises:
@@ -113,16 +112,18 @@ class KerasTrainer(Adapter, Trainer):
         self.model, self.optimizer = model, model.optimizer
         self._keras_batch_logs = BatchLogs() if observes_batches else None
         self._keras_callbacks = KerasCallbacks(model, callbacks, self._keras_batch_logs) if callbacks else None
-        self.uneven_parts = per_replica
-        self._keras_data = KerasData(model, x, y, sample_weight, class_weight, per_replica)
+        self._keras_data = KerasData(model, x, y, sample_weight, class_weight)
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_of_examples  # few examples may be less than a batch
         build(model, self._keras_data, trains=True)
+        self.uneven_parts = per_replica
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica:
             sample = self._keras_data.sample(means.EXAMPLES)
             means.check(model, sample)
-            metric_parts.warn_of_functions(model, sample)
+            self.uneven_parts = len(set(rows.sizes(sample))) > 1  # each part is divided by its own, which was tried
+            if not self.uneven_parts:
+                metric_parts.warn_of_functions(model, sample)
         self.metrics = list(model.metrics)
         self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
 
@@ -199,7 +200,7 @@ class KerasEvaluator(Evaluator):
         self, model: Any, x: Any, y: Any = None, sample_weight: Any = None, *, uneven_parts: bool = False
     ) -> None:
         self.model, self.uneven_parts = model, uneven_parts
-        self._keras_data = KerasData(model, x, y, sample_weight, None, uneven_parts)
+        self._keras_data = KerasData(model, x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)
         self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "test_step")
 

@@ -9,7 +9,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.compat import keras as _keras
-from looplib.errors import DatasetError, LossError, MetricError, StepError
+from looplib.errors import LossError, MetricError, StepError
 from looplib.extras.compat.methods import alone
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
@@ -739,7 +739,7 @@ def semi_supervised(keras):
 
 
 @pytest.mark.parametrize("keras", FAMILIES.values(), ids=FAMILIES)
-def test_labelled_and_unlabelled_examples_train_on_replicas_as_on_one_device_if_asked_for(keras):
+def test_labelled_and_unlabelled_examples_train_on_replicas_as_on_one_device(keras):
     def data():
         labelled = tf.data.Dataset.from_tensor_slices((X[:12], Y[:12])).batch(4)
         return tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices(X[:36]).batch(12), labelled))
@@ -748,12 +748,31 @@ def test_labelled_and_unlabelled_examples_train_on_replicas_as_on_one_device_if_
     history = fit.fit(data(), epochs=2, verbose=0).history
     with strategy.scope():
         model = semi_supervised(keras)
-        with pytest.raises(DatasetError, match="4 and 12 rows"):
-            looplib.KerasTrainer(model, data())
-        trainer = looplib.KerasTrainer(model, data(), per_replica=True)
+        trainer = looplib.KerasTrainer(model, data())
     config = looplib.RunConfig(global_batch_size=12)
     with looplib.Controller(config, trainer=trainer, strategy=strategy, writers=[]) as controller:
         found = controller.train(epochs=2)
     assert found["loss"] == pytest.approx(history["loss"][-1], rel=1e-5)
     for ours, theirs in zip(model.get_weights()[:2], fit.get_weights()[:2], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_graphs_whose_edges_name_nodes_are_refused_on_replicas_before_the_first_step():
+    class Graphs(type(semi_supervised(keras3))):
+        def train_step(self, data):
+            nodes, (edges, y) = data
+            with tf.GradientTape() as tape:
+                neighbors = tf.gather(nodes, edges % tf.shape(nodes)[0])
+                loss = mean_error(y, self.net(neighbors))
+            variables = self.net.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return {"error": loss}
+
+    edges = tf.data.Dataset.from_tensor_slices(((np.arange(16) * 5 % 12).astype("int32"), Y[:16])).batch(16)
+    data = tf.data.Dataset.zip((tf.data.Dataset.from_tensor_slices(X[:12]).batch(12), edges))
+    with make_strategy("mirrored_x2").scope():
+        model = Graphs()
+        model.compile("sgd")
+        model(X[:2])
+        with pytest.raises(LossError, match="12.*16 rows.*nodes and edges"):
+            looplib.KerasTrainer(model, data)
