@@ -336,7 +336,7 @@ class Controller:
             if not reached:  # the data has ended
                 loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
                 break
-        loops.check_count(step)
+        loops.check_count()
         self._finish(schedule, eval_steps)
 
     def _continue(self, schedule: Schedule, eval_steps: int) -> int:

@@ -143,14 +143,11 @@ class Checkpointer:
 
     def _begin(self, objects: dict[str, Any], strategy: tf.distribute.Strategy) -> None:
         """Sets the initial state of a run that has no checkpoint yet."""
-        start, parts, step = self.directory.start, self._parts, 0
+        start, parts, step = self.directory.start, self._parts, None
         with parts.averages_start(restores=False):
             if start.continue_from:
                 continue_from = plugins.load("looplib.parts", "weights").continue_from
-                path, step = continue_from(objects, parts.loops.global_step, start.continue_from)
-                logging.info("continuing from step %d of %s; the data starts from the beginning", step, path)
-                self.restored_from = path
-                self.record.input_offset, self.record.reported = -step, {"train": step}
+                self.restored_from, step = continue_from(objects, parts.loops.global_step, start.continue_from)
             elif parts.trainer:
                 with strategy.scope():
                     parts.trainer.initialize()
@@ -158,8 +155,13 @@ class Checkpointer:
                     plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
                 if nudge := plugins.find("looplib.parts", "nudge"):
                     nudge(strategy, objects)
+        if step := parts.loops.begin_at(step):
+            where = self.restored_from or "the trainer's own count"
+            logging.info("continuing from step %d of %s; the data starts from the beginning", step, where)
+            self.record.input_offset, self.record.reported = -step, {"train": step}
         parts.renew_constants()
         if parts.trainer:
+            parts.warn_of_updates(step)
             parts.window.start = step
         self._continued_from = step, step  # records of a run that was killed before its first save are void
 
@@ -320,6 +322,9 @@ class Checkpointer:
             if batches:  # the checkpoint may be of a time before the last change of their size
                 self.record.batches_are(batches)
             self.saved_step = step if os.path.dirname(path) == self.directory.checkpoints else None
+        parts.loops.step = step
+        if partial:  # the checkpoint may lack the trainer's own count
+            parts.loops.begin_at(step)
         parts.renew_constants()
         if parts.trainer:
             self._warn_of_changes(step, parts.loops.config.recorded)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import tensorflow as tf
 from absl import logging
 
 from looplib import plugins
@@ -13,7 +14,7 @@ from looplib.loop.window import Window
 from looplib.messages import join_names
 from looplib.task.actions import ActionStates
 from looplib.task.derived import Constants, starting
-from looplib.task.learning_rates import LearningRates
+from looplib.task.learning_rates import LearningRates, updating
 from looplib.task.record import RunRecord
 from looplib.task.trainer import Trainer
 
@@ -75,6 +76,17 @@ class RecordedParts:
         self.loops.training.rewind(step + record.input_offset, position, batches)
         self.loops.training.reducer.load(record.running)
         self.window.start = step
+
+    def warn_of_updates(self, step: int) -> None:
+        """Warns of optimizers whose count of updates is neither 0 nor the step at which a run begins."""
+        for path, optimizer in _keras.optimizers(self.trainer).items():
+            updates = int(tf.identity(_keras.tf_variable(updating(optimizer).iterations)))
+            if updates not in (0, step):
+                logging.warning(
+                    "the run begins at step %d, and the trainer's %s has made %d updates before: its learning rate and "
+                    "its averages continue after these; build a new optimizer to begin with the first update",
+                    step, path, updates,
+                )  # fmt: skip
 
     def averages_start(self, restores: bool) -> contextlib.AbstractContextManager[None]:
         """Starts averages of weights from the values that the weights get in a `with` block, see `derived.starting`."""

@@ -258,6 +258,14 @@ class TrainingLoop(Loop):
     fingerprint: dict[str, str] | None = None
 
     @property
+    def own_count(self) -> int | None:
+        """The steps that the trainer counts itself; None if only the controller counts them."""
+        return None
+
+    def count_from(self, step: int) -> None:
+        """Sets the trainer's own count, if it has one."""
+
+    @property
     def steps_per_epoch(self) -> float | None:
         """The steps of one pass over the data; None if not known."""
         return self.epoch.steps(self.batches.size) if self.epoch else None

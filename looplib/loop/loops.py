@@ -51,6 +51,7 @@ class Loops:
         self.training: TrainingLoop | None = None  # once it is built
         self.evaluations: dict[str, Loop] = {}  # by name
         self.closed = False
+        self.step = 0  # what the controller has counted, or restored
         self.torn = False  # whether a step has failed, which may have updated only a part of the variables
         self._lendings: weakref.WeakKeyDictionary[Loop, LentState] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
@@ -203,7 +204,8 @@ class Loops:
         except BaseException as error:
             self.torn = not self.training.failed_between_steps(error)
             raise
-        self.check_count(step + ran.done, ran.counted)
+        self.step = step + ran.done
+        self.check_count(ran.counted)
         return ran
 
     def refuse_if_unfit(self, what: str, kept: str | None) -> None:
@@ -225,15 +227,42 @@ class Loops:
                 f"{what} was called after a step that failed, which may have updated only a part of the variables; "
                 f"{cure}"
             )
+        self.check_count()
 
-    def check_count(self, step: int, counted: int | None = None) -> None:
-        """Raises `UsageError` if the global step, which a loop may have read, is not what the controller counted."""
+    def check_count(self, counted: int | None = None) -> None:
+        """Raises `UsageError` if the global step, which a loop may have read, is not what the controller counted.
+
+        So does a trainer's own count that differs from it.
+        """
+        if self.training is None:
+            return
         counted = int(self.global_step) if counted is None else counted
-        if counted != step:
+        if counted != self.step:
             raise StepError(
-                f"the global step is {counted} after step {step}: {self.training.who}.step_fn, its "
-                "loop_end or an action assigns global_step, which only the controller may change; remove the assignment"
+                f"the global step is {counted} after step {self.step}: {self.training.who}, an action or the program "
+                "assigns global_step, which only the controller may change; remove the assignment (looplib.Start("
+                "continue_from=PATH) begins at the step of a checkpoint)"
             )
+        own = self.training.own_count
+        if own not in (None, self.step):
+            raise StepError(
+                f"{self.training.who} counts {own} steps at step {self.step} of the run, so something else than its "
+                "training has assigned its global step; assign it before the controller is built, which then begins "
+                "at this step, or call controller.restore_checkpoint()"
+            )
+
+    def begin_at(self, step: int | None) -> int:
+        """Sets the step that a run begins at, which it returns; None for the trainer's own count, or 0."""
+        if self.training is None:
+            self.step = step or 0
+            return self.step
+        own = self.training.own_count if step is None else None
+        self.step = step or own or 0
+        if own:
+            self.global_step.assign(own)
+        self.training.count_from(self.step)
+        self.check_count()
+        return self.step
 
     def progress(self) -> tuple[int, int, list[float]]:
         """Returns the global step and other numbers; at least one changes while a loop makes progress."""

@@ -58,6 +58,22 @@ def test_step_weights_and_slots_are_taken_and_the_data_starts_anew(keras, tmp_pa
     np.testing.assert_array_equal(resumed.order, whole.order[3:])
 
 
+def test_a_step_that_was_counted_in_the_optimizer_is_the_step_and_the_optimizers_count(keras, tmp_path):
+    theirs = foreign(tmp_path / "theirs", keras)
+    checkpoint = tf.train.Checkpoint(
+        model=theirs.model, optimizer=theirs.optimizer, global_step=theirs.optimizer.iterations
+    )
+    path = checkpoint.save(str(tmp_path / "shared"))
+    trainer, _ = toy.build(DEFAULT, keras, "adam")
+    with toy.controller(DEFAULT, trainer, start=start(path)) as controller:
+        assert controller.global_step == 5 and int(np.array(trainer.optimizer.iterations)) == 5
+        controller.train(8)
+    for ids in trainer.order:
+        theirs.step_fn((tf.constant(ids), tf.constant(toy.X[ids]), tf.constant(toy.Y[ids])))
+    for a, b in zip(trainer.weights(), theirs.weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_a_run_that_is_already_there_reports_nothing_and_saves(tmp_path):
     foreign(tmp_path / "theirs", toy.keras3)
     seen = []

@@ -249,6 +249,37 @@ def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(name, tmp_path):
     assert looplib.list_checkpoints(tmp_path) == []
 
 
+class Preset(toy.Regression):
+    """Which finds weights of step 5 by itself, and takes their step for its own."""
+
+    def initialize(self):
+        self.global_step.assign(5)
+
+
+def test_a_step_that_is_assigned_outside_of_the_training_is_refused(tmp_path):
+    with pytest.raises(StepError, match="the global step is 5 after step 0"):
+        toy.controller(make_strategy("default"), Preset(), model_dir=tmp_path / "preset")
+    trainer = toy.Regression()
+    with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path / "between") as controller:
+        controller.train(2)
+        trainer.global_step.assign(7)
+        for call in (lambda: controller.train(9), controller.save_checkpoint, lambda: controller.train(7)):
+            with pytest.raises(StepError, match="the global step is 7 after step 2"):
+                call()
+        controller.restore_checkpoint()
+        controller.train(3)
+    assert [done.step for done in looplib.list_checkpoints(tmp_path / "between")] == [3, 2]
+
+
+def test_updates_before_the_first_step_are_told(caplog, keras):
+    trainer = toy.Regression(keras)
+    with toy.controller(make_strategy("default"), trainer) as controller:
+        controller.train(2)
+    assert "updates before" not in caplog.text
+    with toy.controller(make_strategy("default"), trainer):
+        assert "begins at step 0, and the trainer's optimizer has made 2 updates before" in caplog.text
+
+
 # Actions with a memory.
 
 

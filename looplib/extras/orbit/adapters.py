@@ -243,6 +243,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
                 "use halt, rollback or off (--non_finite)"
             )
         self._guarded = bool(spec.watched_loss)
+        self._own_variable = step
         self._step = spec.strategy.experimental_local_results(step)[0] if step is not None else None
         self._objects: dict[str, Any] = {}
         self._known: set[int] | None = None
@@ -253,9 +254,19 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
             with spec.clock.phase("compile"), self._data.put_aside():
                 self._call(tf.constant(0, tf.int32))
 
+    @property
+    def own_count(self) -> int | None:
+        """See `TrainingLoop`."""
+        return int(self._step) if self._step is not None else None
+
+    def count_from(self, step: int) -> None:
+        """See `TrainingLoop`."""
+        if self._own_variable is not None and self.own_count != step:
+            self._own_variable.assign(step)
+
     def progress(self) -> float:
         """Returns the trainer's own count of steps, if it has one; called from another thread."""
-        return int(self._step) if self._step is not None else super().progress()
+        return super().progress() if self._step is None else int(self._step)
 
     def close(self) -> None:
         """Restores the original optimizers; the data belongs to Orbit's object."""
@@ -308,7 +319,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         """
         if notice.requested:
             return LoopResult(0, True, stopped=True)
-        steps, before, self._ran = request.steps, self._count(), True
+        steps, before, self._ran = request.steps, self.own_count, True
         with self._clock.phase(phase):
             try:
                 results = self._results(steps)
@@ -318,7 +329,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
                     "does not tell after which, so that their end is not saved; repeat() the data, or train to a step "
                     "before its end"
                 ) from error
-        done = steps if before is None else self._count() - before
+        done = steps if before is None else self.own_count - before
         if done > steps or (done < steps and self.endless):
             raise OrbitError(
                 f"{self.who}.train({steps}) moved its global step by {done}; expected {steps}: give "
@@ -328,9 +339,6 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         self.reducer.take(results, done)
         self.reducer.bad = [name for name, value in results.items() if self._guarded and is_bad_loss(name, value)]
         return LoopResult(done, not self.reducer.bad, bool(notice.requested))
-
-    def _count(self) -> int | None:
-        return int(self._step) if self._step is not None else None
 
     def note_end(self, step: int, target: int) -> None:
         """See `TrainingLoop`; the trainer did fewer steps than were requested."""

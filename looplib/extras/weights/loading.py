@@ -217,7 +217,7 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
         raise WarmStartError(
             f"the run cannot continue from {path} ({gist(error)}); expected a checkpoint with global_step"
         ) from error
-    ids = {id(variable) for _, variable in variables_of(needed)}
+    ids = {id(variable) for _, variable in variables_of(needed)} - _counts_of_steps(objects, global_step, path)
     missing = [leaf.name for leaf in taken.missing if id(leaf.variable) in ids]
     if missing or taken.misfits:
         differences = describe_differences({**taken.others, "only here": missing})
@@ -226,6 +226,20 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
             "warm_start to load only the matching weights"
         )
     return path, int(global_step)
+
+
+def _counts_of_steps(objects: Mapping[str, Any], global_step: tf.Variable, path: str) -> set[int]:
+    """Gives the step to what is a variable of its own here and the `global_step` in a checkpoint; returns their ids.
+
+    That is an optimizer's count of updates for a program that counts its steps in it.
+    """
+    graph = _tf.object_graph(tf.train.load_checkpoint(path))
+    numbers = [child.node_id for child in graph.nodes[0].children if child.local_name == "global_step"]
+    found = objects_of(graph, tf.train.Checkpoint(**objects))
+    counts = [_keras.tf_variable(found[number]) for number in numbers if number in found]
+    for count in counts:
+        count.assign(tf.cast(global_step, count.dtype))
+    return set(map(id, counts))
 
 
 def _as_saved(model: Any, path: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from orbit_tasks import Classifier, ClassifierEvaluator, data
 
 import looplib
 from looplib.checkpoint import commits
-from looplib.errors import EndlessDataError, MetricError, OrbitError
+from looplib.errors import EndlessDataError, MetricError, OrbitError, StepError
 from looplib.extras.orbit import adapters
 from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
@@ -126,6 +126,63 @@ def test_saves_evaluations_and_reports_come_at_exact_multiples_where_orbits_drif
     assert saved_steps(tmp_path / "ours") == sorted({10, 20, 30, 40, 7, 14, 21, 28, 35, 42, 45})
     steps = {split: [r["step"] for r in curve(tmp_path / "ours") if r["split"] == split] for split in ("train", "eval")}
     assert steps == {"train": [*range(4, 45, 4), 45], "eval": [*range(7, 45, 7), 45]}
+
+
+def preset(start):
+    trainer = Classifier()
+    trainer.global_step.assign(start)
+    return trainer
+
+
+def steps_saved(model_dir):
+    reader = tf.train.load_checkpoint(tf.train.latest_checkpoint(os.path.join(model_dir, "checkpoints")))
+    return {int(reader.get_tensor(name)) for name in reader.get_variable_to_shape_map() if "step" in name}
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_run_begins_at_the_step_that_the_trainer_has_and_ends_where_orbits_does(name, tmp_path):
+    strategy = make_strategy(name)
+    with strategy.scope():
+        theirs, ours = preset(10), preset(10)
+    orbit.Controller(global_step=theirs.global_step, trainer=theirs, strategy=strategy, steps_per_loop=4).train(18)
+    with controller(ours, strategy=strategy, model_dir=tmp_path) as c:
+        assert c.global_step == 10
+        c.train(18)
+    for a, b in zip(theirs.weights(), ours.weights()):
+        np.testing.assert_array_equal(a, b)
+    assert [(record["step"], record["split"]) for record in curve(tmp_path)] == [
+        (12, "train"),
+        (16, "train"),
+        (18, "train"),
+    ]
+    assert steps_saved(tmp_path) == {18}
+    resumed = run(tmp_path, 22, eval_interval=22, strategy=strategy)
+    assert int(tf.identity(resumed.global_step)) == 22 and steps_saved(tmp_path) == {22}
+
+
+def test_a_step_that_is_assigned_between_two_calls_of_train_is_refused(tmp_path):
+    trainer = Classifier()
+    with controller(trainer, model_dir=tmp_path) as c:
+        c.train(4)
+        trainer.global_step.assign(0)
+        for call in (lambda: c.train(8), c.save_checkpoint):
+            with pytest.raises(StepError, match="Classifier counts 0 steps at step 4"):
+                call()
+        c.restore_checkpoint()
+        c.train(8)
+        assert int(trainer.global_step) == 8
+
+
+class Initialized(looplib.OrbitTrainer):
+    def initialize(self):
+        self.trainer.global_step.assign(6)
+
+
+def test_a_run_begins_at_the_step_that_initialize_sets(tmp_path):
+    with controller(Initialized(Classifier()), model_dir=tmp_path) as c:
+        c.train(10)
+        assert (c.global_step, int(c._loops.training.own_count)) == (10, 10)
+    assert steps_saved(tmp_path) == {10}
 
 
 class WithoutState(Classifier):
