@@ -301,6 +301,11 @@ def is_merge_in_branch(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error)
 
 
+def is_merge_of_some(error: BaseException) -> bool:
+    """Returns whether an error says that some replicas were joined without the others."""
+    return isinstance(error, RuntimeError) and "different number of replica_context().merge_call()" in str(error)
+
+
 # How TensorFlow 2.20 and 2.21 write the state of an iterator as text. If another version has none of these names, no
 # stage is found, and `data.iterator_state` saves nothing.
 

@@ -10,7 +10,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
-from looplib.errors import MetricError
+from looplib.compat import tensorflow as _tf
+from looplib.errors import MetricError, StepError
 from looplib.health.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
 from looplib.loop.reducer import UnknownOutputsError
@@ -37,6 +38,13 @@ class EagerStep(Step):
         except UnknownOutputsError:  # of the first replica of the first step, so that nothing is done twice
             self.learn_outputs()
             results = self.strategy.run(self.replica_step, args=(inputs,))
+        except RuntimeError as error:
+            if self.stream.properties.may_be_empty and _tf.is_merge_of_some(error):
+                raise StepError(
+                    "the step joins the replicas, by all_reduce say, and the last batches of the data have no example "
+                    "for some of them, which the eager loop cannot run; use --loop=graph, or data that divides evenly"
+                ) from error
+            raise
         if not self.reducer.created:
             self.reducer.create()
         return results

@@ -67,6 +67,7 @@ class Reducer(Accumulator):
 
     Attributes:
       packer: `Packer` of the step's outputs; its `unpack` makes metrics from the results of `read` and `take`.
+      joins: whether the step joins the replicas, by `all_reduce` say, so that one without examples has to take part.
       collects: the `tf.TypeSpec`s of the step's media and `looplib.each` outputs, once it is traced, by name.
     """
 
@@ -82,13 +83,15 @@ class Reducer(Accumulator):
         self.packer = Packer(who, count_examples, skips)
         self._watched: list[str] = []  # names of the watched values
         self._totals = self._pending = None  # the second is what `load` was given too early
+        self.joins = False
         self.collects: dict[str, Any] = {}
 
     def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
         """Runs one step on one replica and packs its outputs; in replica context.
 
-        With `may_be_empty`, the step is left out where the batch has no example. Means of no example are NaN, and
-        TensorFlow 2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
+        With `may_be_empty`, the step is left out where the batch has no example, unless it joins the replicas. Means of
+        no example are NaN, and TensorFlow 2.20 fails on some convolutions of an empty batch (CPU, fused with their
+        activation).
 
         Returns:
           float64 tensor `[n]`, a step's contribution, zeros for an empty batch. If the step returns media or a
@@ -99,7 +102,7 @@ class Reducer(Accumulator):
             with replicas.watching() as gradients:
                 outputs = step_fn(inputs)
             return self._watch(inputs, outputs, *non_finite.measure_gradients(gradients))
-        if not may_be_empty or batch is None:
+        if not may_be_empty or batch is None or self.joins:
             return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
         return tf.cond(
             batch[1] > 0, lambda: self._with_collected(*self.packer.pack(step_fn(inputs), inputs)), self._nothing

@@ -58,6 +58,10 @@ class Step:
         try:
             self.function = step.get_concrete_function()
         except Exception as error:
+            if self.stream.properties.may_be_empty and not self.reducer.joins and _tf.is_merge_in_branch(error):
+                self.reducer.joins = True  # the branch may be the reducer's own
+                self._trace()
+                return
             raise_refusal(error)
             raise
         self.reducer.create()

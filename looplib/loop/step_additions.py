@@ -1,7 +1,8 @@
 """What is added to the step of a task on each replica: shares of a global batch of any size."""
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -39,6 +40,27 @@ def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
             return step_fn(inputs)
 
     return with_share
+
+
+def count_examples_alone(step_fn: StepFn, task: Trainer | Evaluator, joins: Callable[[], bool]) -> StepFn:
+    """Wraps a step so that it counts nothing on a replica without examples, where it `joins` the replicas.
+
+    Totals stay: those of no example are 0, and those over all replicas belong to all.
+    """
+    metrics = functools.cache(lambda: _metric_variables(vars(task)))
+
+    def on_any_batch(inputs: Any) -> Any:
+        batch = batch_size(inputs)
+        if batch is None or not joins():
+            return step_fn(inputs)
+        counts = batch[1] > 0
+        with _metrics_kept_unless(counts, metrics()):
+            outputs = step_fn(inputs)
+        if not isinstance(outputs, dict):
+            return outputs
+        return {name: value if _is_total(value) else _if(counts, value) for name, value in outputs.items()}
+
+    return on_any_batch
 
 
 def check_share(task: Trainer | Evaluator, step: Step) -> None:
@@ -79,15 +101,25 @@ def _metric_variables(holder: Any) -> list[tf.Variable]:
 def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training: bool) -> Any:
     """Runs a step; if the replica has no example of the global batch, the step counts nothing."""
     counts = share.examples > 0
-    before = [variable.read_value() for variable in metrics]
-    with replicas.in_use(share):
+    with replicas.in_use(share), _metrics_kept_unless(counts, metrics):
         outputs = step_fn(share.inputs)
-    for variable, value in zip(metrics, before):
-        variable.assign(tf.where(counts, variable.read_value(), value))
     if not isinstance(outputs, dict):
         return outputs
     outputs = {name: _if(counts, value) for name, value in outputs.items()}
     return outputs if training else {"examples": reductions.total(share.examples), **outputs}
+
+
+@contextlib.contextmanager
+def _metrics_kept_unless(counts: tf.Tensor, metrics: list[tf.Variable]) -> Iterator[None]:
+    """Gives metrics the values from before the `with` block, unless the step `counts`."""
+    before = [variable.read_value() for variable in metrics]
+    yield
+    for variable, value in zip(metrics, before):
+        variable.assign(tf.where(counts, variable.read_value(), value))
+
+
+def _is_total(value: Any) -> bool:
+    return isinstance(value, Reduction) and value.kind == "total"
 
 
 @tf.autograph.experimental.do_not_convert
@@ -97,7 +129,7 @@ def _if(counts: tf.Tensor, value: Any) -> Any:
         value = reductions.mean(value)
     if not isinstance(value, Reduction):
         return value
-    if value.kind == "total":
+    if _is_total(value):
         return reductions.total(tf.where(counts, value.value, tf.zeros_like(value.value)))
     if value.kind == "each":
         return Reduction("each", value.value, counts)

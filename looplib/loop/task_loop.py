@@ -37,7 +37,7 @@ from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
-from looplib.loop.step_additions import add_share, check_share
+from looplib.loop.step_additions import add_share, check_share, count_examples_alone
 from looplib.loop.step_checks import TracedValues, check_metrics
 from looplib.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.report.shown import Shown
@@ -170,6 +170,9 @@ class TaskLoop(TrainingLoop):
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(add_share, task=self.task))
+        if self.data.stream.properties.may_be_empty:
+            joins = functools.partial(getattr, self.reducer, "joins")
+            decorators.append(functools.partial(count_examples_alone, task=self.task, joins=joins))
         received = [functools.partial(addition.receive, task=self.task) for addition in self._additions]
         return [*decorators, *received, *backend.decorators()]
 

@@ -71,7 +71,9 @@ class Evaluator(abc.ABC):
         """Evaluates one batch on one replica.
 
         Args:
-          inputs: one batch of this replica; its batch may be smaller than the others, or empty, at the end.
+          inputs: one batch of this replica; its batch may be smaller than the others, or empty, at the end. A replica
+            with an empty batch takes part in a step that joins the replicas, such as by `all_reduce`. It adds no
+            example to metrics. Any other step is left out there.
 
         Returns:
           A dict as `Trainer.step_fn` returns it. The number of examples is added as `examples`, counted from the

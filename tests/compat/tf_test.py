@@ -212,6 +212,14 @@ def the_error_of_replicas_that_are_joined_in_a_branch(folder: pathlib.Path) -> N
     assert _tf.is_merge_in_branch(error), error
     assert not _tf.is_merge_in_branch(RuntimeError("another"))
 
+    def joined_by_the_first(x: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return x if context.replica_id_in_sync_group else context.all_reduce("sum", x)
+
+    error = error_of(strategy.run, joined_by_the_first, (tf.constant(1.0),))
+    assert _tf.is_merge_of_some(error), error
+    assert not _tf.is_merge_of_some(RuntimeError("another"))
+
 
 def ops_that_xla_lacks(folder: pathlib.Path) -> None:
     function = tf.function(lambda x: tf.strings.to_number(tf.strings.as_string(x)), jit_compile=True)

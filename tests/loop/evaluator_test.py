@@ -10,7 +10,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.errors import MetricError
+from looplib.errors import MetricError, StepError
 
 VALUES = np.random.RandomState(1).randn(50)
 
@@ -101,6 +101,48 @@ def test_replicas_whose_first_batches_are_empty_add_nothing(loop):
     ) as controller:
         metrics = controller.evaluate()["eval"]
     assert metrics["examples"] == len(kept) and metrics["value"] == pytest.approx(VALUES[kept].mean())
+
+
+class Joined(looplib.Evaluator):
+    """Whose step divides by a sum over the replicas, as losses of detection do by the number of boxes."""
+
+    def __init__(self, n, keras):
+        self.n, self.mean = n, keras.metrics.Mean()
+
+    def dataset(self, context):
+        return context.indices(self.n).map(lambda i: tf.gather(VALUES, i))
+
+    def step_fn(self, values):
+        everywhere = tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_sum(tf.abs(values)))
+        self.mean.update_state(tf.reduce_mean(values), tf.size(values))  # NaN of no value
+        weighted = looplib.mean(tf.reduce_mean(values), tf.size(values))
+        return {"share": looplib.total(tf.reduce_sum(values) / everywhere), "keras": self.mean, "mean": weighted}
+
+
+@pytest.mark.parametrize("n", [16, 13])
+def test_a_step_that_joins_the_replicas_evaluates_each_example_once_also_where_a_replica_has_none(n, keras):
+    strategy = make_strategy("mirrored_x4")
+    with strategy.scope():
+        evaluator = Joined(n, keras)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=4), evaluator=evaluator, strategy=strategy, writers=[]
+    ) as controller:
+        metrics = controller.evaluate()["eval"]
+    batches = [VALUES[at : min(at + 4, n)] for at in range(0, n, 4)]
+    assert metrics["examples"] == n
+    assert metrics["share"] == pytest.approx(sum(batch.sum() / np.abs(batch).sum() for batch in batches))
+    assert metrics["mean"] == pytest.approx(VALUES[:n].mean())
+    assert metrics["keras"] == pytest.approx(VALUES[:n].mean(), rel=1e-5)
+
+
+def test_the_eager_loop_refuses_a_step_that_joins_the_replicas_where_one_has_no_example():
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        evaluator = Joined(5, keras)
+    config = looplib.RunConfig(global_batch_size=2, loop="eager")
+    with looplib.Controller(config, evaluator=evaluator, strategy=strategy, writers=[]) as controller:
+        with pytest.raises(StepError, match="loop=graph"):
+            controller.evaluate()
 
 
 def test_a_number_of_steps_is_kept_to():
