@@ -151,8 +151,10 @@ class Checkpointer:
             elif parts.trainer:
                 with strategy.scope():
                     parts.trainer.initialize()
-                if start.warm_start:
-                    plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
+            if start.warm_start:
+                plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
+                self.restored_from = None if parts.trainer else os.fspath(start.warm_start)
+            if parts.trainer and not start.continue_from:
                 if nudge := plugins.find("looplib.parts", "nudge"):
                     nudge(strategy, objects)
         if step := parts.loops.begin_at(step):

@@ -170,7 +170,7 @@ class Start:
 
     Attributes:
       warm_start: a run directory, a file of weights, or anything else that `looplib.warm_start` takes, from which a run
-        without a checkpoint of its own takes the weights that fit; default "" for none.
+        without a checkpoint of its own takes the weights that fit, also for an evaluation alone; default "" for none.
       continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
         do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
         newest. A new run continues with all of these, and with the data from the start; default "" for none.

@@ -7,5 +7,6 @@ Names that other rooms may use, by file:
     remote: check_placement, RemoteStrategy, connect, connected, named, names, plugin_of
     replicas: counted, current, in_use, KINDS, weight_of_part, weighted, weighting_means,
         over_replicas, Share, times, watching
+    scopes: outside
     updates: apply_gradients, refuse_others, TrainingOptimizers
 """

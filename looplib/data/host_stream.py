@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
 from looplib.data import iterator_state, rows
 from looplib.data.saved_position import SavedPosition
@@ -47,7 +48,8 @@ class HostStream(Stream):
         if self.properties.may_be_empty and self._workers.count > 1:
             self._empty()  # what cannot be made is refused before the first step
         if self.renew and not self.properties.infinite and self._workers.count > 1:
-            self._had_batch = tf.Variable(False, trainable=False)  # in the step that was looked for last
+            # in the step that was looked for last
+            self._had_batch = scopes.outside(lambda: tf.Variable(False, trainable=False))
 
     @property
     def element_spec(self) -> Any:

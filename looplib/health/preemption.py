@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import console
-from looplib.cluster import peers
+from looplib.cluster import peers, scopes
 from looplib.errors import EXIT_PREEMPTED, Preempted
 from looplib.health.watchdog import RunningTime, debugger_holds_a_thread
 
@@ -83,14 +83,11 @@ class PreemptionNotice:
         """The boolean variable on the host that the loops read between steps; made at the first use."""
         if self._flag is None:
 
-            def make() -> None:
+            def make() -> tf.Variable:
                 with tf.device("/cpu:0"):
-                    self._flag = tf.Variable(False, trainable=False, name="stop")
+                    return tf.Variable(False, trainable=False, name="stop")
 
-            # In a separate thread, because the scope of a strategy belongs to a thread and would distribute it.
-            thread = threading.Thread(target=make)
-            thread.start()
-            thread.join()
+            self._flag = scopes.outside(make)
         return self._flag
 
     @contextlib.contextmanager

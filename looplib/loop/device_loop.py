@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
 from looplib.health.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
@@ -77,7 +78,7 @@ class LoopPrograms:
         self._iterator: Iterator = None  # that the functions are bound to
         self._bound: dict[bool, Callable[[], tf.Tensor]] = {}  # of the loop (False) and of one round (True)
         self.ran: set[bool] = set()  # which of them have run
-        self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if binds else None
+        self._numbers = scopes.outside(lambda: tf.Variable(tf.zeros([4], tf.int64), trainable=False)) if binds else None
         self._numbers_now: Numbers | None = None
 
     def call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:

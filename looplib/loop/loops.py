@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches, Epoch
@@ -46,8 +47,12 @@ class Loops:
     ) -> None:
         self.config, self.strategy = config, strategy
         self._clock, self._left_out = clock, left_out
-        self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
-        self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
+        self.global_step, self._evaluated = scopes.outside(
+            lambda: [
+                tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
+                for name in ("global_step", "evaluated_steps")
+            ]
+        )
         self.training: TrainingLoop | None = None  # once it is built
         self.evaluations: dict[str, Loop] = {}  # by name
         self.closed = False

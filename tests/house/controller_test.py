@@ -1,6 +1,8 @@
 """The schedule, resuming, hooks, actions, and bad input refused early."""
 
+import contextlib
 import os
+import pathlib
 
 import flat_config
 import keras as keras3
@@ -646,3 +648,34 @@ def test_an_argument_of_another_kind_is_refused_by_name(settings, kind, name):
 def test_a_setting_of_another_type_is_refused_by_name_where_it_is_made(make, name):
     with pytest.raises(SettingError, match=name):
         make()
+
+
+class Predicting(toy.RegressionEvaluator):
+    def predict_fn(self, inputs):
+        return {"logits": self.model(inputs[0], training=False)}
+
+
+def test_a_controller_inside_of_the_strategys_scope_does_what_it_does_outside(keras, tmp_path):
+    strategy = make_strategy("mirrored_x2")
+
+    def use(scope, model_dir):
+        with strategy.scope():
+            trainer = toy.Regression(keras)
+            evaluator = Predicting(trainer.model)
+        with scope, toy.controller(strategy, trainer, evaluator, model_dir=model_dir) as controller:
+            results = [controller.train_and_evaluate(4, eval_interval=2), controller.evaluate(), controller.global_step]
+            controller.save_checkpoint()
+            controller.restore_checkpoint(2)
+            results.append(controller.train(5)["loss"])
+            exported = controller.export()
+            results += [path.read_text() for path in pathlib.Path(controller.predict()["eval"]).glob("*.jsonl")]
+        loaded = tf.saved_model.load(os.path.join(exported, "saved_model"))
+        return results, loaded.serve(toy.X).numpy(), trainer.weights()
+
+    (ours, served, weights), (theirs, *others) = (
+        use(scope, tmp_path / name) for name, scope in (("in", strategy.scope()), ("out", contextlib.nullcontext()))
+    )
+    assert ours == theirs and len(ours) == 5
+    np.testing.assert_array_equal(served, others[0])
+    for a, b in zip(weights, others[1]):
+        np.testing.assert_array_equal(a, b)

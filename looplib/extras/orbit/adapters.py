@@ -227,7 +227,8 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
     """The loop of an `OrbitTrainer`.
 
     Building it makes an Orbit `StandardTrainer` train 0 steps: that traces its loop, so that an error in its step is
-    raised now, and all variables exist before a checkpoint is restored.
+    raised now, and all variables exist before a checkpoint is restored. A loop that Orbit divides for summaries
+    (`use_tpu_summary_optimization`) cannot do 0 steps; it is traced by its first call.
 
     Args:
       spec: the adapter, and how to run it.
@@ -250,7 +251,8 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         self._ran = False
         self._data = Data(trainer, self._datasets, spec.strategy, self.who)
         self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=False, fuse=False)
-        if getattr(trainer, "train_loop_begin", None) is not None:  # a StandardTrainer
+        divided = getattr(getattr(trainer, "_train_options", None), "use_tpu_summary_optimization", False)
+        if getattr(trainer, "train_loop_begin", None) is not None and not divided:  # a StandardTrainer
             with spec.clock.phase("compile"), self._data.put_aside():
                 self._call(tf.constant(0, tf.int32))
 

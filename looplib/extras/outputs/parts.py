@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import files, folders
+from looplib.cluster import scopes
 from looplib.compat import keras as _keras
 from looplib.errors import ExportError
 from looplib.extras.outputs import int8
@@ -99,13 +100,13 @@ class Parts:
     def _write_saved_model(self) -> Any:
         path = os.path.join(self._folder, SAVED_MODEL)
         _save(self._exported, path)
-        loaded = tf.saved_model.load(path)
+        loaded = scopes.outside(lambda: tf.saved_model.load(path))
         if _is_distributed(self._exported.model):
             # TensorFlow saves a variable of several replicas with its parts. Readers of sessions, such as TensorFlow
             # Serving and the converter to TFLite, then take other moving statistics than the mean of the replicas.
             folders.remove(self._folder, SAVED_MODEL)
             tf.saved_model.save(loaded, path, signatures=loaded.signatures)
-            loaded = tf.saved_model.load(path)
+            loaded = scopes.outside(lambda: tf.saved_model.load(path))
         self.differences[SAVED_MODEL] = difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
         return loaded
 

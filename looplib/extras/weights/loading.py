@@ -215,7 +215,8 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
         raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise WarmStartError(
-            f"the run cannot continue from {path} ({gist(error)}); expected a checkpoint with global_step"
+            f"the run cannot continue from {path} ({gist(error)}); expected a checkpoint with global_step; use "
+            "warm_start for the weights alone"
         ) from error
     ids = {id(variable) for _, variable in variables_of(needed)} - _counts_of_steps(objects, global_step, path)
     missing = [leaf.name for leaf in taken.missing if id(leaf.variable) in ids]

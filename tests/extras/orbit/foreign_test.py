@@ -173,6 +173,33 @@ def test_a_step_that_is_assigned_between_two_calls_of_train_is_refused(tmp_path)
         assert int(trainer.global_step) == 8
 
 
+def test_a_trainer_whose_loop_is_divided_for_summaries_trains_and_resumes_as_any_other(tmp_path):
+    divided = orbit.StandardTrainerOptions(use_tpu_summary_optimization=True)
+
+    def make(options):
+        trainer = Classifier(options=options)
+        trainer.optimizer.build(trainer.model.trainable_variables)
+        return trainer
+
+    runs = [run(tmp_path / "whole", 20, lambda: make(None)), run(tmp_path / "divided", 8, lambda: make(divided))]
+    runs[1] = run(tmp_path / "divided", 20, lambda: make(divided))
+    for a, b in zip(*(trainer.weights() for trainer in runs)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_job_that_only_evaluates_takes_a_checkpoint_of_a_model_alone(tmp_path):
+    trained = run(None, 8)
+    path = tf.train.Checkpoint(model=trained.model).save(str(tmp_path / "model"))
+    evaluator = looplib.OrbitEvaluator(ClassifierEvaluator(Classifier().model))
+    correct = np.mean(np.argmax(trained.model.predict(toy.X, verbose=0), axis=1) == toy.Y)
+    for model_dir in (None, tmp_path / "run"):
+        start = looplib.Start(warm_start=path)
+        with looplib.Controller(evaluator=evaluator, start=start, model_dir=model_dir, writers=[]) as c:
+            assert c.evaluate()["eval"]["accuracy"] == pytest.approx(correct)
+    with pytest.raises(looplib.UsageError, match="warm_start for the weights alone"):
+        looplib.Controller(evaluator=evaluator, start=looplib.Start(continue_from=path), writers=[])
+
+
 class Initialized(looplib.OrbitTrainer):
     def initialize(self):
         self.trainer.global_step.assign(6)
