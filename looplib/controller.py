@@ -206,6 +206,11 @@ class Controller:
         return int(self._loops.global_step)
 
     @property
+    def target_step(self) -> int | None:
+        """The step to which the newest `train` trains; None for the end of the data, or before the first one."""
+        return self._reporter.end
+
+    @property
     def restored_from(self) -> str | None:
         """The path of the checkpoint that this run continues from, or None."""
         return self._checkpointer.restored_from

@@ -54,7 +54,9 @@ class Action:
     """An action whose memory is part of the checkpoints, so that a resumed run continues with it.
 
     Its hooks are called around a training. Where several workers train, all call the hooks, except `on_save`, which
-    only the chief calls. All methods do nothing by default; an action with a memory defines both `state` and `load`.
+    only the chief calls. No scope of a strategy is entered for a hook or an action: make variables with a copy for each
+    replica in `with strategy.scope():`. All methods do nothing by default; an action with a memory defines both `state`
+    and `load`.
 
     The memory in a checkpoint belongs to the action of its class and `name`. An action that can watch different things
     has the name of its metric, so that it does not take the memory of another.

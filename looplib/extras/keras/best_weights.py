@@ -33,14 +33,13 @@ class BestWeights:
         """Takes what a checkpoint holds that is written or read now."""
         self._saved = dict(steps)
 
-    def load(self, steps: Mapping[str, int], named: Sequence[tuple[str, Any]]) -> None:
-        """Takes the steps of a checkpoint, and leaves the weights there until they are needed.
-
-        Raises:
-          ValueError: for something else.
-        """
+    def check(self, steps: Any) -> None:
+        """Raises `ValueError` for what are no steps of a checkpoint."""
         if not isinstance(steps, dict) or any(type(step) is not int for step in steps.values()):
             raise ValueError(f"the steps of the best weights are {steps!r:.100}; expected a dict of whole numbers")
+
+    def load(self, steps: Mapping[str, int], named: Sequence[tuple[str, Any]]) -> None:
+        """Takes the steps of a checkpoint, and leaves the weights there until they are needed."""
         known = [name for name, callback in named if callback_kinds.restores_best(callback)]
         self._steps = {name: step for name, step in steps.items() if name in known}
         self.saved(self._steps)

@@ -47,14 +47,17 @@ class Memory:
         kept = self._kept().items()
         return {name: json.loads(text) for name, text in kept if self._first.get(name) != text}
 
-    def load(self, changed: Mapping[str, Any]) -> None:
-        """Sets the attributes to those that the training began with, and some to what `changed` returned."""
+    def check(self, changed: Mapping[str, Any]) -> None:
+        """Raises `UsageError` if `load` cannot set what `changed` is said to have returned."""
         for name in changed:
             if callable(getattr(type(self._callback), name, None)):
                 raise CallbackError(
                     f"the checkpoint has a value for {type(self._callback).__name__}.{name:.100}, which is a method; "
                     "name another checkpoint"
                 )
+
+    def load(self, changed: Mapping[str, Any]) -> None:
+        """Sets the attributes to those that the training began with, and some to what `changed` returned."""
         held = vars(self._callback)
         first = {name: json.loads(text) for name, text in self._first.items() if not callable(held.get(name))}
         held.update({**first, **changed})
@@ -119,8 +122,8 @@ class Memories:
         self._refuse_equal_names()
         return {name: memory.changed() for name, memory in self._named}
 
-    def load(self, saved: Any) -> None:
-        """Gives each callback what it remembered; logs what no callback has.
+    def check(self, saved: Any) -> None:
+        """Logs what no callback has of a memory to be loaded.
 
         Args:
           saved: what `changed` returned.
@@ -134,10 +137,15 @@ class Memories:
                 "another checkpoint"
             )
         for name, memory in self._named:
-            memory.load(saved.get(name, {}))
+            memory.check(saved.get(name, {}))
         ours = {name for name, _ in self._named}
         new = [name for name, memory in self._named if memory.names - self._common and name not in saved]
         warn_of_unused_memories("callbacks", new, [name for name in saved if saved[name] and name not in ours])
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Gives each callback what it remembered, as `changed` returned it."""
+        for name, memory in self._named:
+            memory.load(saved.get(name, {}))
 
     def _refuse_equal_names(self) -> None:
         names = [name for name, _ in self._named]

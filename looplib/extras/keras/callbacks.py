@@ -1,6 +1,8 @@
 """Keras callbacks, called by a controller at the start and the end of each epoch."""
 
+import contextlib
 import copy
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -46,6 +48,8 @@ class KerasCallbacks(Action):
         for callback in self._callbacks:
             callback.set_model(model)
         self._trains = False
+        self._loaded: dict[str, Any] | None = None  # the state of a checkpoint, until the training begins
+        self._last: dict[str, Any] = {}  # the logs of the epoch that has ended last
         self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
@@ -70,15 +74,24 @@ class KerasCallbacks(Action):
                 "weights (--warm_start)"
             )
         callback_kinds.check_replaced(self._replaced, controller)
-        self._begin_training()
-        self._best.forget_lost(controller, self._memories.named)
-        if self._logs is None:
-            self._begin_epoch(controller.global_step // steps)
-        elif not self._missing:  # the run has stopped there
-            self._end_epoch(controller.global_step, controller, ending=False)
+        end = controller.target_step
+        epochs = None if end is None else math.ceil(end / steps)
+        for callback in self._callbacks:
+            callback.set_params({"verbose": 1, "epochs": epochs, "steps": int(steps)})
+        with self._scope():
+            self._begin_training()
+            self._best.forget_lost(controller, self._memories.named)
+            if self._logs is None:
+                self._begin_epoch(controller.global_step // steps)
+            elif not self._missing:  # the run has stopped there
+                self._end_epoch(controller.global_step, controller, ending=False)
 
     def __call__(self, event: Event) -> None:
         """Ends an epoch with its report, or with the last evaluation after that."""
+        with self._scope():
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
         controller = event.controller
         if event.split == "train" and event.step % controller.steps_per_epoch == 0:
             self._end_batches()
@@ -97,9 +110,10 @@ class KerasCallbacks(Action):
     def on_end(self, controller: Any) -> None:
         """Ends the training, with the best weights if a callback restores them."""
         self._trains = False
-        for name, callback in self._memories.named:
-            self._best.restore(name, callback, self._model, controller)
-            callback.on_train_end({})
+        with self._scope():
+            for name, callback in self._memories.named:
+                self._best.restore(name, callback, self._model, controller)
+                callback.on_train_end(dict(self._last))
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
         """Returns the checkpoints to keep, see `KeepRule`: those with the best weights."""
@@ -118,15 +132,33 @@ class KerasCallbacks(Action):
     def load(self, state: dict[str, Any]) -> None:
         """See `Action`; a checkpoint that is restored for the best weights at the end changes no callback."""
         if not self._best.restoring:
-            self._begin_training()
-            self._memories.load(state["callbacks"])
-            self._best.load(state.get("best", {}), self._memories.named)
+            self._memories.check(state["callbacks"])
+            self._best.check(state.get("best", {}))
+            self._loaded = state
+            if self._trains:
+                self._remember()
+            self._last = state.get("last", {})
         self._logs, self._missing, self._begun = state["logs"], list(state["missing"]), state["begun"]
         self._stopped = None
 
+    def _remember(self) -> None:
+        """Gives the callbacks what a checkpoint has of them."""
+        if self._loaded is not None:
+            self._memories.load(self._loaded["callbacks"])
+            self._best.load(self._loaded.get("best", {}), self._memories.named)
+        self._loaded = None
+
+    def _scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns what `fit` calls callbacks in: of tf_keras, the scope of the strategy."""
+        in_scope = _keras.family(self._model) == "tf_keras"
+        return self._model.distribute_strategy.scope() if in_scope else contextlib.nullcontext()
+
     def _state(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
         return {
             "callbacks": self._memories.changed(),
+            "last": dict(self._last),
             "best": self._best.state(),
             "logs": self._logs and dict(self._logs),
             "missing": list(self._missing),
@@ -152,6 +184,7 @@ class KerasCallbacks(Action):
         for callback in self._callbacks:
             callback.on_train_begin({})
         self._memories.begin()
+        self._remember()
 
     def _begin_epoch(self, epoch: int) -> None:
         if epoch > self._begun:
@@ -171,6 +204,7 @@ class KerasCallbacks(Action):
         """Ends the epoch of a step; returns whether the weights to restore at the end are now this step's."""
         epoch = step // controller.steps_per_epoch - 1
         before, logs, self._logs = self._state(), self._logs, None
+        self._last = dict(logs)
         best = [self._best.end_epoch(name, one, epoch, logs, step) for name, one in self._memories.named]
         if self._model.stop_training:
             self._stopped = before

@@ -8,12 +8,25 @@ from typing import Any, Protocol, runtime_checkable
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.errors import BatchSizeError
+from looplib.errors import BatchSizeError, SettingError
 
 
 def callbacks_of(model: Any) -> types.ModuleType:
     """Returns the module of callbacks of a model's family."""
     return sys.modules[_keras.family(model)].callbacks
+
+
+def refuse_limits(model: Any) -> None:
+    """Raises `UsageError` where Keras 3 is set to end each `fit` early, for trials of a script."""
+    config = sys.modules["keras"].config if _keras.family(model) == "keras" else None
+    for name in ("max_epochs", "max_steps_per_epoch"):
+        limit = getattr(config, name, None)  # Keras has them since 3.10
+        if limit is not None and limit():
+            raise SettingError(
+                f"keras.config.{name} is {limit()}, a limit of fit that a Controller does not have; give "
+                f"controller.train fewer epochs or steps, and call keras.config.set_{name}(None) or unset "
+                f"KERAS_{name.upper()}"
+            )
 
 
 def has_own_step(model: Any, step: str = "train_step") -> bool:

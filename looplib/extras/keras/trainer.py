@@ -105,6 +105,7 @@ class KerasTrainer(Adapter, Trainer):
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
             found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
             raise ModelError(f"KerasTrainer got {found}; expected a Keras model after model.compile(optimizer, loss)")
+        models.refuse_limits(model)
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             raise StrategyError(
                 "KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer"
@@ -199,6 +200,7 @@ class KerasEvaluator(Evaluator):
     def __init__(
         self, model: Any, x: Any, y: Any = None, sample_weight: Any = None, *, uneven_parts: bool = False
     ) -> None:
+        models.refuse_limits(model)
         self.model, self.uneven_parts = model, uneven_parts
         self._keras_data = KerasData(model, x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)

@@ -6,6 +6,7 @@ import flat_config
 import keras as keras3
 import numpy as np
 import pytest
+import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
@@ -177,6 +178,37 @@ def test_a_best_checkpoint_that_is_gone_is_said(tmp_path, caplog):
         in caplog.text
     )
     assert called[3].best_epoch > 4
+
+
+def told(keras):
+    """Returns a callback that notes what it is given, and whether a scope is entered, in `seen`."""
+
+    class Told(keras.callbacks.Callback):
+        def note(self, name, *given):
+            if name == "on_train_begin":
+                given = self.params["epochs"], self.params["steps"]
+            self.__dict__.setdefault("seen", {})[name] = (*given, tf.distribute.has_strategy())
+
+    for name in ("on_train_begin", "on_epoch_end", "on_train_end"):
+        arguments = (lambda epoch, logs: (epoch, logs)) if name == "on_epoch_end" else (lambda logs=None: (logs,))
+        setattr(Told, name, lambda self, *a, name=name, arguments=arguments, **k: self.note(name, *arguments(*a, **k)))
+    return Told()
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_callbacks_are_told_what_fit_tells_them_in_the_scope_that_fit_enters(keras, name, tmp_path):
+    theirs, strategy = told(keras), make_strategy(name)
+    with strategy.scope():
+        model = build(keras)
+    model.fit(X, Y, batch_size=BATCH, epochs=4, shuffle=False, verbose=0, validation_data=OTHERS, callbacks=[theirs])
+    for epochs in (2, 4, 4):  # the last start finds nothing left to do
+        ours = told(keras)
+        trained(keras, [ours], epochs=epochs, strategy=name, model_dir=tmp_path)
+        assert ours.seen["on_train_begin"] == (epochs, *theirs.seen["on_train_begin"][1:])
+        assert "verbose" in ours.params
+        (logs, scope), (fits, _) = ours.seen["on_train_end"], theirs.seen["on_train_end"]
+        assert logs.keys() == fits.keys() and scope == theirs.seen["on_train_end"][1]
+    assert logs == pytest.approx(fits, rel=1e-4)
 
 
 REFUSED = {

@@ -403,3 +403,19 @@ def test_the_reports_on_disk_have_the_names_of_fit_and_the_epoch(tmp_path):
     assert [row["epoch"] for row in rows if row["split"] == "train"] == [1, 2, 3]
     for row in rows:
         assert {"loss", "accuracy"} < row.keys() and not any("compile" in name for name in row)
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps_per_epoch"])
+def test_a_limit_of_fit_is_refused(limit):
+    model = keras3.Sequential([keras3.Input((1,)), keras3.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((4, 1), np.float32)
+    trainer = looplib.KerasTrainer(model, x, x, validation_data=(x, x))
+    assert getattr(keras3.config, limit)() is None
+    getattr(keras3.config, f"set_{limit}")(2)
+    try:
+        for make in (lambda: looplib.KerasTrainer(model, x, x), trainer.evaluator):
+            with pytest.raises(SettingError, match=f"keras.config.{limit} is 2"):
+                make()
+    finally:
+        getattr(keras3.config, f"set_{limit}")(None)
