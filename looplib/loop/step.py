@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import StepError, UsageError
 from looplib.loop.reducer import Reducer
+from looplib.messages import gist
 
 StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
 _Batch = TypeVar("_Batch")
@@ -63,8 +65,20 @@ class Step:
                 self._trace()
                 return
             raise_refusal(error)
+            self._raise_fixed_size(error)
             raise
         self.reducer.create()
+
+    def _raise_fixed_size(self, error: Exception) -> None:
+        """Raises `StepError` for shapes of a replica's batch and of the global batch that do not fit together."""
+        count, size = self.strategy.num_replicas_in_sync, self.stream.properties.batch_size
+        sizes = {int(number) for number in re.findall(r"\b\d+\b", gist(error))}
+        if count > 1 and isinstance(error, ValueError) and {size, size * count} <= sizes:
+            raise StepError(
+                f"the step cannot be traced on {count} replicas ({gist(error)}); each replica gets {size} of the "
+                f"{size * count} examples of a global batch: if {size * count} is fixed in the step, take "
+                "tf.shape(x)[0] in its place"
+            ) from error
 
     @property
     def variables(self) -> tuple[tf.Variable, ...]:

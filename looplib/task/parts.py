@@ -29,7 +29,9 @@ def check_optimizer(optimizer: Any) -> None:
     """Raises `UsageError` if an optimizer is none of Keras, makes its variables late, or scales the loss."""
     if not _keras.is_optimizer(optimizer):
         raise OptimizerError(
-            f"optimizer is a {type(optimizer).__name__}; expected a Keras optimizer, or a dict of them by pattern"
+            f"optimizer is a {type(optimizer).__name__} of {type(optimizer).__module__}; expected a Keras optimizer, "
+            "or a dict of them by pattern; another one, such as Sonnet's, works in the step_fn of a looplib.Trainer, "
+            "which gives it gradients that are summed over the replicas"
         )
     if isinstance(optimizer, SlotOptimizer):
         raise OptimizerError(

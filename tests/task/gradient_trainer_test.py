@@ -1031,3 +1031,22 @@ def test_an_apply_gradients_of_ones_own_is_called():
 def test_what_is_no_optimizer_is_refused_by_its_type():
     with pytest.raises(OptimizerError, match="str"):
         Tagger().apply_gradients("adam", [])
+
+
+class OfSixteen(looplib.GradientTrainer):
+    def __init__(self):
+        super().__init__(keras3.Sequential([keras3.Input((4,)), keras3.layers.Dense(1)]), keras3.optimizers.SGD(0.1))
+
+    def dataset(self, context):
+        return context.indices(64).map(lambda ids: tf.ones([tf.size(ids), 4]))
+
+    def loss_fn(self, inputs):
+        return tf.square(self.model(inputs) - tf.zeros([16, 1]))[:, 0]
+
+
+def test_a_global_batch_size_that_is_fixed_in_the_step_is_a_sentence_on_replicas():
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        trainer = OfSixteen()
+    with pytest.raises(StepError, match="each replica gets 8 of the 16 examples"):
+        looplib.Controller(looplib.RunConfig(global_batch_size=16), trainer=trainer, strategy=strategy, writers=[])
