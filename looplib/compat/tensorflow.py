@@ -140,6 +140,21 @@ def updated_by(concrete: tf.types.experimental.ConcreteFunction) -> set[int]:
     return found - {None}
 
 
+_CALLS = {"PartitionedCall": ["f"], "StatefulPartitionedCall": ["f"]}
+_CALLS |= dict.fromkeys(("If", "StatelessIf"), ["then_branch", "else_branch"])
+
+
+def graphs_called_by(op: tf.Operation) -> list[Any]:
+    """Returns the graphs, with `inputs` and `outputs`, of the functions that an op calls with its last inputs.
+
+    One of them for a call, two for a condition; [] for any other op, and where TensorFlow does not tell.
+    """
+    try:
+        return [op.graph._get_function(op.get_attr(name).name).graph for name in _CALLS.get(op.type, ())]
+    except AttributeError:
+        return []
+
+
 def identity_of(variable: object) -> int:
     """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
     return id(getattr(variable, "handle", variable))

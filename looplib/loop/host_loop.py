@@ -1,5 +1,6 @@
 """The host loop: Python calls each step, and can take values from it in between."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +34,10 @@ class EagerStep(Step):
 
     def contribution(self, inputs: Any) -> Any:
         """See `Step`."""
-        try:
+        results = None
+        with contextlib.suppress(UnknownOutputsError):  # of the first replica, so that nothing is done twice
             results = self.strategy.run(self.replica_step, args=(inputs,))
-        except UnknownOutputsError:  # of the first replica of the first step, so that nothing is done twice
+        if results is None:
             self.learn_outputs()
             results = self.strategy.run(self.replica_step, args=(inputs,))
         except RuntimeError as error:

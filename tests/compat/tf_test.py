@@ -487,3 +487,19 @@ def missing_names(path: pathlib.Path) -> Iterator[str]:
 def test_every_public_name_that_is_used_exists() -> None:
     files = [*FILES, *(ROOT / "trainers").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
     assert [name for path in files for name in missing_names(path)] == []
+
+
+def test_the_installed_tensorflow_tells_the_functions_that_an_op_calls():
+    inner = tf.function(lambda value: (value, value + 1))
+
+    @tf.function
+    def outer(value):
+        first = inner(value)[1]
+        return first, tf.cond(value > 0, lambda: value, lambda: -value)
+
+    graph = outer.get_concrete_function(tf.TensorSpec([])).graph
+    ops = {op.type: op for op in graph.get_operations()}
+    call = next(op for name, op in ops.items() if name.endswith("PartitionedCall"))
+    condition = next(op for name, op in ops.items() if name.endswith("If"))
+    assert [len(_tf.graphs_called_by(op)) for op in (call, condition, call.inputs[0].op)] == [1, 2, 0]
+    assert len(_tf.graphs_called_by(call)[0].outputs) == 2

@@ -13,6 +13,7 @@ Names that other rooms may use, by file:
     means: none
     metric_parts: none
     models: none
+    origins: none
     python_data: python_batches
     results: none
     rows: none

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from looplib.checkpoint.commits import Commit
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
@@ -16,6 +18,7 @@ from looplib.extras.keras import callback_kinds, models
 from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.extras.keras.best_weights import BestWeights
 from looplib.extras.keras.callback_memory import Memories
+from looplib.extras.keras.results import ReportsArrays
 from looplib.task.actions import Action, Event
 from looplib.task.metric_names import CHECKSUM
 
@@ -50,7 +53,7 @@ class KerasCallbacks(Action):
         self._trains = False
         self._loaded: dict[str, Any] | None = None  # the state of a checkpoint, until the training begins
         self._last: dict[str, Any] = {}  # the logs of the epoch that has ended last
-        self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
+        self._logs: dict[str, Any] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
         self._memories = Memories(self._callbacks, vars(models.callbacks_of(self._model).Callback()))
@@ -95,11 +98,11 @@ class KerasCallbacks(Action):
         controller = event.controller
         if event.split == "train" and event.step % controller.steps_per_epoch == 0:
             self._end_batches()
-            self._logs = {name: value for name, value in event.metrics.items() if name not in _OWN}
+            self._logs = {name: value for name, value in _as_in_fit(event).items() if name not in _OWN}
             self._missing = [name for name in controller.loops if name != "train"] if event.evaluation_due else []
         elif self._logs is not None and event.split in self._missing:
             prefix = "val" if event.split == "eval" else event.split
-            self._logs |= {f"{prefix}_{name}": value for name, value in event.metrics.items() if name != "examples"}
+            self._logs |= {f"{prefix}_{name}": value for name, value in _as_in_fit(event).items() if name != "examples"}
             self._missing.remove(event.split)
         else:
             return
@@ -137,8 +140,9 @@ class KerasCallbacks(Action):
             self._loaded = state
             if self._trains:
                 self._remember()
-            self._last = state.get("last", {})
-        self._logs, self._missing, self._begun = state["logs"], list(state["missing"]), state["begun"]
+            self._last = _of_json(state.get("last", {}))
+        self._missing, self._begun = list(state["missing"]), state["begun"]
+        self._logs = None if state["logs"] is None else _of_json(state["logs"])
         self._stopped = None
 
     def _remember(self) -> None:
@@ -212,3 +216,16 @@ class KerasCallbacks(Action):
         elif not ending:
             self._begin_epoch(epoch + 1)
         return any(best)
+
+
+def _as_in_fit(event: Event) -> dict[str, Any]:
+    """Returns the metrics of a report with its arrays whole, such as `f1` for `f1_0` and `f1_1`."""
+    task = event.controller.loops[event.split].task
+    arrays = task.report_arrays if isinstance(task, ReportsArrays) else {}
+    parts = {f"{name}_{number}" for name, array in arrays.items() for number in range(array.size)}
+    return {name: value for name, value in event.metrics.items() if name not in parts} | arrays
+
+
+def _of_json(logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns logs with arrays in place of the lists that JSON has."""
+    return {name: np.asarray(one) if isinstance(one, list) else one for name, one in logs.items()}

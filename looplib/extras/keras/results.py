@@ -1,35 +1,56 @@
 """What a step of a compiled model reports: the numbers that it returns, under the names that they have in `fit`."""
 
-from typing import Any
+import sys
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.data import rows
-from looplib.extras.keras import building, models
+from looplib.errors import MetricError
+from looplib.extras.keras import building, models, origins
 from looplib.extras.keras.batch_logs import BatchLogs
+from looplib.loop.reducer import UnknownOutputsError
 from looplib.task import metric_names, reductions
 
 
-class KerasResults:
-    """The metrics of the steps of one task, by the model's metric objects where the step has changed these.
+@runtime_checkable
+class ReportsArrays(Protocol):
+    """A task whose reports have a number for each element of a metric that is an array.
 
-    Keras holds metrics that a `train_step` or `test_step` of the model's own may leave alone, such as the loss tracker
-    of Keras 3: what the step returns by the name of such a metric is a number of its own, and is averaged.
+    Attributes:
+      report_arrays: these metrics of the last report, whole.
+    """
+
+    report_arrays: dict[str, np.ndarray]
+
+
+class KerasResults:
+    """The metrics of the steps of one task.
+
+    Keras's own steps report the model's metric objects. What a `train_step` or `test_step` of the model's own returns
+    is reported by its names: the last value of what is computed from the state of metrics, which sum it up over steps
+    themselves, and the mean over examples of any other. Of several replicas, the last value is computed again from the
+    metrics of all of them.
 
     Args:
       model: the compiled model.
       step: its method, "train_step" or "test_step".
       batch_logs: takes the logs of each batch too; or None.
+
+    Attributes:
+      arrays: the metrics of the last report that are arrays, of any shape.
     """
 
     def __init__(self, model: Any, step: str, batch_logs: BatchLogs | None = None) -> None:
         self._model, self._step, self._batch_logs = model, step, batch_logs
         self._own = models.has_own_step(model, step)
+        self._on_several = model.distribute_strategy.num_replicas_in_sync > 1
         self._names: dict[str, str] = {}  # in fit, by those in reports
-        self._objects: dict[str, str] = {}  # the metric that a name in fit belongs to
-        self._returned: frozenset[str] | None = None  # the names that an own step returns; None for all
+        self._returned: dict[str, str] | None = None  # in reports, by the names that an own step returns; None for all
+        self._summed: dict[str, Any] = {}  # metrics that compute values from the sums over replicas, by name
+        self.arrays: dict[str, np.ndarray] = {}
 
     def of_step(self, inputs: Any, number: tf.Tensor | None = None) -> dict[str, Any]:
         """Runs a step; returns its metrics, for `finished`. In replica context.
@@ -37,66 +58,142 @@ class KerasResults:
         Args:
           inputs: the batch.
           number: the steps before; only the logs of each batch need it.
+
+        Raises:
+          UsageError: for a value that is computed from metrics and from others on several replicas.
         """
-        run, metrics, before = getattr(self._model, self._step), *self._before()
+        if self._own and tf.executing_eagerly():
+            return self._of_eager_step(inputs, number)
+        logs = self._run(inputs)
+        return self._outputs(inputs, logs, number, self._is_last(logs))
+
+    def _run(self, inputs: Any) -> Any:
+        run = getattr(self._model, self._step)
         try:
-            logs = run(inputs)
+            return run(inputs)
         except ValueError as error:
             building.explain(error)
             raise
-        outputs = self._outputs(inputs, metrics, before, logs)
-        return outputs if self._batch_logs is None else outputs | self._batch_logs.outputs(_flattened(logs), number)
 
-    # AutoGraph, which takes longer for this than for a model, is for the step alone.
-    @tf.autograph.experimental.do_not_convert
-    def _before(self) -> tuple[dict[str, Any], dict[str, list[tf.Tensor]]]:
-        metrics = {metric.name: metric for metric in self._model.metrics}
-        return metrics, {name: _values(metric) for name, metric in metrics.items()} if self._own else {}
+    def _of_eager_step(self, inputs: Any, number: tf.Tensor | None) -> dict[str, Any]:
+        if self._on_several:
+            if self._returned is None:
+                raise UnknownOutputsError  # the step is traced first
+            known = {name for name, place in self._returned.items() if place != self._alone(name)}
+            logs = self._run(inputs)
+            return self._outputs(inputs, logs, number, known)
+        tape, variables = origins.watching(self._metrics())
+        with tape:
+            for variable in variables:
+                tape.watch(variable)
+            logs = self._run(inputs)
+            flat = _flattened(logs)
+        last = {name for name, value in flat.items() if tf.is_tensor(value) and value.dtype.is_floating}
+        last = {name for name in last if origins.depends_by(tape, flat[name], variables)}
+        return self._outputs(inputs, logs, number, last)
 
     @tf.autograph.experimental.do_not_convert
-    def _outputs(self, inputs: Any, metrics: dict[str, Any], before: dict[str, Any], logs: Any) -> dict[str, Any]:
+    def _is_last(self, logs: Any) -> set[str]:
+        """Returns the names of what a traced step has computed from the state of metrics."""
+        found, last = origins.Origins(self._metrics()) if self._own else None, set()
+        for name, value in _flattened(logs).items() if found else ():
+            if tf.is_symbolic_tensor(value) and found.depends(value):
+                last.add(name)
+                if self._on_several:
+                    self._sum(name, found.recomputed(value))
+        return last
+
+    def _sum(self, name: str, value: origins.Recomputed | None) -> None:
+        if value is None:
+            raise MetricError(
+                f"{type(self._model).__name__}.{self._step} returned {name!r}, which is computed from the state of "
+                "metrics and from something else (other tensors, or what a metric held before the step changed it "
+                "last), so that no replica has its value for all of them; return what is computed from the results of "
+                "metrics alone after their updates, and the rest by other names, or use one replica"
+            )
+        if not value.of_all_replicas:
+            self._summed.setdefault(name, _Summed(self._model, name)).value = value
+
+    @tf.autograph.experimental.do_not_convert
+    def _outputs(self, inputs: Any, logs: Any, number: tf.Tensor | None, last: set[str]) -> dict[str, Any]:
         returns, logs = isinstance(logs, dict), _flattened(logs)
+        metrics = {metric.name: metric for metric in self._model.metrics}
         self._note_names(metrics)
-        metric_names.check(f"the compiled {type(self._model).__name__}", {*self._objects, *logs})
-        size = rows.count(rows.parts(inputs)[0])
-        outputs = dict(metrics)
+        metric_names.check(f"the compiled {type(self._model).__name__}", {*self._names.values(), *logs})
+        size = tf.cast(rows.count(rows.parts(inputs)[0]), tf.float64)
+        outputs, places = dict(metrics), {}
         for name, value in logs.items():
-            if name not in self._objects or self._own:
-                mean = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
-                outputs[self._alone(name) if name in self._objects else name] = mean
+            if self._own or name not in self._names.values():
+                places[name] = self._alone(name) if self._own else name
+                exact = tf.cast(value, tf.float64)  # a mean of integers would be one
+                # Guards watch the mean of a loss in each step, also where the last value is reported.
+                outputs[places[name]] = reductions.mean(tf.reduce_mean(exact), size)
+            if name in last:
+                places[name] = f"last {places[name]}"
+                summed = self._summed.get(name)
+                outputs[places[name]] = summed.metric if summed else reductions.last(value)
         if self._own and returns:
-            self._returned = frozenset(logs)
-            for name in {self._objects[name] for name in logs if name in self._objects}:
-                outputs[self._changed(name)] = reductions.total(_differ(before[name], _values(metrics[name])))
-        return outputs
+            self._returned = places
+        return outputs if self._batch_logs is None else outputs | self._batch_logs.outputs(logs, number)
 
     def finished(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Returns the metrics of a report with the names and the values that they have in `fit`."""
+        """Returns the metrics of a report with the names and the values that they have in `fit`.
+
+        An array is a number for each element, such as `f1_0`; `arrays` has the whole.
+        """
         metrics = metrics if self._batch_logs is None else self._batch_logs.taken(metrics)
-        added = {self._alone(name) for name in self._objects} | {self._changed(name) for name in self._objects.values()}
-        found = {}
-        for name, value in metrics.items():
-            name = self._names.get(name, name)
-            if name in added or (name in self._objects and self._returned is not None and name not in self._returned):
-                continue
-            if metrics.get(self._changed(self._objects.get(name, "")), 1) == 0:
-                value = metrics[self._alone(name)]
-            each = {f"{name}_{number}": one for number, one in enumerate(np.ravel(value))} if np.ndim(value) else {}
-            found |= each or {name: value}
+        found = {self._names.get(name, name): value for name, value in metrics.items()}
+        if self._returned is not None:
+            kept = metrics.keys() - self._names.keys() - {self._alone(name) for name in self._returned}
+            found = {name: metrics[name] for name in kept - {*self._returned.values()}}
+            found |= {name: metrics[place] for name, place in self._returned.items() if place in metrics}
+        self.arrays = {name: value for name, value in found.items() if np.ndim(value)}
+        for name, value in self.arrays.items():
+            del found[name]
+            found |= {f"{name}_{number}": one for number, one in enumerate(np.ravel(value))}
         return found
+
+    def _metrics(self) -> list[Any]:
+        """Returns the metrics of the model, also those that its `metrics` leaves out."""
+        return [*self._model.metrics, *filter(_keras.is_metric, _keras.parts(self._model))]
 
     def _note_names(self, metrics: dict[str, Any]) -> None:
         for key, metric in metrics.items():
             result = metric.result()
-            several = _paths(key, result) if isinstance(result, dict) else {}
-            self._names |= several
-            self._objects |= dict.fromkeys(several.values() or [key], key)
+            self._names |= (_paths(key, result) if isinstance(result, dict) else {}) or {key: key}
 
     def _alone(self, name: str) -> str:
         return f"{name} of {self._step}"
 
-    def _changed(self, metric: str) -> str:
-        return f"{self._step} changes {metric}"
+
+class _Summed:
+    """A value that is computed from the sums of metrics over replicas, as a metric, which a report takes the result of.
+
+    Args:
+      model: whose family the metric is of.
+      name: of the value.
+
+    Attributes:
+      value: the value, as the newest trace computes it.
+      metric: the metric, without variables of its own.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.value: origins.Recomputed | None = None
+
+        class OfOthers(sys.modules[_keras.family(model)].metrics.Metric):
+            @tf.autograph.experimental.do_not_convert
+            def update_state(own, *_: Any, **__: Any) -> None:  # noqa: N805
+                """Leaves this to the metrics."""
+
+            def result(own) -> tf.Tensor:  # noqa: N805
+                return self.value.now()
+
+            @tf.autograph.experimental.do_not_convert
+            def reset_state(own) -> None:  # noqa: N805
+                """Leaves this to the metrics."""
+
+        self.metric = OfOthers(name=name)
 
 
 def _paths(path: str, results: dict[str, Any]) -> dict[str, str]:
@@ -111,16 +208,5 @@ def _flattened(logs: Any) -> dict[str, Any]:
     """Returns what a step returned without the dicts in it, whose names are those in `fit`; {} if it is no dict."""
     flat: dict[str, Any] = {}
     for name, value in logs.items() if isinstance(logs, dict) else ():
-        flat |= _flattened(value) if isinstance(value, dict) else {name: value}
+        flat |= _flattened(value) if isinstance(value, dict) else {name: _keras.value_now(value)}
     return flat
-
-
-def _values(metric: Any) -> list[tf.Tensor]:
-    return [_keras.tf_variable(variable).read_value() for variable in metric.variables]
-
-
-def _differ(before: list[tf.Tensor], after: list[tf.Tensor]) -> tf.Tensor:
-    """Returns 1 if a value has changed, else 0; 1 for a metric that has got its variables meanwhile."""
-    if len(before) != len(after):
-        return tf.constant(1)
-    return tf.cast(tf.reduce_any([tf.reduce_any(one != other) for one, other in zip(before, after)]), tf.int32)

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
@@ -162,6 +163,11 @@ class KerasTrainer(Adapter, Trainer):
             self._keras_batch_logs.steps = steps or 1
         return steps
 
+    @property
+    def report_arrays(self) -> dict[str, np.ndarray]:
+        """See `ReportsArrays`."""
+        return self._keras_results.arrays
+
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
         count = self.model.distribute_strategy.num_replicas_in_sync
@@ -205,6 +211,11 @@ class KerasEvaluator(Evaluator):
         self._keras_data = KerasData(model, x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)
         self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "test_step")
+
+    @property
+    def report_arrays(self) -> dict[str, np.ndarray]:
+        """See `ReportsArrays`."""
+        return self._keras_results.arrays
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Evaluator`."""

@@ -6,6 +6,7 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
+from looplib.errors import MetricError
 
 X = np.random.RandomState(0).randn(20, 3).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
@@ -173,3 +174,130 @@ def test_a_metric_of_several_results_or_of_an_array_has_a_number_for_each(keras)
         )
     else:
         assert found["both"] == pytest.approx(total, rel=1e-4)
+
+
+def tracking(keras, mixes=False):
+    """Returns a model whose steps return what they compute from trackers, by other names than theirs."""
+
+    class Tracking(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, use_bias=False)
+            self.total, self.size = keras.metrics.Mean(name="total"), keras.metrics.Mean(name="size")
+
+        @property
+        def metrics(self):
+            return [self.total, self.size]
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def logs(self, data, training):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=training) - y))
+            self.total.update_state(loss, tf.shape(x)[0])
+            self.size.update_state(tf.reduce_mean(tf.abs(x)), tf.shape(x)[0])
+            total, size = self.total.result(), self.size.result()
+            found = {"loss": total, "nested": {"ratio": total / size}, "both": tf.stack([total, size]), "alone": loss}
+            return tape, loss, found | ({"mixed": total + loss} if mixes else {})
+
+        def train_step(self, data):
+            tape, loss, found = self.logs(data, True)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return found
+
+        def test_step(self, data):
+            return self.logs(data, False)[2]
+
+    keras.utils.set_random_seed(1)
+    model = Tracking()
+    model(X)
+    model.compile(keras.optimizers.SGD(RATE))
+    return model
+
+
+def flat(history):
+    """Returns the logs of an epoch as looplib names them in reports; in tf_keras there is a dict in them."""
+    logs = history | history.get("nested", {})
+    arrays = {f"both_{number}": value for number, value in enumerate(logs["both"])}
+    return arrays | {name: logs[name] for name in ("loss", "ratio", "alone")}
+
+
+@pytest.mark.parametrize(("name", "loop"), [("mirrored_x2", "graph"), ("default", "eager"), *more([("default", "auto"), ("mirrored_x2", "eager")])])  # fmt: skip
+def test_what_a_step_computes_from_metrics_is_the_last_value_by_any_name(name, loop, keras):
+    strategy, reports = make_strategy(name), {}
+    expected = tracking(keras).fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, validation_data=(X, Y))
+    theirs = {key: values[0] for key, values in expected.history.items()}
+    evaluated = flat({key.removeprefix("val_"): value for key, value in theirs.items() if key.startswith("val_")})
+    trained = flat({key: value for key, value in theirs.items() if not key.startswith("val_")})
+    with strategy.scope():
+        trainer = looplib.KerasTrainer(tracking(keras), X, Y, shuffle=False, validation_data=(X, Y))
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH, loop=loop),
+        trainer=trainer,
+        evaluator=trainer.evaluator(),
+        strategy=strategy,
+        writers=[],
+        actions=[lambda event: reports.update({event.split: event.metrics})],
+    ) as controller:  # fmt: skip
+        controller.train_and_evaluate(epochs=1)
+    for split, logs in (("train", trained), ("eval", evaluated)):
+        alone = {"alone": logs["loss"]}  # a mean over examples, where fit has the last batch
+        assert {key: reports[split][key] for key in logs} == pytest.approx(logs | alone, rel=1e-5), split
+
+
+def test_a_value_of_metrics_and_of_the_batch_is_that_of_no_replica(keras):
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope(), pytest.raises(MetricError, match="mixed.*metrics.*one replica"):
+        trainer = looplib.KerasTrainer(tracking(keras, mixes=True), X, Y, shuffle=False)
+        looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=strategy, writers=[])
+
+
+def test_callbacks_get_arrays_as_in_fit(keras):
+    seen = {"fit": [], "looplib": []}
+    targets = np.eye(3, dtype=np.float32)[np.abs(X).argmax(1)]
+
+    def model():
+        class PerClass(keras.metrics.Metric):
+            def __init__(self):
+                super().__init__(name="per_class")
+                self.total = self.add_weight(name="total", shape=(3,), initializer="zeros")
+
+            def update_state(self, targets, predicted, sample_weight=None):
+                self.total.assign_add(tf.reduce_sum(targets * predicted, axis=0))
+
+            def result(self):
+                return tf.convert_to_tensor(self.total)
+
+            def reset_state(self):
+                self.total.assign(tf.zeros([3]))
+
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        made.compile(keras.optimizers.SGD(RATE), "mse", metrics=[PerClass()])
+        return made
+
+    def calling(kind):
+        class Logs(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                seen[kind].append(dict(logs))
+
+        return [Logs()]
+
+    model().fit(
+        X, targets, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, validation_data=(X, targets),
+        callbacks=calling("fit"),
+    )  # fmt: skip
+    trainer = looplib.KerasTrainer(
+        model(), X, targets, shuffle=False, validation_data=(X, targets), callbacks=calling("looplib")
+    )
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, evaluator=trainer.evaluator(), writers=[]
+    ) as controller:
+        controller.train_and_evaluate(epochs=2)
+    for theirs, ours in zip(seen["fit"], seen["looplib"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            np.testing.assert_allclose(ours[name], value, rtol=1e-5, err_msg=name)
