@@ -26,6 +26,12 @@ UNSEEDED = (
     "layer or model makes in __init__"
 )
 _SEARCHED = (*_STRUCTURES, tf.Module, tf.train.Checkpoint)
+_LISTED = (*_SEARCHED, tf.Variable, tf.random.Generator)
+_HOLDERS = (  # classes beside layers whose objects may hold a state of their own
+    ("metrics", "Metric"), ("losses", "Loss"), ("optimizers", "schedules", "LearningRateSchedule"),
+    ("callbacks", "Callback"), ("regularizers", "Regularizer"), ("initializers", "Initializer"),
+    ("constraints", "Constraint"),
+)  # fmt: skip
 
 
 def family(value: Any) -> str | None:
@@ -153,7 +159,9 @@ def _within(value: Any) -> Iterable[tuple[str, Any]]:
     """
     if isinstance(value, _STRUCTURES):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(str(key), item) for key, item in items if isinstance(item, (*_SEARCHED, tf.Variable)) or family(item)]
+        return [(str(key), item) for key, item in items if isinstance(item, _LISTED) or family(item)]
+    if any(is_a(value, *path) for path in _HOLDERS):
+        return [(name, part) for name, part in vars(value).items() if not is_model(part)]  # of a callback, the model
     if not is_layer(value) and not isinstance(value, _SEARCHED):
         return ()
     parts = dict(vars(value))
@@ -315,33 +323,60 @@ def untracked_variables(value: Any) -> list[Any]:
     """Returns the state of a Keras object, or of lists and dicts of them, that `tf.train.Checkpoint` would miss.
 
     In Keras 3 these are the variables of metrics, the seeds of generators and layers, what a layer or a subclassed
-    model keeps in a list or dict, and the optimizers in an optimizer; in tf_keras the random generators of layers such
-    as dropout, and the states of stateful recurrent layers.
+    model keeps in a list or dict, the optimizers in an optimizer, and what losses, metrics, schedules, callbacks,
+    regularizers, initializers and constraints hold; in tf_keras the random generators of layers such as dropout, the
+    states of stateful recurrent layers, and what losses and the others that no checkpoint tracks hold.
     """
     if isinstance(value, _STRUCTURES):
         return [variable for _, item in _within(value) for variable in untracked_variables(item)]
-    if family(value) == "tf_keras" and isinstance(value, tf.Module):
-        # tf_keras keeps them out of checkpoints, and has no public name for the generators.
-        modules = (value, *value.submodules)
-        holders = [getattr(part, "_random_generator", None) for part in modules]
-        found = [getattr(holder, "_generator", None) for holder in holders]
-        found += [state for part in modules if is_a(part, "layers", "RNN") for state in tf.nest.flatten(part.states)]
-        return [state for state in found if isinstance(state, (tf.random.Generator, tf.Variable))]
-    if family(value) != "keras":
+    if family(value) is None:
         return []
+    trackable = isinstance(value, tf.Module) or is_layer(value) or is_optimizer(value)
+    below = tf.train.TrackableView(value).descendants() if trackable else ()
+    tracked = {id(one) for part in below for one in (part, tf_variable(part))}
+    found = _of_tf_keras(value) if family(value) == "tf_keras" else _of_keras_3(value, tracked)
+    tracked |= {id(state) for state in found}
+    loose = {id(state): state for state in _loose(value)}
+    return [*found, *(state for key, state in loose.items() if key not in tracked)]
+
+
+def _of_tf_keras(value: Any) -> list[Any]:
+    # tf_keras keeps them out of checkpoints, and has no public name for the generators.
+    modules = (value, *value.submodules) if isinstance(value, tf.Module) else ()
+    holders = [getattr(part, "_random_generator", None) for part in modules]
+    found = [getattr(holder, "_generator", None) for holder in holders]
+    found += [state for part in modules if is_a(part, "layers", "RNN") for state in tf.nest.flatten(part.states)]
+    return [state for state in found if isinstance(state, (tf.random.Generator, tf.Variable))]
+
+
+def _of_keras_3(value: Any, tracked: set[int]) -> list[Any]:
     if is_metric(value) or is_a(value, "random", "SeedGenerator"):
         return [variable.value for variable in (value.variables if is_metric(value) else [value.state])]
-    if not is_layer(value) and not is_optimizer(value):
-        return []
-    tracked = {id(part) for part in tf.train.TrackableView(value).descendants()}
     if is_optimizer(value):
         return [part for part in with_inner([value]) if id(part) not in tracked]
+    if not is_layer(value):
+        return []
     missed = [part for part in with_inner(optimizers(value).values()) if id(part) not in tracked]
     own = [*value.variables, *(variable for optimizer in missed for variable in optimizer.variables)]
-    found = [variable.value for variable in own if id(variable) not in tracked]
-    tracked |= {id(variable) for variable in found}
-    loose = [part for _, part in _reached({"": value}) if isinstance(part, tf.Variable) and id(part) not in tracked]
-    return [*found, *loose]
+    return [variable.value for variable in own if id(variable) not in tracked]
+
+
+def _loose(value: Any) -> Iterator[Any]:
+    """Yields variables and generators in what a Keras object holds beside layers, and any `tf.Variable` in Keras 3.
+
+    Those of the metrics of a layer are left out.
+    """
+    reached = [part for _, part in _reached({"": value})]
+    holders = [part for part in reached if any(is_a(part, *path) for path in _HOLDERS)] if is_layer(value) else [value]
+    of_metrics = [one for part in reached if is_metric(part) for one in part.variables] if is_layer(value) else ()
+    left_out = {id(tf_variable(one)) for one in of_metrics}
+    every = [part for holder in holders for _, part in _reached({"": holder})]
+    every += [part for part in reached if isinstance(part, tf.Variable) and family(value) == "keras"]
+    for part in every:
+        state = part.state if is_a(part, "random", "SeedGenerator") else part
+        state = tf_variable(state)
+        if isinstance(state, (tf.Variable, tf.random.Generator)) and id(state) not in left_out:
+            yield state
 
 
 def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:

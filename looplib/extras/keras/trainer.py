@@ -12,7 +12,7 @@ from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.extras.keras import means, metric_parts, models, rows
 from looplib.extras.keras.batch_logs import BatchLogs
-from looplib.extras.keras.building import build
+from looplib.extras.keras.building import build, state_of_model
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.losses import part_of_batch
@@ -21,6 +21,7 @@ from looplib.messages import shown
 from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.exported import Exported, of_model
+from looplib.task.state import variables_of
 from looplib.task.trainer import Trainer
 
 _ELSEWHERE = {  # arguments that have another place: of `fit`, and of `GradientTrainer`
@@ -127,6 +128,8 @@ class KerasTrainer(Adapter, Trainer):
             if not self.uneven_parts:
                 metric_parts.warn_of_functions(model, sample)
         self.metrics = list(model.metrics)
+        of_model = {id(variable) for _, variable in variables_of(state_of_model(model))}
+        self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in of_model]
         self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":

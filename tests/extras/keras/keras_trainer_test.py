@@ -419,3 +419,62 @@ def test_a_limit_of_fit_is_refused(limit):
                 make()
     finally:
         getattr(keras3.config, f"set_{limit}")(None)
+
+
+def _drawing(keras, holder):
+    """Returns a class of a metric or a loss that draws from a state of its own, by TensorFlow in tf_keras."""
+    base = keras.metrics.Mean if holder == "metric" else keras.losses.Loss
+
+    class Drawing(base):
+        def __init__(self):
+            super().__init__(name="drawn")
+            self.seeds = [
+                keras.random.SeedGenerator(3) if keras.__name__ == "keras" else tf.random.Generator.from_seed(3)
+            ]
+
+        def draw(self):
+            if keras.__name__ == "keras":
+                return keras.random.uniform([], seed=self.seeds[0])
+            return self.seeds[0].uniform([])
+
+        def update_state(self, targets, predicted, sample_weight=None):
+            return super().update_state(tf.reduce_mean(tf.abs(targets - predicted), axis=1) + self.draw())
+
+        def call(self, targets, predicted):
+            return tf.reduce_mean(tf.square(targets - predicted), axis=-1) * (1 + self.draw())
+
+    return Drawing
+
+
+@pytest.mark.parametrize("holder", ["metric", "loss"])
+def test_random_numbers_of_a_metric_or_a_loss_are_resumed(holder, keras, tmp_path):
+    x = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
+
+    def reported(folder, *stops):
+        drawing, found = _drawing(keras, holder), {}
+        for stop in stops:
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6)])
+            loss, metrics = ("mse", [drawing()]) if holder == "metric" else (drawing(), [])
+            model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics)
+            trainer = looplib.KerasTrainer(model, x, x, shuffle=False)
+            config = looplib.RunConfig(global_batch_size=16, steps_per_loop=1)
+            with looplib.Controller(config, trainer=trainer, model_dir=folder, writers=[]) as controller:
+                found |= {stop: controller.train(stop)["drawn" if holder == "metric" else "loss"]}
+        return found
+
+    whole, parts = reported(tmp_path / "whole", 6), reported(tmp_path / "parts", 3, 6)
+    assert parts[6] == pytest.approx(whole[6], rel=1e-6) and parts[3] != pytest.approx(whole[6], rel=1e-3)
+
+
+def test_a_metric_with_a_seed_generator_runs_on_two_replicas():
+    keras = pytest.importorskip("keras")
+    x, strategy = np.ones((64, 6), "float32"), make_strategy("mirrored_x2")
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(6, kernel_initializer="zeros")])
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[_drawing(keras, "metric")()])
+        trainer = looplib.KerasTrainer(model, x, x, shuffle=False)
+    config = looplib.RunConfig(global_batch_size=16)
+    found = looplib.Controller(config, trainer=trainer, strategy=strategy, writers=[]).train(4)["drawn"]
+    assert 1 < found < 2  # the error, 1, and a number drawn for each of 8 parts
