@@ -1,7 +1,6 @@
 """When to save checkpoints, which to keep, and where a run starts."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
@@ -11,7 +10,7 @@ from looplib.checkpoint.commits import Commit
 from looplib.errors import MetricError, SettingError, UsageError
 from looplib.messages import whole_number
 from looplib.settings import setting
-from looplib.task.metric_names import mode_of
+from looplib.task.metric_names import best_first, mode_of
 
 
 @runtime_checkable
@@ -43,7 +42,7 @@ class KeepLast:
 
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
-    """Keeps the checkpoints with the best values of a metric. A value that is NaN is never among the best.
+    """Keeps the checkpoints with the best values of a metric. One that is not finite is never among them.
 
     Attributes:
       metric: evaluator and metric, such as "eval/accuracy".
@@ -80,10 +79,7 @@ class KeepBest:
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
         """Returns the ones in `kept`, newest first, to keep; among equal ones the newer."""
-        scores = [(done, done.scores.get(self.metric)) for done in kept]
-        scored = [(done, score) for done, score in scores if score is not None and not math.isnan(score)]
-        ranked = sorted(scored, key=lambda item: item[1], reverse=self.mode == "max")
-        return [done for done, _ in ranked[: self.number]]
+        return best_first(kept, lambda done: done.scores.get(self.metric), self.mode)[: self.number]
 
 
 @dataclasses.dataclass(frozen=True)

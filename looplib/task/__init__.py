@@ -12,7 +12,7 @@ Names that other rooms may use, by file:
     gradients: DynamicLossScale
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     media: Media
-    metric_names: BATCH_SIZES, check, check_finished, CHECKSUM, mode_of, refuse_in
+    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, mode_of, refuse_in
     micro_batches: none
     parts: layers_of, matching, nested_layers
     plain: as_array, as_bytes, as_json, as_number, is_number

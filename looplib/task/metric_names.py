@@ -1,10 +1,13 @@
-"""Names of metrics: which ones looplib adds to reports, and for which ones it is known whether higher is better."""
+"""Names of metrics: which ones looplib adds to reports, which of two values is better, and what is a score at all."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import math
+import numbers
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 from looplib.errors import MetricError
 
+Item = TypeVar("Item")
 CHECKSUM = "examples_checksum"
 BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/full", "batch_sizes/more", "batch_sizes/count")
 _OWN = frozenset({"epoch", "examples", "skipped_steps", "steps_per_second", CHECKSUM, *BATCH_SIZES})
@@ -43,6 +46,42 @@ def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Colle
         return outputs
 
     return checked
+
+
+def gain(value: Any, best: Any, mode: str) -> float:
+    """Returns by how much a value of a metric is better than the best one so far.
+
+    Only finite numbers are scores. Each is better by infinity than what is none, such as None or NaN.
+
+    Args:
+      value: the value.
+      best: the best one so far; None for none.
+      mode: "max" or "min", which of two values is better.
+
+    Returns:
+      a negative number for a worse value, and minus infinity for one that is no score.
+    """
+    if not _is_score(value):
+        return -math.inf
+    if not _is_score(best):
+        return math.inf
+    return value - best if mode == "max" else best - value
+
+
+def _is_score(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def best_first(items: Iterable[Item], score: Callable[[Item], Any], mode: str) -> list[Item]:
+    """Returns the items that have a score, see `gain`, the best first, and equal ones in their order.
+
+    Args:
+      items: any objects.
+      score: from an item to its value of a metric, None for none.
+      mode: "max" or "min", which of two values is better.
+    """
+    gains = [(gain(score(item), 0, mode), item) for item in items]
+    return [item for found, item in sorted(gains, key=lambda one: -one[0]) if found > -math.inf]
 
 
 def mode_of(who: str, metric: str, mode: str | None) -> str:

@@ -21,6 +21,7 @@ from looplib.checkpoint.restoring import peek
 from looplib.errors import MetricError
 from looplib.loop.task_loop import as_numbers
 from looplib.report.records import read_jsonl
+from looplib.task import metric_names
 from looplib.task.actions import Action, ActionStates
 from looplib.task.record import RunRecord
 
@@ -183,3 +184,13 @@ def test_booleans_that_older_versions_wrote_are_read_as_numbers(tmp_path):
     commits.write_marker(done)
     assert commits.read_marker(done.path).scores["eval/converged"] == 1
     assert looplib.KeepBest("eval/converged", "max").select([commits.read_marker(done.path)])
+
+
+@pytest.mark.parametrize(("mode", "order"), [("max", [3, 1, 4, 0]), ("min", [0, 1, 4, 3])])
+def test_only_finite_values_are_scores(mode, order):
+    found = [0.25, 1, np.float32("inf"), np.float64(2.5), 1.0, math.nan, None, -math.inf]
+    assert metric_names.best_first(range(len(found)), found.__getitem__, mode) == order
+    for nothing in (None, math.nan, math.inf, -math.inf):
+        assert metric_names.gain(0.5, nothing, mode) == math.inf
+        assert metric_names.gain(nothing, 0.5, mode) == metric_names.gain(nothing, None, mode) == -math.inf
+    assert metric_names.gain(2, 0.5, mode) == (1.5 if mode == "max" else -1.5)

@@ -16,7 +16,7 @@ from looplib.errors import ActionError, ExportError, MetricError, MissingPartErr
 from looplib.messages import whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
-from looplib.task.metric_names import mode_of
+from looplib.task.metric_names import gain, mode_of
 
 _OWNER = ".looplib-run"  # the name of a file that says which run has a directory
 _EXPORT = re.compile(r"step-\d{1,19}")  # the name of one
@@ -73,17 +73,14 @@ class _MetricWatcher(Action):
         if name not in event.metrics:
             self._refuse(split, event.metrics)
         value, self._seen = event.metrics[name], event.step
-        gain = math.inf
-        if self._best is not None:
-            gain = value - self._best if self.mode == "max" else self._best - value
-        better = not math.isnan(value) and gain > self.min_change
+        better = gain(value, self._best, self.mode) > self.min_change
         if better:
             self._best, self._best_step = value, event.step
         return better
 
     def _since(self) -> str:
         """Returns what the action has seen, as a clause."""
-        best = "has had no value but NaN" if self._best is None else f"was best at step {self._best_step}"
+        best = "has had no finite value" if self._best is None else f"was best at step {self._best_step}"
         return f"{self.metric} {best}" + ("" if self._best is None else f" ({self._best:.6g})")
 
     def state(self) -> list[Any]:
@@ -106,7 +103,7 @@ class EarlyStopping(_MetricWatcher):
     Args:
       metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
       patience: evaluations (or reports) in a row without an improvement, after which the training ends.
-      min_change: an improvement is a change by more than this; default 0. NaN is never one.
+      min_change: an improvement is a change by more than this; default 0. A value that is not finite is never one.
       mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       restore_best: whether the controller is at its best checkpoint once a training has ended, early or not: step,
         weights and the rest of the state, as by `controller.restore_checkpoint("best")`. It needs a `model_dir` and

@@ -8,6 +8,7 @@ from typing import Any
 from looplib.extras.page import values
 from looplib.extras.page.curves import Curve
 from looplib.extras.page.run import Mark, SavedCheckpoint, ShownStart
+from looplib.task.metric_names import best_first
 
 _MOST, _MOST_PHASES = 200, 50  # marks of skipped steps, and of phases
 # Words of a metric's name, for a guess at which of two values is better. Being wrong costs nothing here: the page only
@@ -48,11 +49,9 @@ def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[Save
       metric: such as "eval/accuracy".
       mode: "max" or "min".
     """
-    scored = [one for one in saved if metric in one.scores and not one.trouble]
-    if not scored:
-        return saved
-    best = (max if mode == "max" else min)(reversed(scored), key=lambda one: one.scores[metric])
-    return [dataclasses.replace(one, best=one is best) for one in saved]
+    intact = [one for one in reversed(saved) if not one.trouble]
+    best = best_first(intact, lambda one: one.scores.get(metric), mode)[:1]
+    return [dataclasses.replace(one, best=one in best) for one in saved]
 
 
 def of_starts(starts: Sequence[ShownStart]) -> Iterator[Mark]:

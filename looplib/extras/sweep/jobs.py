@@ -25,6 +25,7 @@ from looplib.extras.tools.runs import last_lines, saved_step, say
 from looplib.messages import gist, join_names
 from looplib.report import run_json
 from looplib.report.records import each_record
+from looplib.task.metric_names import best_first
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
 _GRACE = 30.0  # seconds that a process has to save and end
@@ -196,8 +197,8 @@ def result(folder: str, plan: SweepPlan) -> float:
         shown = join_names(sorted(names), most=_MOST_NAMES)
         raise SweepError(f"the run has no metric {metric}; name one with --metric: {shown or 'it has none'}")
     compared = [found[max(found)]] if plan.value == "last" else list(found.values())
-    if finite := list(filter(math.isfinite, compared)):
-        return max(finite) if plan.goal == "max" else min(finite)
+    if scores := best_first(compared, lambda value: value, plan.goal):
+        return scores[0]
     raise SweepError(f"{metric} is not a finite number{' at the end' if plan.value == 'last' else ''}")
 
 

@@ -16,6 +16,7 @@ from looplib.extras.sweep.space import Parameter
 from looplib.extras.sweep.study import SweepPlan, deviation, error, name_of, values
 from looplib.extras.tools.runs import say
 from looplib.messages import gist
+from looplib.task.metric_names import best_first
 
 _STATES = {
     TrialState.COMPLETE: "done",
@@ -35,7 +36,7 @@ def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
       goal: "max" or "min".
     """
     done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    return sorted(done, key=lambda trial: -trial.value if goal == "max" else trial.value)
+    return best_first(done, lambda trial: trial.value, goal)
 
 
 def write(
