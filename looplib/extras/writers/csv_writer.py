@@ -60,7 +60,7 @@ class CsvWriter(Writer):
                 files.make_durable(path)
 
     def _path(self, split: str) -> str:
-        return os.path.join(self._folder, files.safe_name(split) + ".csv")
+        return os.path.join(self._folder, f"{split}.csv")
 
     def _keep(self, path: str, condition: Callable[[_Row], bool], more: Iterable[_Row] = ()) -> None:
         """Takes the other rows out of a table, and appends some."""

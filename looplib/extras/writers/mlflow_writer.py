@@ -1,8 +1,10 @@
 """MlflowWriter: the metrics of a run in MLflow."""
 
+import hashlib
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import time
 import urllib.parse
@@ -40,7 +42,7 @@ class MlflowWriter(Writer):
         self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "looplib"
         self._client: mlflow.MlflowClient | None = None
         self._run = ""
-        self._logged: set[tuple[str, int, float]] = set()
+        self._logged: set[tuple[str, int, str]] = set()
 
     def settings(self, settings: Mapping[str, Setting]) -> None:
         """Logs parameters."""
@@ -58,14 +60,14 @@ class MlflowWriter(Writer):
 
         client, now = self._open(), int(time.time() * 1000)
         values = {_key(f"{split}/{name}"): float(value) for name, value in metrics.items()}
-        new = [Metric(n, v, now, step) for n, v in values.items() if (n, step, v) not in self._logged]
+        new = [Metric(n, v, now, step) for n, v in values.items() if (n, step, _kept(v)) not in self._logged]
         client.log_batch(self._run, metrics=new)
 
     def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
         """Logs artifacts: PNG files, and texts and histograms as JSON."""
         client = self._open()
         for name, each in shown.items():
-            place = f"{_key(split)}/{_key(name).replace('/', '_')}/{step:08}"
+            place = f"{_key(split)}/{_key(name, of_file=True)}/{step:08}"
             if isinstance(each, Images):
                 for number, png in enumerate(each.files):
                     _log_bytes(client, self._run, png, place, f"{number}.png")
@@ -103,7 +105,7 @@ class MlflowWriter(Writer):
             client.update_run(run, "RUNNING")
         except MlflowException:
             return False
-        self._logged = {(n, m.step, m.value) for n in names for m in client.get_metric_history(run, n)}
+        self._logged = {(n, m.step, _kept(m.value)) for n in names for m in client.get_metric_history(run, n)}
         return True
 
 
@@ -141,6 +143,12 @@ def _without_password(uri: str) -> str:
     return uri
 
 
-def _key(name: str) -> str:
-    """Returns a name that MLflow takes."""
-    return re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)
+def _kept(value: float) -> str:
+    """Returns a text by which values are compared: NaN equals nothing, and a database cuts infinity off."""
+    return repr(min(max(value, -sys.float_info.max), sys.float_info.max)) if value == value else "nan"
+
+
+def _key(name: str, of_file: bool = False) -> str:
+    """Returns a name that MLflow takes, with a digest of a name that it does not, so that each has another one."""
+    clean = re.sub(r"[^A-Za-z0-9_\-. ]" if of_file else r"[^A-Za-z0-9_\-. /]", "_", name)
+    return clean if clean == name else f"{clean}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"

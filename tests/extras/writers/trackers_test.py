@@ -221,3 +221,32 @@ def test_writers_are_named_in_the_list_of_writers(tmp_path):
     for writers, sentence in ((["aim"], "there is no plug-in 'aim'"), (["csv"], "needs a run directory")):
         with pytest.raises(looplib.UsageError, match=sentence):
             toy.controller(None, toy.Regression(), model_dir=tmp_path if writers == ["aim"] else None, writers=writers)
+
+
+def test_mlflow_has_each_name_and_each_value_once(monkeypatch, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    reported = {"error<10": 0.25, "error>10": 0.75, "error_10": 0.5, "nothing": float("nan"), "all": float("inf")}
+    for _ in range(2):  # the second one resumes, and makes the report again
+        writer = looplib.MlflowWriter(str(directory))
+        writer.write(4, "eval", reported)
+        writer.close()
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("looplib").experiment_id])
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    assert [len(values) for values in history.values()] == [1] * len(reported)
+    assert history["eval/error_10"][0].value == 0.5
+    assert sorted(one.value for name, (one,) in history.items() if "error_10-" in name) == [0.25, 0.75]
+
+
+def test_tables_of_evaluators_with_alike_names_are_apart(tmp_path):
+    writer = looplib.CsvWriter(str(tmp_path))
+    for split in ("held.out", "held_out"):
+        writer.write(1, split, {"loss": len(split)})
+        writer.write(2, split, {"loss": len(split)})
+    names = {path.name: path.read_text().split() for path in (tmp_path / "csv").iterdir()}
+    assert names == dict.fromkeys(("held.out.csv", "held_out.csv"), ["step,loss", "1,8", "2,8"])
