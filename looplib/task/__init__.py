@@ -7,7 +7,7 @@ Names that other rooms may use, by file:
     checks: build_optimizers, check_kinds, check_settings, check_tasks, check_together, collect_state
     derived: Constants, starting
     evaluator: Evaluator
-    exported: Exported, of_model
+    exported: check_names, Exported, of_model
     gradient_trainer: GradientTrainer, UpdatePlan
     gradients: DynamicLossScale
     learning_rates: constant_rate, learning_rate, LearningRates, updating

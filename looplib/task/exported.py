@@ -1,7 +1,8 @@
 """What a trainer or evaluator exports: a function that serves, and the model whose variables it uses."""
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from looplib.compat import keras as _keras
@@ -31,6 +32,18 @@ class Exported:
     signature: Any
     model: Any
     averages: WeightAverages | None = None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises `UsageError` for names of inputs that a SavedModel cannot have, or that it would not tell apart."""
+    wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*", name) or name == "self"]
+    kept = [re.sub(r"\W", "_", name) for name in names]
+    wrong = wrong or [name for name, one in zip(names, kept) if kept.count(one) > 1]
+    if wrong:
+        raise ExportError(
+            f"no export can have inputs named {', '.join(map(repr, wrong))}; give each another name of letters, "
+            "digits and underscores: of its Input layer, its key in a dict, or its tf.TensorSpec"
+        )
 
 
 def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Exported:

@@ -205,14 +205,16 @@ class ExportBest(_MetricWatcher):
         self._began = 0  # the step at the start
 
     def on_start(self, controller: Any) -> None:
-        """Checks that the metric is reported, and that there is a local directory.
+        """Checks that the metric is reported, that the model can be exported, and that there is a local directory.
 
         Raises:
           UsageError: if not.
         """
         from looplib.extras.audit.order import requested  # here, because its room uses others that use this one
+        from looplib.extras.outputs.exports import check_inputs  # only this action needs it
 
         super().on_start(controller)
+        check_inputs(controller.loops)
         self._began = controller.global_step
         if requested() is not None:  # an audit repeats steps, and writes nothing elsewhere
             self.directory = None

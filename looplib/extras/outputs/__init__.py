@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     card: none
-    exports: export
+    exports: check_inputs, export
     facts: none
     flags: ExportFlags
     folder: none

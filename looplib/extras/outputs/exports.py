@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -24,11 +24,12 @@ from looplib.extras.outputs.new_folder import alone, check_free, new_folder
 from looplib.extras.outputs.parts import Parts, WhatIsExported
 from looplib.extras.outputs.samples import ModelInputs, take_samples
 from looplib.extras.writers.mlflow_models import register
+from looplib.loop.base import Loop
 from looplib.loop.loops import Loops
 from looplib.messages import with_cure
 from looplib.report.reporter import Reporter
 from looplib.task.evaluator import Evaluator
-from looplib.task.exported import Exported
+from looplib.task.exported import Exported, check_names
 from looplib.task.trainer import Trainer
 
 _RECORD = "export.json"
@@ -213,9 +214,17 @@ def _sentence(record: ExportRecord, directory: str) -> str:
     return f"exported the {which} of step {record.step} to {directory}: {sizes}{reasons}"
 
 
+def check_inputs(loops: Mapping[str, Loop]) -> None:
+    """Raises `UsageError` if `export` would refuse the inputs of a task that does not define its own export."""
+    task = next((loop.task for name, loop in loops.items() if name != "train"), None) or loops["train"].task
+    if type(task).export.__module__.startswith("looplib."):
+        _named(task.export())
+
+
 def _named(exported: Exported) -> Exported:
     """Gives each input of the signature a name, which serving programs use."""
     flat = tf.nest.flatten(exported.signature)
     default = ["inputs"] if len(flat) == 1 else [f"inputs_{number}" for number in range(len(flat))]
     named = [tf.TensorSpec(spec.shape, spec.dtype, spec.name or name) for spec, name in zip(flat, default)]
+    check_names([spec.name for spec in named])
     return dataclasses.replace(exported, signature=tf.nest.pack_sequence_as(exported.signature, named))

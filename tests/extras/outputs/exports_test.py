@@ -557,3 +557,23 @@ def test_an_export_keeps_the_states_of_stateful_layers_of_the_file_and_of_the_tr
         assert any(state.any() for state in before)
         assert all(np.array_equal(state, now) for state, now in zip(before, rnn.states, strict=True))
         np.testing.assert_allclose(loaded.serve(x), model(x, training=False), atol=1e-6)
+
+
+@pytest.mark.parametrize("names", [("age", "item id"), ("a/b", "a_b")])
+def test_names_of_inputs_that_no_export_can_have_are_refused_before_the_training(names, keras, tmp_path):
+    inputs = {name: keras.Input((3,), name=f"input_{number}") for number, name in enumerate(names)}
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()(list(inputs.values()))))
+    model.compile("sgd", "mse")
+    x, y = {name: np.zeros((16, 3), "float32") for name in names}, np.zeros((16, 1), "float32")
+    trainer = looplib.KerasTrainer(model, x, y, validation_data=(x, y))
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=8),
+        trainer=trainer,
+        evaluator=trainer.evaluator(),
+        model_dir=str(tmp_path),
+        writers=[],
+        actions=[looplib.ExportBest("eval/loss")],
+    )
+    with pytest.raises(looplib.UsageError, match=names[1]):
+        controller.train_and_evaluate(2, 1)
+    assert controller.global_step == 0
