@@ -34,6 +34,13 @@ def has_own_step(model: Any, step: str = "train_step") -> bool:
     return getattr(type(model), step).__module__.split(".")[0] not in ("keras", "tf_keras")
 
 
+def unlisted_metrics(model: Any) -> list[Any]:
+    """Returns the metrics that a model holds and its `metrics`, where it has a property of its own, leaves out."""
+    listed = {id(variable) for metric in model.metrics for variable in metric.variables}
+    held = filter(_keras.is_metric, _keras.parts(model))
+    return [metric for metric in held if any(id(variable) not in listed for variable in metric.variables)]
+
+
 def is_batch_normalization(layer: Any) -> bool:
     """Returns whether a layer normalizes by the statistics of its batch."""
     return _keras.is_a(layer, "layers", "BatchNormalization")

@@ -155,7 +155,7 @@ class KerasResults:
 
     def _metrics(self) -> list[Any]:
         """Returns the metrics of the model, also those that its `metrics` leaves out."""
-        return [*self._model.metrics, *filter(_keras.is_metric, _keras.parts(self._model))]
+        return [*self._model.metrics, *models.unlisted_metrics(self._model)]
 
     def _note_names(self, metrics: dict[str, Any]) -> None:
         for key, metric in metrics.items():

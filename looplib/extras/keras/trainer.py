@@ -127,9 +127,9 @@ class KerasTrainer(Adapter, Trainer):
             self.uneven_parts = len(set(rows.sizes(sample))) > 1  # each part is divided by its own, which was tried
             if not self.uneven_parts:
                 metric_parts.warn_of_functions(model, sample)
-        self.metrics = list(model.metrics)
-        of_model = {id(variable) for _, variable in variables_of(state_of_model(model))}
-        self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in of_model]
+        self.metrics = [*model.metrics, *models.unlisted_metrics(model)]
+        held = {id(variable) for _, variable in variables_of(state_of_model(model))}
+        self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in held]
         self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":

@@ -478,3 +478,26 @@ def test_a_metric_with_a_seed_generator_runs_on_two_replicas():
     config = looplib.RunConfig(global_batch_size=16)
     found = looplib.Controller(config, trainer=trainer, strategy=strategy, writers=[]).train(4)["drawn"]
     assert 1 < found < 2  # the error, 1, and a number drawn for each of 8 parts
+
+
+def test_metrics_that_a_model_does_not_list_are_saved(keras, caplog, tmp_path):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.tracker = keras.layers.Dense(1), keras.metrics.Mean(name="tracked")
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    x, model = np.ones((16, 3), "float32"), Own()
+    model(x)
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, x, x[:, :1])
+    config = looplib.RunConfig(global_batch_size=8)
+    with looplib.Controller(config, trainer=trainer, model_dir=str(tmp_path), writers=[]) as controller:
+        controller.train(2)
+    assert "not saved" not in caplog.text
