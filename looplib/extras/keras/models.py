@@ -37,7 +37,9 @@ def has_own_step(model: Any, step: str = "train_step") -> bool:
 def unlisted_metrics(model: Any) -> list[Any]:
     """Returns the metrics that a model holds and its `metrics`, where it has a property of its own, leaves out."""
     listed = {id(variable) for metric in model.metrics for variable in metric.variables}
-    held = filter(_keras.is_metric, _keras.parts(model))
+    held = [*filter(_keras.is_metric, _keras.parts(model))]
+    if _keras.family(model) == "tf_keras":
+        held += [one for part in (model.compiled_loss, model.compiled_metrics) if part for one in part.metrics]
     return [metric for metric in held if any(id(variable) not in listed for variable in metric.variables)]
 
 
