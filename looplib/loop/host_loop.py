@@ -35,11 +35,12 @@ class EagerStep(Step):
     def contribution(self, inputs: Any) -> Any:
         """See `Step`."""
         results = None
-        with contextlib.suppress(UnknownOutputsError):  # of the first replica, so that nothing is done twice
-            results = self.strategy.run(self.replica_step, args=(inputs,))
-        if results is None:
-            self.learn_outputs()
-            results = self.strategy.run(self.replica_step, args=(inputs,))
+        try:
+            with contextlib.suppress(UnknownOutputsError):  # of the first replica, so that nothing is done twice
+                results = self.strategy.run(self.replica_step, args=(inputs,))
+            if results is None:
+                self.learn_outputs()
+                results = self.strategy.run(self.replica_step, args=(inputs,))
         except RuntimeError as error:
             if self.stream.properties.may_be_empty and _tf.is_merge_of_some(error):
                 raise StepError(
