@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
+from looplib.compat import optimizers as _optimizers
 from looplib.compat import tensorflow as _tf
 from looplib.errors import StepError
 
@@ -130,19 +131,32 @@ def times(gradient: Gradient, factor: tf.Tensor | None) -> Gradient:
 
 
 def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Returns the sum of each gradient over replicas; in replica context.
+    """Returns the sum of each gradient over replicas, as one device has it for the global batch; in replica context.
 
-    All in one reduction, as Keras does it. Sparse gradients whose number of rows is not known when the step is traced
-    are concatenated instead, which is also their sum: TensorFlow's reduction of these fails in a loop where the number
-    changes from step to step. On several workers they are refused, in the name of `who` uses them.
+    All in one reduction, as Keras does it. The rows of a sparse gradient are concatenated, because one device has one
+    row for each id that an example looks up, and Keras 3 squares these one by one. A lookup whose ids depend on no
+    example, such as that of positions, is done once on one device and once on each replica: its rows are summed.
+
+    Where the number of rows is not known when the step is traced, TensorFlow's reduction fails in a loop where it
+    changes from step to step. Then the rows of replicas are joined in another way, and are refused on several workers,
+    in the name of `who` uses them.
     """
-    context, summed = tf.distribute.get_replica_context(), list(gradients)
-    together = [i for i, gradient in enumerate(gradients) if gradient is not None and not varies(gradient)]
-    if together:
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [gradients[i] for i in together])
-        for i, value in zip(together, sums):
+    context, lookups = tf.distribute.get_replica_context(), [_lookups(gradient) for gradient in gradients]
+    given = [part for parts in lookups for part in parts]
+    together = [i for i, gradient in enumerate(given) if gradient is not None and not varies(gradient)]
+    varying = [i for i, gradient in enumerate(given) if varies(gradient)]
+    constant = [
+        i
+        for i, gradient in enumerate(given)
+        if isinstance(gradient, tf.IndexedSlices) and not _tf.depends_on_values(gradient.indices)
+    ]
+    distinct = [_is_distinct(given[i].indices) for i in constant]
+    summed, several = list(given), []
+    if together or distinct:
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [*(given[i] for i in together), *distinct])
+        for i, value in zip(together, reduced):
             summed[i] = value
-    varying = [i for i, gradient in enumerate(gradients) if varies(gradient)]
+        several = reduced[len(together) :]
     if varying:
         if Workers(context.strategy).count > 1:
             raise StepError(
@@ -150,11 +164,50 @@ def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
                 "and TensorFlow cannot sum these over several workers; make batches of one shape (padded_batch with "
                 f"padded_shapes, drop_remainder=True), or {MAKE_DENSE}"
             )
-        parts = [part for i in varying for part in (gradients[i].values, gradients[i].indices)]
+        parts = [part for i in varying for part in (given[i].values, given[i].indices)]
         joined = iter(context.merge_call(_join, args=tuple(parts)))
         for i in varying:
-            summed[i] = tf.IndexedSlices(next(joined), next(joined), gradients[i].dense_shape)
-    return summed
+            summed[i] = tf.IndexedSlices(next(joined), next(joined), given[i].dense_shape)
+    for i, replicas in zip(constant, several):
+        summed[i] = _by_row(summed[i], tf.equal(replicas, _optimizers.num_replicas()))
+    parts = iter(summed)
+    return [_together([next(parts) for _ in each]) for each in lookups]
+
+
+def _lookups(gradient: Gradient) -> list[Gradient]:
+    """Returns the parts of a sparse gradient by lookup, where the ids of some depend on the examples and others not."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return [gradient]
+    ids = _tf.concatenated(gradient.indices)
+    if len({_tf.depends_on_values(part) for part in ids}) == 1:
+        return [gradient]
+    sizes = [tf.size(part) if part.shape[0] is None else part.shape[0] for part in ids]
+    values = tf.split(gradient.values, sizes)
+    return [tf.IndexedSlices(*part, gradient.dense_shape) for part in zip(values, ids)]
+
+
+def _together(parts: list[Gradient]) -> Gradient:
+    if len(parts) == 1:
+        return parts[0]
+    values, ids = (tf.concat(each, axis=0) for each in zip(*((part.values, part.indices) for part in parts)))
+    return tf.IndexedSlices(values, ids, parts[0].dense_shape)
+
+
+def _is_distinct(ids: tf.Tensor) -> tf.Tensor:
+    """Returns 1.0 if no id repeats, as those of examples would that do not depend on their values; else 0.0."""
+    return tf.cast(tf.equal(tf.size(tf.unique(ids)[0]), tf.size(ids)), tf.float32)
+
+
+def _by_row(gradient: tf.IndexedSlices, distinct: tf.Tensor) -> tf.IndexedSlices:
+    """Sums concatenated rows by row if their ids are distinct on each replica; else returns them unchanged."""
+    rows, places, counts = tf.unique_with_counts(gradient.indices)
+    if tf.executing_eagerly():  # where it is not known what ids depend on: those of examples are hardly all alike
+        distinct &= tf.reduce_all(tf.equal(counts, _optimizers.num_replicas()))
+    places = tf.where(distinct, places, tf.range(tf.size(places)))
+    number = tf.where(distinct, tf.size(rows), tf.size(places))
+    values = tf.math.unsorted_segment_sum(gradient.values, places, number)
+    ids = tf.math.unsorted_segment_max(gradient.indices, places, number)
+    return tf.IndexedSlices(values, ids, gradient.dense_shape)
 
 
 @tf.autograph.experimental.do_not_convert

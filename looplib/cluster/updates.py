@@ -3,7 +3,7 @@
 On several replicas, an optimizer of Keras 3 clips each replica's own gradient and sums afterwards. looplib sums the
 gradients before the optimizer gets them, so that clipping, decay, accumulation and averages see the gradient of the
 global batch, as they do on one device. tf_keras sums first itself. Both families fail on sparse gradients whose number
-of rows varies, so looplib sums these for both.
+of rows varies, and have rows of each replica where one device has one, so looplib sums sparse gradients for both.
 """
 
 import functools
@@ -98,12 +98,12 @@ def _apply_pairs(
     skip = {name: value for name, value in names.items() if name in parameters}
     several = _optimizers.num_replicas() > 1
     sums_itself = len(args) > 1 or any(kwargs.get(name) == value for name, value in skip.items())
-    if several and not sums_itself and (summed or any(map(replicas.varies, gradients))):
+    sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+    if several and not sums_itself and (summed or sparse):
         if not skip:
             raise OptimizerError(
                 f"{type(optimizer).__name__}.apply_gradients takes no skip_gradients_aggregation, which a "
-                "GradientTrainer and sparse gradients of varying length need on several replicas; "
-                f"{replicas.MAKE_DENSE}"
+                f"GradientTrainer and sparse gradients need on several replicas; {replicas.MAKE_DENSE}"
             )
         kwargs |= skip
         if not summed:

@@ -471,6 +471,53 @@ def message_without_op(error: tf.errors.OpError) -> str:
     return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
 
 
+# Ops whose result depends on the shape of what they get and not on its values.
+_OF_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
+
+
+def depends_on_values(tensor: tf.Tensor) -> bool | None:
+    """Returns whether a tensor of a graph depends on values that the graph gets, such as a batch, or on random ones.
+
+    A tensor of constants and shapes does not. None for an eager tensor, which does not say where it comes from.
+    """
+    return None if tf.executing_eagerly() else bool(_sources(tensor))
+
+
+def concatenated(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the tensors that a tensor of a graph is the concatenation of; else the tensor itself."""
+    is_joined = not tf.executing_eagerly() and tensor.op.type == "ConcatV2"
+    return list(tensor.op.inputs)[:-1] if is_joined else [tensor]
+
+
+def _sources(tensor: tf.Tensor) -> list[tf.Tensor]:
+    """Returns the outputs of a graph's ops with values of their own that a tensor is computed from: inputs, draws."""
+    found, todo, seen = [], [tensor], set()
+    while todo:
+        value = todo.pop()
+        op = value.op
+        if value.name in seen or op.type in _OF_SHAPES:
+            continue
+        seen.add(value.name)
+        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+            todo += _used_by_call(op, value.value_index)
+        elif op.op_def.is_stateful or not (op.inputs or op.type == "Const"):
+            found.append(value)
+        else:
+            todo += op.inputs
+    return found
+
+
+def _used_by_call(op: tf.Operation, output: int) -> list[tf.Tensor]:
+    """Returns the inputs of the call of a function that one of its outputs depends on; all of them if not known."""
+    find = getattr(op.graph, "_get_function", None)
+    graph = find and getattr(find(op.get_attr("f").name), "graph", None)
+    if graph is None:
+        return list(op.inputs)
+    within = _sources(graph.outputs[output])
+    places = {value.name: number for number, value in enumerate(graph.inputs)}
+    return [op.inputs[places[value.name]] if value.name in places else op.outputs[output] for value in within]
+
+
 class ReplicaLocal(threading.local):
     """Values of one replica's step, for functions that it calls without passing them.
 

@@ -286,6 +286,74 @@ def test_sparse_gradients_of_varying_length_equal_keras_on_one_device(keras, nam
         np.testing.assert_allclose(values(found)[0], values(expected)[0], rtol=1e-4, atol=1e-5)
 
 
+class Lookups(looplib.Trainer):
+    """Trains tables whose rows are looked up by the words, positions and segments of sentences, one for each optimizer.
+
+    A sentence has the ids of words, that of its one segment, and the positions of the longest sentence of the batch.
+    """
+
+    def __init__(self, keras, makes, varies):
+        self.optimizers, self.varies = [make() for make in makes], varies
+        make = lambda: [keras.Variable(TABLE) if keras is keras3 else tf.Variable(TABLE) for _ in range(4)]
+        self.tables = [make() for _ in makes]
+        for optimizer, tables in zip(self.optimizers, self.tables):
+            if hasattr(optimizer, "build"):
+                optimizer.build(tables)
+
+    def dataset(self, context):
+        words = tf.data.Dataset.from_tensor_slices(tf.ragged.constant(SENTENCES, dtype=tf.int64)).map(lambda row: row)
+        shapes = [None if self.varies else WORDS]
+        words = words.map(lambda row: row[:WORDS])
+        return words.padded_batch(context.per_replica_batch_size, padded_shapes=shapes, drop_remainder=True)
+
+    def step_fn(self, ids):
+        mask = tf.cast(ids > 0, tf.float32)
+        for optimizer, tables in zip(self.optimizers, self.tables):
+            with tf.GradientTape() as tape:
+                words, positions, segments, both = (tf.convert_to_tensor(table) for table in tables)
+                tape.watch([words, positions, segments, both])
+                longest = tf.range(tf.shape(ids)[1])
+                outputs = tf.gather(words, ids) + tf.gather(positions, longest) + tf.gather(both, longest)
+                outputs += tf.gather(segments, tf.zeros_like(ids)) * tf.gather(both, ids)
+                losses = tf.reduce_sum(tf.reduce_sum(tf.square(outputs - 1), 2) * mask, axis=1)
+                loss = self.global_mean(losses)
+            gradients = tape.gradient(loss, [words, positions, segments, both])
+            assert all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+            self.apply_gradients(optimizer, zip(gradients, tables))
+        return {"loss": losses}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("varies", [True, *more([False])])
+@pytest.mark.parametrize("name", ["mirrored_x2", *more(["mirrored_x4"])])
+def test_rows_that_each_replica_looks_up_once_are_one_row_as_on_one_device(keras, name, varies):
+    """The square of a sum is another one than the sum of squares; Keras 3 takes that of each row of a gradient."""
+    kinds = keras.optimizers
+    makes = [lambda: kinds.SGD(0.1, momentum=0.9, clipnorm=0.5)]
+    makes += [functools.partial(getattr(kinds, kind), 0.1) for kind in ("Adam", "Adagrad", "RMSprop")]
+    if keras is tf_keras:
+        makes.append(lambda: kinds.legacy.Adam(0.1))
+    with make_strategy(name).scope():
+        trainer = Lookups(keras, makes, varies)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=STEPS),
+        trainer=trainer,
+        strategy=make_strategy(name),
+        writers=[],
+    ) as controller:
+        controller.train(STEPS)
+    alone = Lookups(keras, makes, varies)
+    alone.global_batch_size = BATCH
+    step = tf.function(alone.step_fn, reduce_retracing=True)
+    for i in range(0, len(SENTENCES), BATCH):
+        batch = [sentence[:WORDS] for sentence in SENTENCES[i : i + BATCH]]
+        step(tf.ragged.constant(batch, dtype=tf.int64).to_tensor(shape=None if varies else [None, WORDS]))
+    for number, (found, expected) in enumerate(zip(trainer.tables, alone.tables)):
+        for table, wanted in zip(found, expected):
+            ours, theirs = (tf.convert_to_tensor(value).numpy() for value in (table, wanted))
+            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5, err_msg=str(number))
+
+
 def small_zoo(name, make=lambda: keras3.optimizers.SGD(0.1, clipnorm=0.5)):
     with make_strategy(name).scope():
         return Zoo(keras3, {"one": Case(make)})
