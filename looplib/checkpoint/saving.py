@@ -34,6 +34,7 @@ from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import SaveError, UsageError
 from looplib.messages import gist, with_cure
+from looplib.task import averages
 from looplib.task.plain import as_bytes
 from looplib.task.record import Contents, RunRecord, VariableNames
 
@@ -99,7 +100,8 @@ class Checkpoints:
         self.wait()
         path = commits.path_of(self.directory, step)
         try:
-            self._save(path, step, position)
+            with averages.at_rest():
+                self._save(path, step, position)
         except (OSError, tf.errors.OpError) as error:
             failure = self._failure(path, error)
             if failure is error:
@@ -231,12 +233,13 @@ class Checkpoints:
     def restore(self, path: str, mode: RestoreMode = RestoreMode.STRICT) -> None:
         """Restores the state, see `restoring.restore`; waits for a save under way."""
         self.wait()
-        restore(self._checkpoint, self._objects, path, mode, _own_files())
+        with averages.at_rest():
+            restore(self._checkpoint, self._objects, path, mode, _own_files())
 
     def differs(self, step: int) -> bool:
         """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""
         self.wait()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, averages.at_rest():
             live = self._checkpoint.write(os.path.join(folder, "live"), _own_files())
             if not self._workers.is_chief:
                 return False

@@ -26,6 +26,7 @@ from looplib.report.clock import Clock
 from looplib.run_config import RunConfig
 from looplib.task import checks
 from looplib.task.adapter import Adapter
+from looplib.task.averages import refuse_in_use
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice, RunRecord
 from looplib.task.state import no_weights, state_of
@@ -57,6 +58,7 @@ class Loops:
         self.evaluations: dict[str, Loop] = {}  # by name
         self.closed = False
         self.step = 0  # what the controller has counted, or restored
+        self.lent_to = ""  # the evaluator that has the training's variables now
         self.torn = False  # whether a step has failed, which may have updated only a part of the variables
         self._lendings: weakref.WeakKeyDictionary[Loop, LentState] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
@@ -203,6 +205,7 @@ class Loops:
           boundary: where to stop.
           horizon: the last step that the training is known to reach.
         """
+        refuse_in_use("train")
         try:
             request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step, show=boundary.shows)
             ran = self.training.run(request, "train")
@@ -298,13 +301,28 @@ class Loops:
             return None
         raise task_loop.no_batch(name, loop.who)
 
-    def lending(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def lending(self, loop: Loop) -> Iterator[None]:
         """Returns a context manager for an evaluation or a prediction, see `LentState`."""
         if self.training is None:
-            return contextlib.nullcontext()
+            yield
+            return
         if loop not in self._lendings or self._lendings[loop].step is not self.training.traced:
             self._lendings[loop] = LentState(self.strategy, self.training, loop)
-        return self._lendings[loop].lent()
+        before, self.lent_to = self.lent_to, loop.who
+        try:
+            with self._lendings[loop].lent():
+                yield
+        finally:
+            self.lent_to = before
+
+    def refuse_if_lent(self, what: str) -> None:
+        """Raises `UsageError` if an evaluation or a prediction has changed variables that the call `what` needs."""
+        if self.lent_to:
+            raise ClosedError(
+                f"{what} was called while {self.lent_to} evaluates or predicts, which may have other values in the "
+                "variables, such as averages of the weights; call it afterwards, such as in an action of the Controller"
+            )
 
     def retrace(self, layers: str) -> None:
         """Traces all steps again, because constants of layers have changed; see `Loop.retrace`."""

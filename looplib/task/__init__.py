@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_unused_memories
     adapter: Adapter, OwnLoop, rates_of
-    averages: WeightAverages
+    averages: at_rest, refuse_in_use, WeightAverages
     checks: build_optimizers, check_kinds, check_settings, check_tasks, check_together, collect_state
     derived: Constants, starting
     evaluator: Evaluator

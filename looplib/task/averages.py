@@ -10,7 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.errors import SettingError
+from looplib.errors import ClosedError, SettingError
+
+_in_use: list["WeightAverages"] = []  # exchanged with their variables, in this order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +83,21 @@ class WeightAverages(tf.Module):
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Exchanges the averages and the variables while a `with` block runs; outside of a `tf.function`."""
+        """Exchanges the averages and the variables while a `with` block runs; outside of a `tf.function`.
+
+        Within another such block of these averages, nothing is exchanged: they are in use already. Evaluations,
+        predictions and exports in the block are of the averages. A checkpoint that is saved there has both in their
+        places, and a training is refused.
+        """
+        if any(averages is self for averages in _in_use):
+            yield
+            return
         self._exchange()
+        _in_use.append(self)
         try:
             yield
         finally:
+            _in_use.remove(self)
             self._exchange()
 
     def _exchange(self) -> None:
@@ -93,6 +105,30 @@ class WeightAverages(tf.Module):
             value = tf.identity(variable)
             variable.assign(tf.identity(average))
             average.assign(value)
+
+
+@contextlib.contextmanager
+def at_rest() -> Iterator[None]:
+    """Puts averages that are in use and their variables back into their places while a `with` block runs."""
+    exchanged = list(_in_use)
+    _in_use.clear()
+    for averages in reversed(exchanged):
+        averages._exchange()
+    try:
+        yield
+    finally:
+        for averages in exchanged:
+            averages._exchange()
+        _in_use.extend(exchanged)
+
+
+def refuse_in_use(what: str) -> None:
+    """Raises `UsageError` if averages are in use, for a call `what` that updates the weights."""
+    if _in_use:
+        raise ClosedError(
+            f"{what} was called while averages are in use, so that it would update these in place of the weights; call "
+            "it after the block of averages.in_use()"
+        )
 
 
 def _checksum(variable: tf.Variable) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.task.averages import WeightAverages
+from looplib.task.averages import WeightAverages, at_rest
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import held_by, variables_of
 from looplib.task.trainer import Trainer
@@ -32,7 +32,11 @@ def starting(trainer: Trainer | None, objects: Mapping[str, Any], restores: bool
       restores: whether a checkpoint is restored in the block, so that the values before it do not count; otherwise an
         average that the program has assigned before keeps its value too.
     """
-    pairs = _pairs(trainer, objects, restores) if trainer else []
+    with at_rest():
+        yield from _starting(_pairs(trainer, objects, restores) if trainer else [])
+
+
+def _starting(pairs: list[tuple[tf.Variable, tf.Variable]]) -> Iterator[None]:
     starts = [tf.identity(average) for _, average in pairs]
     for _, average in pairs:
         average.assign(tf.fill(average.shape, tf.constant(math.nan, average.dtype)))  # until a value is loaded

@@ -1,5 +1,8 @@
 """Averages of weights start from the weights that a run starts with, wherever these come from."""
 
+import json
+import pathlib
+
 import keras as keras3
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.compat import keras as _keras
-from looplib.errors import CheckpointError
+from looplib.errors import CheckpointError, ClosedError
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 PRETRAINED = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
@@ -203,3 +206,69 @@ def test_a_restore_that_fails_changes_no_average(tmp_path):
             controller.restore_checkpoint(path)
         np.testing.assert_array_equal(average_of(trainer), before)
         assert controller.train(3)
+
+
+class Error(looplib.Evaluator):
+    def __init__(self, trainer, hook=None):
+        self.model, self.averages, self.hook = trainer.model, trainer.averages, hook
+
+    def dataset(self, context):
+        return context.indices(64).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+
+    def step_fn(self, inputs):
+        return {"error": tf.square(self.model(inputs[0]) - inputs[1])[:, 0]}
+
+    def predict_fn(self, inputs):
+        return {"line": self.model(inputs[0])[:, 0]}
+
+    def loop_end(self, metrics):
+        if self.hook:
+            self.hook()
+        return metrics
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
+def test_averages_that_are_in_use_stay_so_in_what_is_computed_and_are_saved_in_their_place(name, family, tmp_path):
+    strategy, hook = make_strategy(name), [lambda: None]
+
+    def controller_of():
+        with strategy.scope():
+            trainer = Gradient(FAMILIES[family])
+        evaluator = Error(trainer, lambda: hook[0]())
+        config = looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=STEPS)
+        return trainer, looplib.Controller(
+            config, trainer=trainer, evaluator=evaluator, strategy=strategy, writers=[], model_dir=tmp_path / "run"
+        )
+
+    trainer, controller = controller_of()
+    averages = trainer.averages
+    controller.train(STEPS)
+    weights, average = trainer.model.get_weights()[0], average_of(trainer)
+    assert np.abs(weights - average).max() > 0.01
+    with averages.in_use(), averages.in_use():
+        np.testing.assert_array_equal(trainer.model.get_weights()[0], average)
+        assert np.isclose(controller.evaluate()["eval"]["error"], np.mean((X @ average - Y) ** 2), rtol=1e-5)
+        piece = pathlib.Path(controller.predict()["eval"]) / "piece-00000.jsonl"
+        lines = [json.loads(line)["line"] for line in piece.read_text().splitlines()]
+        np.testing.assert_allclose(lines, (X @ average)[:, 0], rtol=1e-5, atol=1e-6)
+        exported = tf.saved_model.load(f"{controller.export(str(tmp_path / 'export'))}/saved_model")
+        np.testing.assert_allclose(exported.serve(X), X @ average, rtol=1e-5, atol=1e-6)
+        with pytest.raises(ClosedError, match="in use"):
+            controller.train(2 * STEPS)
+        controller.save_checkpoint()
+        np.testing.assert_array_equal(trainer.model.get_weights()[0], average)
+        controller.restore_checkpoint()
+        np.testing.assert_array_equal(trainer.model.get_weights()[0], average)
+    np.testing.assert_array_equal(trainer.model.get_weights()[0], weights)
+    for call in (controller.save_checkpoint, controller.restore_checkpoint, lambda: controller.train(2 * STEPS)):
+        hook[0] = call
+        with pytest.raises(ClosedError, match="evaluates"):
+            controller.evaluate()
+    hook[0] = lambda: None
+    controller.close()
+    with trainer.averages.in_use():
+        again, second = controller_of()
+    with second:
+        np.testing.assert_array_equal(again.model.get_weights()[0], weights)
+        np.testing.assert_array_equal(average_of(again), average)
