@@ -134,6 +134,15 @@ def updates_conditionally(optimizer: Any) -> bool:
     return bool(optimizer.gradient_accumulation_steps or (optimizer.use_ema and optimizer.ema_overwrite_frequency))
 
 
+def accumulating(optimizer: Any) -> list[tuple[Any, list[Any]]]:
+    """Returns the optimizers of Keras 3, in a built one or itself, that update once in several steps.
+
+    Each with the variables that it updates.
+    """
+    found = [one for one in _keras.with_inner([optimizer]) if getattr(one, "gradient_accumulation_steps", None)]
+    return [(one, list(variables_of(one))) for one in found]
+
+
 def counts_while_traced(optimizer: Any) -> bool:
     """Returns whether an optimizer counts its updates in Python, once for each replica that TensorFlow traces."""
     return type(optimizer).__module__ == "tf_keras.src.optimizers.nadam"

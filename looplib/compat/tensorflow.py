@@ -483,6 +483,11 @@ def depends_on_values(tensor: tf.Tensor) -> bool | None:
     return None if tf.executing_eagerly() else bool(_sources(tensor))
 
 
+def depends_on_inputs(tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor depends on anything but constants and variables; True for an eager one."""
+    return tf.executing_eagerly() or any(source.dtype != tf.resource for source in _sources(tensor))
+
+
 def concatenated(tensor: tf.Tensor) -> list[tf.Tensor]:
     """Returns the tensors that a tensor of a graph is the concatenation of; else the tensor itself."""
     is_joined = not tf.executing_eagerly() and tensor.op.type == "ConcatV2"
@@ -500,7 +505,7 @@ def _sources(tensor: tf.Tensor) -> list[tf.Tensor]:
         seen.add(value.name)
         if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
             todo += _used_by_call(op, value.value_index)
-        elif op.op_def.is_stateful or not (op.inputs or op.type == "Const"):
+        elif (op.op_def.is_stateful and op.type != "ReadVariableOp") or not (op.inputs or op.type == "Const"):
             found.append(value)
         else:
             todo += op.inputs

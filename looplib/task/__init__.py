@@ -14,6 +14,7 @@ Names that other rooms may use, by file:
     media: Media
     metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, mode_of, refuse_in
     micro_batches: none
+    own_losses: none
     parts: layers_of, matching, nested_layers
     plain: as_array, as_bytes, as_json, as_number, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames

@@ -74,12 +74,19 @@ class WeightAverages(tf.Module):
         return list(zip(self._averaged.variables, self.values))
 
     @tf.autograph.experimental.do_not_convert
-    def update(self, variables: Sequence[Any] | None = None) -> None:
-        """Moves the averages towards all variables, or some of them; in replica context."""
+    def update(self, variables: Sequence[Any] | None = None, when: tf.Tensor | None = None) -> None:
+        """Moves the averages towards all variables, or some of them; in replica context.
+
+        Args:
+          variables: those whose averages move; None for all.
+          when: boolean scalar tensor, whether this step has updated them, which one that only accumulates gradients
+            does not; None for yes.
+        """
         some = None if variables is None else {id(_keras.tf_variable(variable)) for variable in variables}
         for variable, average in (pair for pair in self.pairs if some is None or id(pair[0]) in some):
             value = variable.read_value()
-            average.assign(average + tf.cast(1 - self._decay, value.dtype) * (value - average))
+            moved = average + tf.cast(1 - self._decay, value.dtype) * (value - average)
+            average.assign(moved if when is None else tf.where(when, moved, average))
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

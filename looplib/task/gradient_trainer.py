@@ -10,11 +10,12 @@ import tensorflow as tf
 from looplib import plugins
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
+from looplib.compat import optimizers as _optimizers
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.messages import join_names, whole_number
 from looplib.task import gradients as gradient_math
 from looplib.task import micro_batches as splitting
-from looplib.task import parts, reductions
+from looplib.task import own_losses, parts, reductions
 from looplib.task.averages import WeightAverages
 from looplib.task.exported import Exported
 from looplib.task.learning_rates import learning_rate
@@ -28,7 +29,8 @@ class _Backward:
 
     data: list[Any]  # gradients of the sum of the losses over the global batch size, in the order of the variables
     auxiliary: list[Any]  # gradients of the model's own losses, where they cannot be a part of `data`; else []
-    weight: tf.Tensor | None  # float32 scalar, the sum of the losses' weights; None if the global batch size divides
+    # float32 [2], the sum of the losses' weights and the number of examples; None if the global batch size divides
+    weight: tf.Tensor | None
     metrics: dict[str, Any]
 
 
@@ -152,6 +154,7 @@ class GradientTrainer(Trainer):
             self.training_phases.divide(self.update_plan)
         self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
         self.loss_scale = _make_loss_scale(model, loss_scale)
+        self._own_losses_checked = False
 
     @abc.abstractmethod
     def loss_fn(self, inputs: Any) -> Any:
@@ -200,7 +203,7 @@ class GradientTrainer(Trainer):
     def _backward(self, inputs: Any) -> _Backward:
         with tf.GradientTape(persistent=True) as tape:
             losses, metrics = _losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
-            target, weight, auxiliary, own_metrics = self._targets(losses)
+            target, weight, auxiliary, own_metrics = self._targets(losses, inputs)
         variables = [_keras.tf_variable(variable) for variable in self.update_plan.trained]
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
@@ -212,9 +215,13 @@ class GradientTrainer(Trainer):
         return _Backward(data, own, weight, {self.loss_name: losses, **own_metrics, **metrics})
 
     @tf.autograph.experimental.do_not_convert
-    def _targets(self, losses: Any) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None, dict[str, Any]]:
+    def _targets(
+        self, losses: Any, inputs: Any
+    ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None, dict[str, Any]]:
         """Returns (sum of losses over the global batch size, their weight, own losses), scaled, and metrics."""
-        weight = None
+        weight, share = None, replicas.current()
+        examples = own_losses.examples_of(losses.value if isinstance(losses, Reduction) else losses, inputs)
+        examples = replicas.counted(examples)
         if isinstance(losses, Reduction):
             values = _at_least_float32(losses.value)
             weights = tf.ones_like(values) if losses.weight is None else tf.cast(losses.weight, values.dtype)
@@ -224,20 +231,32 @@ class GradientTrainer(Trainer):
             weight = tf.reduce_sum(weights)
         else:
             target = self.global_mean(losses)
-            if self.batch_size_varies and replicas.current() is None:  # a share knows the size of its global batch
+            if self.batch_size_varies and share is None:  # a share knows the size of its global batch
                 weight = tf.cast(tf.shape(losses)[0], target.dtype)
         auxiliary, metrics = None, {}
         if own := list(self.model.losses) if _keras.is_layer(self.model) else []:
-            shares = tf.distribute.get_strategy().num_replicas_in_sync * self.micro_batches
+            self._check_own(own, inputs)
             auxiliary = tf.add_n([tf.cast(loss, target.dtype) for loss in own])
-            metrics["regularization_loss"] = reductions.mean(
-                auxiliary, tf.shape(losses)[0] if weight is None else weight
-            )
-            auxiliary /= shares
+            metrics["regularization_loss"] = reductions.mean(auxiliary, examples)
+            auxiliary *= tf.cast(examples, target.dtype)
             if weight is None:
-                target, auxiliary = target + auxiliary, None
+                of = self.global_batch_size if share is None else share.of
+                target, auxiliary = target + auxiliary / tf.cast(of, target.dtype), None
+        if weight is not None:
+            weight = tf.stack([weight, tf.cast(examples, weight.dtype)])
         scale = None if self.loss_scale is None else self.loss_scale.scale
         return replicas.times(target, scale), weight, replicas.times(auxiliary, scale), metrics
+
+    def _check_own(self, own: Sequence[tf.Tensor], inputs: Any) -> None:
+        """Raises `UsageError`, once, if the model's own losses cannot be computed in the parts that a step has."""
+
+        def losses_of(batch: Any) -> Sequence[tf.Tensor]:
+            self.loss_fn(batch)
+            return self.model.losses
+
+        if not self._own_losses_checked and tf.distribute.get_strategy().num_replicas_in_sync * self.micro_batches > 1:
+            self._own_losses_checked = True
+            own_losses.check_means(type(self).__name__, losses_of, own, inputs)
 
     def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
         """Computes the gradients in `count` parts, for `fitting`."""
@@ -252,13 +271,13 @@ class GradientTrainer(Trainer):
         """Computes micro-batch after micro-batch, compiled or not; its gradients are dense."""
         metric_sums, structure = splitting.MetricSums(), {}
 
-        def compute(part: Any) -> list[tf.Tensor]:
+        def compute(part: Any, number: tf.Tensor) -> list[tf.Tensor]:
             backward = self._backward(part)
             structure.update(
                 auxiliary=len(backward.auxiliary), weighted=backward.weight is not None,
                 missing=[gradient is None for gradient in backward.data],
             )  # fmt: skip
-            return _flattened(backward, self.update_plan.trained) + metric_sums.pack(backward.metrics, part)
+            return _flattened(backward, self.update_plan.trained) + metric_sums.pack(backward.metrics, part, number)
 
         if self.micro_batches > 1 and not self.uneven_parts:
             inputs = splitting.checked(type(self).__name__, inputs)
@@ -268,7 +287,7 @@ class GradientTrainer(Trainer):
         sums = sums[count:]
         auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
         weight, sums = (sums[0], sums[1:]) if structure["weighted"] else (None, sums)
-        return _Backward(data, auxiliary, weight, metric_sums.unpack(sums, self.micro_batches))
+        return _Backward(data, auxiliary, weight, metric_sums.unpack(sums))
 
     # The update.
 
@@ -308,9 +327,10 @@ class GradientTrainer(Trainer):
         inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
         data, auxiliary = values[:count], values[count : count + len(backward.auxiliary)]
         if weight is not None:
-            factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1])
+            factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1][0])
         data = [replicas.times(replicas.times(gradient, factor), inverse) for gradient in data]
         if auxiliary:
+            auxiliary = [replicas.times(own, tf.math.reciprocal_no_nan(values[-1][1])) for own in auxiliary]
             data = [_added(gradient, replicas.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
         return data
 
@@ -321,9 +341,14 @@ class GradientTrainer(Trainer):
             if _keras.family(optimizer) == "keras":
                 # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
                 own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
+            accumulating = [] if self.averages is None else _optimizers.accumulating(optimizer)
+            before = [tf.identity(one.iterations) for one, _ in accumulating]  # which counts updates
             self.apply_gradients(optimizer, zip(own, variables), summed=True)
-        if self.averages is not None:
-            self.averages.update(self.update_plan.trained)
+            if self.averages is not None:
+                counted = {id(variable) for _, held in accumulating for variable in held}
+                self.averages.update([variable for variable in variables if id(variable) not in counted])
+                for (one, held), updates in zip(accumulating, before):
+                    self.averages.update(held, when=tf.not_equal(one.iterations, updates))
 
     def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""

@@ -17,7 +17,7 @@ from looplib.task.reductions import Reduction
 
 @tf.autograph.experimental.do_not_convert
 def summed(
-    compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int, jit_compile: bool = False
+    compute: Callable[[Any, tf.Tensor], list[tf.Tensor]], inputs: Any, count: int, jit_compile: bool = False
 ) -> list[tf.Tensor]:
     """Returns the sums of what a function returns for each part of a batch.
 
@@ -25,7 +25,8 @@ def summed(
     size is not known when the step is traced, or is no multiple of `count`, is divided as evenly as possible.
 
     Args:
-      compute: function of a part of the batch, with the structure of `inputs`; returns tensors of static shapes.
+      compute: function of a part of the batch, with the structure of `inputs`, and of its number, int32 scalar tensor;
+        returns tensors of static shapes.
       inputs: the batch; tensors have the batch as their first dimension, scalars are passed to each part.
       count: number of parts.
       jit_compile: whether XLA compiles the function, unless it runs eagerly.
@@ -35,14 +36,12 @@ def summed(
     """
     part = (lambda _: inputs) if count == 1 else _divided(inputs, count)
     if tf.executing_eagerly():
-        sums = compute(part(tf.constant(0)))
-        for number in range(1, count):
-            sums = [total + value for total, value in zip(sums, compute(part(tf.constant(number))))]
-        return sums
+        every = [compute(part(number), number) for number in map(tf.constant, range(count))]
+        return [tf.add_n(values) for values in zip(*every)]
     if count == 1:
-        return _call(compute, inputs, jit_compile)
+        return _call(compute, inputs, tf.constant(0), jit_compile)
     # Traced once, which tells the shapes of the sums, and called in the loop.
-    traced = tf.function(lambda number: _call(compute, part(number), jit_compile))
+    traced = tf.function(lambda number: _call(compute, part(number), number, jit_compile))
     traced = traced.get_concrete_function(tf.TensorSpec([], tf.int32))
     zeros = [tf.zeros(output.shape, output.dtype) for output in tf.nest.flatten(traced.structured_outputs)]
 
@@ -69,11 +68,13 @@ def checked(who: str, inputs: Any) -> Any:
         return rows.map_parts(tf.identity, inputs)
 
 
-def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: bool) -> list[tf.Tensor]:
+def _call(
+    compute: Callable[[Any, tf.Tensor], list[tf.Tensor]], part: Any, number: tf.Tensor, jit_compile: bool
+) -> list[tf.Tensor]:
     """Calls a function; in XLA, with only those tensors of the part that it uses. These may not be strings."""
     if not jit_compile:
-        return compute(part)
-    compiled = tf.function(lambda: compute(part), jit_compile=True).get_concrete_function()
+        return compute(part, number)
+    compiled = tf.function(lambda: compute(part, number), jit_compile=True).get_concrete_function()
     nodes = list(_tf.nodes_in(compiled.graph.as_graph_def()))
     if random := sorted({node.op for node in nodes} & _tf.RANDOM_OPS):
         logging.warning(
@@ -117,7 +118,9 @@ def _rows(leaf: tf.Tensor | tf.RaggedTensor, number: tf.Tensor, count: int) -> t
         sizes = [tf.shape(leaf)[axis] if size is None else size for axis, size in enumerate(leaf.shape)][1:]
         return tf.gather(tf.reshape(leaf, [count, rows, *sizes]), number)
     size = tf.cast(leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0], tf.int32)
-    return leaf[number * size // count : (number + 1) * size // count]
+    # Rounded up, so that the first part has an example if any has.
+    start, end = (-(-each * size // count) for each in (number, number + 1))
+    return leaf[start:end]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -144,8 +147,11 @@ class MetricSums:
         self._keras: dict[str, Any] = {}
 
     @tf.autograph.experimental.do_not_convert
-    def pack(self, metrics: dict[str, Any], inputs: Any) -> list[tf.Tensor]:
-        """Returns the tensors of a part's metrics, float64; `UsageError` for a metric that does not sum."""
+    def pack(self, metrics: dict[str, Any], inputs: Any, number: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the tensors of the metrics of a part with a number, float64; `UsageError` for one that does not sum.
+
+        A `last` is that of the first part, as of several replicas it is that of the first one.
+        """
         self._slots, self._keras, parts = [], {}, []
         for name, value in metrics.items():
             if _keras.is_metric(value):
@@ -174,12 +180,14 @@ class MetricSums:
                 else:
                     data, weight = reductions.weighted_sum(data, tf.cast(value.weight, tf.float64))
                 parts.append(weight)
+            if value.kind == "last":
+                data = tf.where(tf.equal(number, 0), data, tf.zeros_like(data))
             parts.append(data)
         return parts
 
     @tf.autograph.experimental.do_not_convert
-    def unpack(self, sums: list[tf.Tensor], count: int) -> dict[str, Any]:
-        """Returns the metrics of the whole batch, from the sums over `count` parts; a `last` is their mean."""
+    def unpack(self, sums: list[tf.Tensor]) -> dict[str, Any]:
+        """Returns the metrics of the whole batch, from the sums over its parts."""
         metrics, sums = dict(self._keras), iter(sums)
         for name, kind, dtype in self._slots:
             value = next(sums)
@@ -188,7 +196,7 @@ class MetricSums:
             elif kind == "total":
                 metrics[name] = reductions.total(tf.cast(value, dtype))
             elif kind == "last":
-                metrics[name] = reductions.last(value / count)
+                metrics[name] = reductions.last(tf.cast(value, dtype))
             else:
                 raise NotImplementedError(f"the parts of a batch do not reduce by looplib.{kind}")
         return metrics

@@ -71,7 +71,7 @@ def total(value: Any) -> Reduction:
 
 @tf.autograph.experimental.do_not_convert
 def last(value: Any) -> Reduction:
-    """Keeps the value of the last step on the first replica.
+    """Keeps the value of the last step on the first replica; of the first micro-batch there.
 
     Args:
       value: real tensor whose shape is fully known, often a scalar such as a learning rate.

@@ -17,7 +17,7 @@ import looplib
 from looplib import UsageError
 from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
-from looplib.errors import DatasetError, EngineError, OptimizerError, StaleTraceError, StepError
+from looplib.errors import DatasetError, EngineError, LossError, OptimizerError, StaleTraceError, StepError
 from looplib.extras.diagnosis import model_table
 from looplib.messages import parse_error
 from looplib.task import micro_batches
@@ -253,6 +253,77 @@ def test_trainable_that_is_changed_between_the_trainer_and_its_controller_is_ref
     train(trainer, 1)
 
 
+class Uneven(looplib.GradientTrainer):
+    """Layers add a mean over the batch, an activity regularizer and a regularizer of weights; 37 examples in eights."""
+
+    batches = "global"
+
+    def __init__(self, keras, added, weighted=False, **settings):
+        class Adds(keras.layers.Layer):
+            def call(self, x):
+                self.add_loss(added(tf.square(x)))
+                return x
+
+        self.weighted = weighted
+        regularizer = keras.regularizers.L2(3.0)
+        inputs = keras.Input((4,))
+        hidden = keras.layers.Dense(5, "tanh", activity_regularizer=regularizer, kernel_regularizer="l2")(inputs)
+        model = keras.Model(inputs, keras.layers.Dense(1)(Adds()(hidden)))
+        model.set_weights([np.cos(np.arange(weight.size)).reshape(weight.shape) / 2 for weight in model.get_weights()])
+        super().__init__(model, keras.optimizers.SGD(0.05), **settings)
+
+    x, y = np.sin(np.arange(37 * 4)).reshape(37, -1).astype("float32"), np.arange(37.0)[:, None] / 37
+
+    def dataset(self, context):
+        data = context.indices(37, shuffle=False, whole_epochs=True)
+        return data.map(lambda i: (tf.gather(self.x, i), tf.gather(self.y.astype("float32"), i)))
+
+    def loss_fn(self, inputs):
+        errors = tf.square(self.model(inputs[0], training=True) - inputs[1])[:, 0]
+        return looplib.mean(errors, inputs[1][:, 0]) if self.weighted else errors
+
+
+@pytest.mark.slow(most=4)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name, count", [("mirrored_x2", 1), ("default", 2), ("mirrored_x2", 2), ("mirrored_x4", 1)])
+def test_losses_of_layers_weigh_by_the_examples_of_a_part(keras, name, count, weighted):
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = Uneven(keras, tf.reduce_mean, weighted, micro_batches=count)
+    reports = []
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=1),
+        trainer=trainer,
+        strategy=strategy,
+        actions=[lambda event: reports.append(event.metrics["regularization_loss"])],
+        writers=[],
+    ) as controller:
+        controller.train(10)
+    plain, own = Uneven(keras, tf.reduce_mean), []
+    for start in [*range(0, 37, 8)] * 2:
+        x, y = trainer.x[start : start + 8], trainer.y[start : start + 8]
+        with tf.GradientTape() as tape:
+            errors = tf.square(plain.model(x, training=True) - y)
+            own.append(tf.add_n(plain.model.losses))
+            loss = own[-1] + (tf.reduce_sum(errors * y) / y.sum() if weighted else tf.reduce_mean(errors))
+        variables = plain.model.trainable_variables
+        plain.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+    for ours, theirs in zip(trainer.model.get_weights(), plain.model.get_weights()):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(reports, own, rtol=1e-4)
+
+
+@pytest.mark.slow(most=2)
+@pytest.mark.parametrize("name, count", [("mirrored_x2", 1), ("default", 2)])
+def test_a_sum_that_a_layer_adds_is_refused_where_a_batch_is_computed_in_parts(keras, name, count):
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = Uneven(keras, tf.reduce_sum, micro_batches=count)
+    with pytest.raises(LossError, match="add_loss"):
+        train(trainer, 1, strategy)
+    train(Uneven(keras, tf.reduce_sum), 1)
+
+
 @pytest.mark.slow
 def test_a_metric_of_one_s_own_stays_by_the_name_of_the_regularization():
     class Own(Tagger):
@@ -282,21 +353,30 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("size", [7, 12])
+@pytest.mark.parametrize("size", [2, 7, 12])
 def test_parts_of_a_batch_of_unknown_size_have_each_example_once_and_metrics_of_all(size):
     values, metrics = np.random.default_rng(0).normal(size=[size, 2]), micro_batches.MetricSums()
 
-    def compute(part):
-        return metrics.pack({"mean": part[:, 0], "last": looplib.last(tf.reduce_sum(part))}, part)
+    def compute(part, number):
+        found = {
+            "mean": part[:, 0],
+            "weighted": looplib.mean(part[:, 0], part[:, 1] ** 2),
+            "total": looplib.total(tf.reduce_sum(part)),
+            "last": looplib.last(tf.reduce_sum(part[:1], axis=0)),
+            "rows": looplib.total(tf.shape(part)[0]),
+        }
+        return metrics.pack(found, part, number)
 
     @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float64)])
     def step(batch):
-        found = metrics.unpack(micro_batches.summed(compute, batch, 3), 3)
-        return found["mean"].value, found["last"].value
+        return {name: one.value for name, one in metrics.unpack(micro_batches.summed(compute, batch, 3)).items()}
 
-    mean, last = step(values)
-    assert float(mean) == pytest.approx(values[:, 0].mean())
-    assert float(last) == pytest.approx(values.sum() / 3)
+    found = step(values)
+    assert float(found["mean"]) == pytest.approx(values[:, 0].mean())
+    assert float(found["weighted"]) == pytest.approx(np.average(values[:, 0], weights=values[:, 1] ** 2))
+    assert float(found["total"]) == pytest.approx(values.sum())
+    assert float(found["rows"]) == size
+    np.testing.assert_array_equal(found["last"], values[0])  # exactly, of the first part
 
 
 def test_parts_of_a_batch_with_different_numbers_of_rows_are_refused_in_micro_batches():
@@ -389,6 +469,53 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
     again, _ = run(tmp_path / "resumed", 3, 5)
     for found, expected in zip(again.averages.values, trainer.averages.values):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@pytest.mark.slow(most=2)
+@pytest.mark.parametrize("name, kind", [("mirrored_x2", "one"), ("default", "several"), *more([("default", "one")])])
+def test_an_optimizer_that_accumulates_moves_averages_rates_and_norms_with_its_updates(name, kind):
+    """Three steps of a third of the batch are one of the batch, for all that counts updates."""
+
+    def make(steps):
+        schedule = keras3.optimizers.schedules.ExponentialDecay(0.3, steps or 1, 0.5, staircase=True)  # by steps
+        one = lambda: keras3.optimizers.SGD(schedule, momentum=0.9, gradient_accumulation_steps=steps)
+        if kind == "one":
+            return one()
+        plain, slow = keras3.optimizers.SGD(0.0), one()
+        return keras3.optimizers.MultiOptimizer(lambda variable: slow if len(variable.shape) == 2 else plain)
+
+    class Thirds(Tagger):
+        parts = 1
+
+        def dataset(self, context):
+            size = 30 // self.parts // context.num_pipelines
+            rows = np.arange(30).reshape(self.parts, context.num_pipelines, size)[:, context.pipeline_index].ravel()
+            data = tf.data.Dataset.from_tensor_slices((X[rows], Y[rows], MASK[rows]))
+            return data.batch(context.per_replica_batch_size).repeat()
+
+    found, strategy = [], make_strategy(name)
+    for parts in (1, 3):
+        report = ("learning_rate", "update_norm") if kind == "one" else ("update_norm",)
+        with strategy.scope():
+            trainer = Thirds(
+                keras3, make(None if parts == 1 else parts), weighted=False, average_decay=0.5, report=report
+            )
+        trainer.parts, reports = parts, []
+        with looplib.Controller(
+            looplib.RunConfig(global_batch_size=30 // parts, steps_per_loop=1),
+            trainer=trainer,
+            strategy=strategy,
+            actions=[lambda event, reports=reports: reports.append([event.metrics[name] for name in report])],
+            writers=[],
+        ) as controller:
+            controller.train(4 * parts)
+        found.append((trainer.model.get_weights()[0], trainer.averages.values[0].numpy(), np.array(reports)))
+    (weights, averages, plain), (ours, our_averages, reports) = found
+    np.testing.assert_allclose(ours, weights, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(our_averages, averages, rtol=1e-5, atol=1e-6)
+    assert np.abs(weights - averages).max() > 0.01
+    np.testing.assert_allclose(reports[2::3], plain, rtol=1e-4)
+    assert not reports[0::3, -1].any() and not reports[1::3, -1].any()  # the norms of updates that there are not
 
 
 @pytest.mark.slow(keep=1, most=2)
