@@ -6,16 +6,14 @@ Names that other rooms may use, by file:
         is_optimizer, is_own_class, is_variable, loss_scale, mask_of, optimizers, parts, rate_or_schedule, scales_loss,
         sublayers, tf_variable, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner,
         with_mask, without_vocabularies
+    normalization: synchronize
     optimizers: accumulating, counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method,
         Replacement, summed, updates_conditionally, variables_of
-    tensorflow: concatenated, depends_on_inputs, depends_on_values, functions_in, GLOBAL_SEED, graphs_called_by,
-        growing_array, identity_of, inner_metrics, input_specs, is_a, is_by_element, is_late_variable, is_layer,
-        is_merge_in_branch, is_merge_of_some, is_metric, is_metrics, is_model, is_of_the_input, is_optimizer,
-        is_own_class, is_variable, is_variable_key, keys_of_iterator_state, lacking_in_xla, lengths_of_a_wrong_epoch,
-        log_errors_only, log_once, log_warnings_only, lost_server, message_without_op, name_of, name_of_variable,
-        nodes_in, object_graph, OBJECT_GRAPH_KEY, optimizers, parse_profile, parts, python_state_key, RANDOM_OPS,
-        rate_or_schedule, repeated_seeds, ReplicaLocal, scales_loss, stack_at_start, stages_of_iterator_state, started,
-        stateful_ops_of_maps, sublayers, tf_variable, UNSEEDED, untracked_variables, updated_by, value_now,
-        variable_key, variable_path, when_imported, why_restored_wrongly, with_inner, without_vocabularies,
+    tensorflow: concatenated, depends_on_inputs, depends_on_values, functions_in, graphs_called_by, growing_array,
+        identity_of, is_by_element, is_late_variable, is_merge_in_branch, is_merge_of_some, is_of_the_input,
+        is_variable_key, keys_of_iterator_state, lacking_in_xla, lengths_of_a_wrong_epoch, log_errors_only, log_once,
+        log_warnings_only, lost_server, message_without_op, name_of, name_of_variable, nodes_in, object_graph,
+        OBJECT_GRAPH_KEY, parse_profile, python_state_key, RANDOM_OPS, repeated_seeds, ReplicaLocal, stack_at_start,
+        stages_of_iterator_state, started, stateful_ops_of_maps, updated_by, variable_key, why_restored_wrongly,
         worker_devices
 """

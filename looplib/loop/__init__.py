@@ -8,7 +8,7 @@ Names that other rooms may use, by file:
     host_loop: as_shown
     loops: Loops
     packing: batch_size, Packer
-    reducer: Accumulator, Reducer, State
+    reducer: Accumulator, Reducer, State, UnknownOutputsError
     schedule: Schedule
     step: now, raise_refusal, Step, StepFn, timed
     step_additions: none

@@ -13,6 +13,7 @@ from absl import logging
 
 from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
+from looplib.compat import normalization
 from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches, Epoch
 from looplib.data.dataset_requests import BadRecords
@@ -90,6 +91,8 @@ class Loops:
             self.attach(task)
         if trainer:
             self._warn_of_others(trainer)
+            if self.strategy.num_replicas_in_sync > 1:
+                normalization.synchronize(state_of(trainer))
             checks.build_optimizers(trainer, self.strategy, self.config.loop)
             batches = self.batches_after(record, start_step - record.input_offset)
             self.training = make_loop(

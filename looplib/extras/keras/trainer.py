@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.compat import normalization
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.extras.keras import means, metric_parts, models, rows
@@ -121,7 +122,10 @@ class KerasTrainer(Adapter, Trainer):
         self.batch_size_varies = self._keras_data.is_of_examples  # few examples may be less than a batch
         build(model, self._keras_data, trains=True)
         self.uneven_parts = per_replica
-        if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica:
+        several = model.distribute_strategy.num_replicas_in_sync > 1
+        if several:
+            normalization.synchronize(model)
+        if several and not per_replica:
             sample = self._keras_data.sample(means.EXAMPLES)
             means.check(model, sample)
             self.uneven_parts = len(set(rows.sizes(sample))) > 1  # each part is divided by its own, which was tried

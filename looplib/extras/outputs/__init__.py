@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     card: none
-    exports: check_inputs, export
+    exports: export
     facts: none
     flags: ExportFlags
     folder: none

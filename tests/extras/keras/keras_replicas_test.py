@@ -9,7 +9,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.compat import keras as _keras
-from looplib.errors import LossError, MetricError, StepError
+from looplib.errors import LossError, MetricError, ModelError, StepError
 from looplib.extras.compat.methods import alone
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
@@ -776,3 +776,73 @@ def test_graphs_whose_edges_name_nodes_are_refused_on_replicas_before_the_first_
         model(X[:2])
         with pytest.raises(LossError, match="12.*16 rows.*nodes and edges"):
             looplib.KerasTrainer(model, data)
+
+
+SENTENCES = np.random.default_rng(3).normal(size=(ROWS, 5, 3)).astype("float32") + 1
+SENTENCES[np.arange(5) >= np.random.default_rng(4).integers(1, 6, ROWS)[:, None]] = 0  # nothing after the end of each
+
+
+def masked_normalization(keras):
+    layers = [keras.Input((5, 3)), keras.layers.Masking()]
+    layers += [keras.layers.BatchNormalization(momentum=0.5, synchronized=True), keras.layers.LSTM(2)]
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+class ByLoss(looplib.GradientTrainer):
+    batches = "global"
+
+    def dataset(self, context):
+        data = context.indices(ROWS, shuffle=False, whole_epochs=True)
+        return data.map(lambda i: (tf.gather(SENTENCES, i), tf.gather(Y, i)))
+
+    def loss_fn(self, inputs):
+        return tf.square(self.model(inputs[0], training=True) - inputs[1])[:, 0]
+
+
+class ByStep(looplib.Trainer):
+    batches, dataset = "global", ByLoss.dataset
+
+    def __init__(self, model, optimizer):
+        self.parts = {"of": [model]}
+        self.optimizer = optimizer
+
+    def step_fn(self, inputs):
+        model = self.parts["of"][0]
+        with tf.GradientTape() as tape:
+            losses = tf.square(model(inputs[0], training=True) - inputs[1])[:, 0]
+            loss = self.global_mean(losses)
+        variables = model.trainable_variables
+        self.apply_gradients(self.optimizer, zip(tape.gradient(loss, variables), variables))
+        return {"loss": losses}
+
+
+@pytest.mark.slow(most=4)
+@pytest.mark.parametrize("make", [None, ByLoss, ByStep])
+def test_synchronized_statistics_leave_out_masked_steps_of_all_replicas(make, keras):
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        model = masked_normalization(keras)
+        if make is None:
+            trainer = looplib.KerasTrainer(model, SENTENCES, Y, shuffle=False)
+        else:
+            trainer = make(model, model.optimizer)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=STEPS), trainer=trainer, strategy=strategy, writers=[]
+    ) as controller:
+        controller.train(2 * STEPS)
+    theirs = masked_normalization(keras)
+    theirs.fit(SENTENCES, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    for found, expected in zip(model.variables, theirs.variables, strict=True):
+        for part in strategy.experimental_local_results(_keras.tf_variable(found)):
+            np.testing.assert_allclose(part.numpy(), np.array(expected), rtol=1e-3, atol=1e-5)
+
+
+def test_an_unknown_way_to_synchronize_is_refused(monkeypatch):
+    monkeypatch.setattr(keras3.layers.BatchNormalization, "_moments", lambda self, inputs, mask, weights: None)
+    with make_strategy("mirrored_x2").scope():
+        model = masked_normalization(keras3)
+        with pytest.raises(ModelError, match="batch_normalization.*synchronized"):
+            looplib.KerasTrainer(model, SENTENCES, Y)
