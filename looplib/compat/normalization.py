@@ -1,7 +1,7 @@
 """Batch normalization of Keras 3 with `synchronized=True` behind a mask, where its public interface does not suffice.
 
-Keras leaves out the synchronization where there is a mask, so each replica would have its own statistics. Its method for
-the statistics is replaced, in its class. Without a mask, and on one replica, the method is Keras's own.
+Keras leaves out the synchronization where there is a mask, so each replica would have its own statistics. Its method
+for the statistics is replaced, in its class. Without a mask, and on one replica, the method is Keras's own.
 """
 
 import functools

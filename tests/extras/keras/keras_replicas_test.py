@@ -783,9 +783,9 @@ SENTENCES[np.arange(5) >= np.random.default_rng(4).integers(1, 6, ROWS)[:, None]
 
 
 def masked_normalization(keras):
+    keras.utils.set_random_seed(1)
     layers = [keras.Input((5, 3)), keras.layers.Masking()]
     layers += [keras.layers.BatchNormalization(momentum=0.5, synchronized=True), keras.layers.LSTM(2)]
-    keras.utils.set_random_seed(1)
     model = keras.Sequential([*layers, keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
     return model
@@ -837,7 +837,7 @@ def test_synchronized_statistics_leave_out_masked_steps_of_all_replicas(make, ke
     theirs.fit(SENTENCES, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     for found, expected in zip(model.variables, theirs.variables, strict=True):
         for part in strategy.experimental_local_results(_keras.tf_variable(found)):
-            np.testing.assert_allclose(part.numpy(), np.array(expected), rtol=1e-3, atol=1e-5)
+            np.testing.assert_allclose(part.numpy(), np.array(expected), 1e-3, 1e-5, err_msg=found.name + part.device)
 
 
 def test_an_unknown_way_to_synchronize_is_refused(monkeypatch):
