@@ -112,7 +112,7 @@ FAULTS = [
           "            if holder != first:\n", "            if False:\n", "stored_sweep one_writer"),
     Fault("two processes do not write to one run", "checkpoint/lock.py",
           "fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "faults/lock"),
-    Fault("the best checkpoints are kept", "checkpoint/policy.py", 'reverse=self.mode == "max"', 'reverse=self.mode == "min"',
+    Fault("the best checkpoints are kept", "task/metric_names.py", "key=lambda one: -one[0]", "key=lambda one: one[0]",
           "store choice"),
     Fault("saves are at multiples of their interval", "loop/schedule.py", "save=step % self.save_every == 0",
           "save=step % self.report_every == 0", "schedule"),
