@@ -14,7 +14,7 @@ DRAWN = "| numbers that a `train_step` draws from `tf.random`, or from `keras.ra
 OF_ANOTHER_REPLICA = (
     "A metric of `model.losses` that a `train_step` reads after `apply_gradients` is that of another replica"
 )
-LAST_BATCH = "| numbers that a `train_step` returns which are not of the model's metrics | those of the last batch"
+LAST_BATCH = "| other numbers that a `train_step` returns | those of the last batch"
 
 
 def _apply(optimizer, tape, loss, variables):

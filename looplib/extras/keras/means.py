@@ -20,7 +20,7 @@ from looplib.loop.step import raise_refusal
 from looplib.messages import gist, join_names
 
 EXAMPLES = 32  # that are enough to try
-_DRAWS = 16  # of the random numbers of a model that draws some
+_DRAWS = 12  # of the random numbers of a model that draws some
 _SURE, _NOISY = 4, 0.1  # standard errors, and the least difference, that stand out of such noise
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _OR = (
@@ -104,15 +104,17 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
 
     def differs(batch: Any, shares: list[int] | None) -> float:
         nonlocal first
-        first, (parts, apart) = trial.whole(batch), trial.in_parts(batch, shares)
-        found.kept = found.kept or apart
+        first, parts = trial.whole(batch), trial.in_parts(batch, shares)
         if not found.draws:
             return _over(_apart(parts, first), tolerance)
-        pairs = [(first, parts), *((trial.whole(batch), trial.in_parts(batch, shares)[0]) for _ in range(_DRAWS - 1))]
+        pairs = [(first, parts), *((trial.whole(batch), trial.in_parts(batch, shares)) for _ in range(_DRAWS - 1))]
         return _stands_out(*zip(*pairs))
 
-    far = differs(batch, None) or (shares and differs(batch, shares)) or differs(_weighted(model, batch), None)
-    nothing = first.losses == 0
+    weighted = None if found.draws else _weighted(model, batch)
+    even = not shares or not found.draws  # many draws are not made twice
+    far = (even and differs(batch, None)) or (shares and differs(batch, shares))
+    far = far or (weighted is not None and differs(weighted, None))
+    found.kept, nothing = trial.apart, first.losses == 0
     if not far:
         trial.move()
         far = differs(batch, None)
@@ -138,12 +140,12 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
 def _exchanged(trial: StepTrial, batch: Any) -> _Found:
     """Compares the parts of a batch with those of the batch in another order, for a step of a fixed batch size."""
     trial.sized = True
-    parts, kept = trial.in_parts(batch)
-    other, _ = trial.in_parts(rows.take(batch, np.argsort(np.arange(leaves(batch)[0].shape[0]) % 2, kind="stable")))
+    parts = trial.in_parts(batch)
+    other = trial.in_parts(rows.take(batch, np.argsort(np.arange(leaves(batch)[0].shape[0]) % 2, kind="stable")))
     far = _over(_apart(parts, other), 1e-3)
-    same = _over(_apart(parts, trial.in_parts(batch)[0]), 1e-3)
+    same = _over(_apart(parts, trial.in_parts(batch)), 1e-3)
     fault = f"the gradients differ by {far:.2%} where replicas get other parts of a batch" if far and not same else ""
-    return _Found(fault, kept)
+    return _Found(fault, trial.apart)
 
 
 def _evaluated(model: Any, batch: Any) -> None:
@@ -169,8 +171,10 @@ def _ordered(batch: Any, model: Any) -> Any:
 
 
 def _weighted(model: Any, batch: Any) -> Any:
-    """Returns a batch with other weights of the examples; unchanged without any."""
+    """Returns a batch with other weights of the examples; None without any."""
     weights = models.unpacked(model, batch)[2]
+    if weights is None:
+        return None
     known, chance = {id(leaf) for leaf in tf.nest.flatten(weights)} - {id(None)}, np.random.default_rng(0)
 
     def other(leaf: Any) -> Any:

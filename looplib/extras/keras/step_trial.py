@@ -62,6 +62,7 @@ class StepTrial:
     Attributes:
       names: of the losses, once a step has run.
       sized: whether the step has to know how many examples it gets, so that the parts of a batch are of one size.
+      apart: the variables that differed between replicas after the first run in parts; None before it.
     """
 
     def __init__(self, model: Any, step: Callable[[Any], Any] | None = None) -> None:
@@ -75,6 +76,7 @@ class StepTrial:
         self._moved: list[tuple[tf.Variable, np.ndarray]] = []
         self._replaced = contextlib.ExitStack()
         self.names: list[str] = []
+        self.apart: list[str] | None = None
 
     def __enter__(self) -> "StepTrial":
         for optimizer in _keras.optimizers(self._model).values():
@@ -105,23 +107,21 @@ class StepTrial:
         self._put_back(lambda variable: not _is_random(variable))
         return found
 
-    def in_parts(self, batch: Any, shares: Sequence[int] | None = None) -> tuple[Computed, list[str]]:
+    def in_parts(self, batch: Any, shares: Sequence[int] | None = None) -> Computed:
         """Runs the step on the parts of a batch, one a replica, as a training does.
 
         Args:
           batch: the batch.
           shares: how many rows each replica gets, of parts that have equally many rows; None for equal shares of each.
-
-        Returns:
-          What the replicas compute together, and the variables that then differ between them.
         """
         numbers = np.arange(self._replicas + 1)
         ends = [-(-numbers * size // self._replicas) for size in rows.sizes(batch)]
         ends = ends if shares is None else [np.cumsum([0, *shares])] * len(ends)
         found = self._run(batch, np.array([np.stack([each[:-1], each[1:]], axis=1) for each in ends]), whole=False)
-        apart = self._kept_apart()
+        if self.apart is None:
+            self.apart = self._kept_apart()
         self._put_back(lambda variable: not _is_random(variable))
-        return found, apart
+        return found
 
     def move(self) -> None:
         """Moves all weights and counters that the step reads, so that none is zero; equally on all replicas."""
