@@ -27,7 +27,8 @@ class TracedValues:
     These are the attributes of the task and of its layers that the code of the step reads: numbers, strings, and lists,
     dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, which
     models the task holds, and which optimizers it and its layers hold. An attribute that the step itself assigns is
-    left out, because it may count the traces.
+    left out, because it may count the traces; so is a symbolic tensor, which each trace assigns anew, such as the
+    quantized kernel that a wrapper gives its layer.
     """
 
     def __init__(self, task: Any) -> None:
@@ -43,6 +44,8 @@ class TracedValues:
             now = getattr(holder, name, None)
             plain = _is_plain(value)
             if now is value and (isinstance(value, _IMMUTABLE) or not plain):  # nothing changes inside of it
+                continue
+            if tf.is_symbolic_tensor(now):  # another trace has assigned it
                 continue
             if plain and repr(now) == then:
                 continue
@@ -73,6 +76,8 @@ def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
     for name in sorted(names):
         value = inspect.getattr_static(holder, name, _NOWHERE)
         constant = isinstance(value, (tf.Tensor, tf.lookup.StaticHashTable))  # such as what `adapt` has learned
+        if tf.is_symbolic_tensor(value):
+            continue
         if constant or _is_plain(value) or (callable(value) and name in vars(holder)):  # such as an activation
             yield name, value
     for name, value in vars(holder).items():

@@ -134,3 +134,74 @@ def test_a_step_that_runs_eagerly_sees_every_change(keras):
     ) as controller:
         controller.train(2)
     np.testing.assert_allclose(losses[1] / losses[0], 3, rtol=1e-5)
+
+
+def make_wrapped(keras):
+    class Inner(keras.layers.Layer):
+        def call(self, inputs):
+            return inputs * self.factor
+
+    class Wrapper(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+            self.weight = self.add_weight(shape=(), initializer="ones", name="weight")
+
+        def call(self, inputs):
+            self.inner.factor = tf.round(10 * self.weight) / 10 + (self.weight - tf.stop_gradient(self.weight))
+            return self.inner(inputs)
+
+    return keras.Sequential([keras.Input((4,)), Wrapper(), keras.layers.Dense(1)])
+
+
+def test_a_tensor_that_a_wrapper_gives_its_layer_in_each_trace_is_no_change(keras):
+    keras.utils.set_random_seed(0)
+    model, y = make_wrapped(keras), X.sum(axis=1, keepdims=True)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    first = model.get_weights()
+    expected = model.fit(X, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(X, y)).history
+    model.set_weights(first)
+    trainer = looplib.KerasTrainer(model, X, y, shuffle=False, validation_data=(X, y))
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=2),
+        trainer=trainer,
+        evaluator=trainer.evaluator(),
+        writers=[],
+        actions=[lambda event: model(X[:4])],
+    ) as controller:
+        found = [controller.train_and_evaluate(steps, 4)["eval"]["loss"] for steps in (4, 8)]
+    np.testing.assert_allclose(found, expected["val_loss"], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_quantization_aware_model_trains_as_in_fit_and_resumes(tmp_path):
+    pytest.importorskip("official", reason="needs Model Garden, which has tensorflow_model_optimization")
+    import tensorflow_model_optimization as tfmot
+    import tf_keras
+
+    y = X.sum(axis=1, keepdims=True)
+
+    def compiled():
+        tf_keras.backend.clear_session()
+        tf_keras.utils.set_random_seed(0)
+        layers = [tf_keras.Input((4,)), tf_keras.layers.Dense(8, "relu"), tf_keras.layers.Dense(1)]
+        model = tfmot.quantization.keras.quantize_model(tf_keras.Sequential(layers))
+        model.compile(tf_keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        return model
+
+    theirs = compiled()
+    expected = theirs.fit(X, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(X, y)).history
+    for epoch in (1, 2):
+        trainer = looplib.KerasTrainer(compiled(), X, y, shuffle=False, validation_data=(X, y))
+        with looplib.Controller(
+            looplib.RunConfig(global_batch_size=8),
+            trainer=trainer,
+            evaluator=trainer.evaluator(),
+            model_dir=str(tmp_path),
+            writers=[],
+        ) as controller:
+            assert controller.global_step == 4 * (epoch - 1)
+            found = controller.train_and_evaluate(4 * epoch, 4)["eval"]
+        assert found["loss"] == pytest.approx(expected["val_loss"][epoch - 1], rel=1e-5)
+    for ours, weight in zip(trainer.model.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, weight, rtol=1e-5, atol=1e-6)
