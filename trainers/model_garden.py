@@ -21,7 +21,7 @@ try:
     with needed.extra("models", "trainers.model_garden"):
         import gin
         from official.common import registry_imports  # noqa: F401  (registers the experiments)
-        from official.core import config_definitions, exp_factory, task_factory, train_utils
+        from official.core import base_task, config_definitions, exp_factory, task_factory, train_utils
         from official.modeling.multitask import configs as multitask_configs
 except UsageError as error:
     if __name__ == "__main__":
@@ -134,7 +134,7 @@ def make(
         tf.io.gfile.makedirs(model_dir)  # some tasks write there
     if isinstance(params, multitask_configs.MultiTaskExperimentConfig):
         return model_garden_multi_task.make(params, model_dir, mode, make_multi_task)
-    experiment = Experiment(task_factory.get_task(params.task, logging_dir=model_dir), params, model_dir)
+    experiment = Experiment(_task(params.task, model_dir), params, model_dir)
     # The trainer first: tasks keep the metrics that they build last.
     trainer = TaskTrainer(experiment) if "train" in mode else None
     if "eval" not in mode:
@@ -143,11 +143,23 @@ def make(
     if isinstance(params, multitask_configs.MultiEvalExperimentConfig):
         for routine in params.eval_tasks:
             name = routine.task_name or routine.task_config.name
-            task = task_factory.get_task(routine.task_config, logging_dir=model_dir, name=name)
-            evaluators[name] = TaskEvaluator(experiment.of_task(task))
+            evaluators[name] = TaskEvaluator(experiment.of_task(_task(routine.task_config, model_dir, name)))
     else:
         evaluators[params.trainer.validation_summary_subdir] = TaskEvaluator(experiment)
     return trainer, evaluators
+
+
+def _task(config: config_definitions.TaskConfig, model_dir: str, name: str | None = None) -> base_task.Task:
+    kind = type(config)
+    try:
+        task_factory.get_task_cls(kind)
+    except LookupError as error:
+        raise UsageError(
+            f"no task is registered for {kind.__module__}.{kind.__qualname__}; import the module that registers it "
+            "with task_factory.register_task_cls; if the program of the experiment builds its task and trainer itself, "
+            "as that of official.recommendation.ranking does, give that trainer to looplib.OrbitTrainer"
+        ) from error
+    return task_factory.get_task(config, logging_dir=model_dir, name=name)
 
 
 if __name__ == "__main__":

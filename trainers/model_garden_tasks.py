@@ -5,7 +5,6 @@ import copy
 import inspect
 import os
 import tempfile
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from official.modeling import optimization
 import looplib
 from looplib import UsageError
 from looplib.messages import gist
+from trainers.model_garden_metrics import TaskMetrics, flat, results_of_this_replica
 
 _MOST_IMAGES = 20  # as many as Model Garden's own summaries have
 
@@ -127,7 +127,8 @@ class TaskTrainer(looplib.Trainer):
         self._experiment = experiment
         self.model = experiment.model
         self.optimizer = experiment.optimizer
-        self.train_metrics = experiment.task.build_metrics(training=True) + list(self.model.metrics)
+        self._metrics = TaskMetrics(experiment.task, self.model, training=True)
+        self.train_metrics = self._metrics.reported
         for name, item in getattr(self.model, "checkpoint_items", {}).items():
             setattr(self, name, item)
 
@@ -139,9 +140,9 @@ class TaskTrainer(looplib.Trainer):
         """Calls the task's `train_step` on one replica's batch."""
         task = self._experiment.task
         rate = looplib.learning_rate(self.optimizer)  # before the update, which counts on to the next step's
-        logs = task.train_step(inputs, model=self.model, optimizer=self.optimizer, metrics=self.train_metrics)
+        logs = task.train_step(inputs, model=self.model, optimizer=self.optimizer, metrics=self._metrics.of_task)
         values = {"training_loss": _mean(logs[task.loss], inputs), "learning_rate": looplib.last(rate)}
-        return {**values, **_by_name(self.train_metrics)}
+        return {**values, **self._metrics.by_name()}
 
     def initialize(self) -> None:
         """Loads the task's pre-trained checkpoint, if its configuration names one."""
@@ -149,7 +150,7 @@ class TaskTrainer(looplib.Trainer):
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Gives each number of a metric with several a name of its own."""
-        return _flat(metrics)
+        return flat(metrics)
 
 
 class TaskEvaluator(looplib.Adapter, looplib.Evaluator):
@@ -168,7 +169,8 @@ class TaskEvaluator(looplib.Adapter, looplib.Evaluator):
         self.model = experiment.model
         if experiment.averages:
             self.optimizer = experiment.optimizer
-        self.validation_metrics = experiment.task.build_metrics(training=False) + list(self.model.metrics)
+        self._metrics = TaskMetrics(experiment.task, self.model, training=False)
+        self.validation_metrics = self._metrics.reported
         self.global_batch_size = self._data.global_batch_size or None
         self._aggregates = type(experiment.task).aggregate_logs is not base_task.Task.aggregate_logs
         self._state = self._exporter = self._averages = None
@@ -201,9 +203,9 @@ class TaskEvaluator(looplib.Adapter, looplib.Evaluator):
     def step_fn(self, inputs: Any) -> Mapping[str, Any]:
         """Calls the task's `validation_step` on one replica's batch."""
         task = self._experiment.task
-        with _results_of_this_replica([*self.validation_metrics, *self._of_task]):
-            logs = task.validation_step(inputs, model=self.model, metrics=self.validation_metrics)
-        outputs = _by_name(self.validation_metrics)
+        with results_of_this_replica([*self.validation_metrics, *self._of_task]):
+            logs = task.validation_step(inputs, model=self.model, metrics=self._metrics.of_task)
+        outputs: dict[str, Any] = self._metrics.by_name()
         if task.loss in logs:
             outputs["validation_loss"] = _mean(logs[task.loss], inputs)
         if self._aggregates:
@@ -266,7 +268,7 @@ class TaskEvaluator(looplib.Adapter, looplib.Evaluator):
             metrics = {**metrics, **{name: np.asarray(value) for name, value in reduced.items()}}
             self._images = {name: each for name, each in metrics.items() if name.startswith("image/")}
             self._state = None
-        metrics = _flat(metrics)
+        metrics = flat(metrics)
         if self._options.best_checkpoint_export_subdir and self._options.best_checkpoint_eval_metric:
             metrics = self._export_best(metrics)
         if self._experiment.averages:
@@ -307,48 +309,7 @@ class TaskEvaluator(looplib.Adapter, looplib.Evaluator):
         self._averages.save(checkpoint_number=int(self.global_step))
 
 
-@contextlib.contextmanager
-def _results_of_this_replica(metrics: Sequence[tf_keras.metrics.Metric]) -> Iterator[None]:
-    """Makes `result` of Keras metrics that of this replica alone, within a `with` block.
-
-    Tasks put results into the logs of each step, where nobody reads them. A result over all replicas would need all of
-    them, and a replica without examples leaves its step out.
-    """
-    kept = [vars(metric).get("result") for metric in metrics]
-    for metric in metrics:
-        vars(metric)["result"] = types.MethodType(type(metric).result, metric)
-    try:
-        yield
-    finally:
-        for metric, result in zip(metrics, kept):
-            vars(metric).pop("result")
-            if result is not None:
-                vars(metric)["result"] = result
-
-
 def _mean(loss: tf.Tensor, inputs: Any) -> Any:
     """Returns a batch's mean loss, weighted by the number of its examples."""
     leaf = next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0)
     return looplib.mean(loss, weight=tf.shape(leaf)[0])
-
-
-def _by_name(metrics: Iterable[tf_keras.metrics.Metric]) -> dict[str, tf_keras.metrics.Metric]:
-    """Returns metric objects by their names; a second one of a name gets a number."""
-    named: dict[str, tf_keras.metrics.Metric] = {}
-    for metric in metrics:
-        name, number = metric.name, 2
-        while name in named:
-            name, number = f"{metric.name}_{number}", number + 1
-        named[name] = metric
-    return named
-
-
-def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns numbers by name: a list gives one for each element, such as `iou_0`, `iou_1`; an image gives none."""
-    flat: dict[str, Any] = {}
-    for name, value in metrics.items():
-        value = np.asarray(value)
-        if value.dtype.kind in "fiub" and value.ndim <= 1:
-            parts = enumerate(value) if value.ndim else [(None, value)]
-            flat.update({name if number is None else f"{name}_{number}": part.item() for number, part in parts})
-    return flat

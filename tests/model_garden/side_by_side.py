@@ -76,8 +76,16 @@ def under_the_driver(params, model_dir, mode="train_and_eval"):
         save_summary=False,
     )  # fmt: skip
     runner.run()
-    numbers = {name: float(value) for name, value in evaluation.items() if tf.rank(value) == 0}
-    return Ran(losses, numbers, runner.trainer.model.get_weights())
+    return Ran(losses, _numbers(evaluation), runner.trainer.model.get_weights())
+
+
+def _numbers(logs):
+    """Numbers by name; of a metric with several results, by both names."""
+    inner = {
+        f"{name}_{key}": each for name, value in logs.items() if isinstance(value, dict) for key, each in value.items()
+    }
+    single = {name: value for name, value in logs.items() if not isinstance(value, dict)}
+    return {name: float(value) for name, value in {**single, **inner}.items() if tf.rank(value) == 0}
 
 
 def controller(params, model_dir, strategy=None, **settings):
@@ -89,19 +97,21 @@ def controller(params, model_dir, strategy=None, **settings):
         trainer, evaluators = model_garden.make(params, model_dir)
     built = flat_config.controller(
         trainer=trainer, evaluator=evaluators, strategy=strategy, model_dir=model_dir,
-        global_batch_size=values.get("global_batch_size", 2), steps_per_loop=values["steps_per_loop"],
-        **{"writers": [], "checkpoints": looplib.CheckpointPolicy(every_steps=values["checkpoint_interval"]), **settings},
+        global_batch_size=values.get("global_batch_size", 2),
+        **{"steps_per_loop": values["steps_per_loop"], "writers": [], "checkpoints": looplib.CheckpointPolicy(every_steps=values["checkpoint_interval"]), **settings},
     )  # fmt: skip
     return built, trainer
 
 
-def under_looplib(params, model_dir, **settings):
-    """Runs an experiment under looplib's controller; returns `Ran`."""
+def under_looplib(params, model_dir, watch=None, **settings):
+    """Runs an experiment under looplib's controller, which calls `watch` with each event; returns `Ran`."""
     losses = {}
 
     def note(event):
         if event.split == "train":
             losses[event.step] = event.metrics["training_loss"]
+        if watch:
+            watch(event)
 
     built, trainer = controller(params, model_dir, actions=[note], **settings)
     options = params.trainer
