@@ -143,23 +143,24 @@ def make(
     if isinstance(params, multitask_configs.MultiEvalExperimentConfig):
         for routine in params.eval_tasks:
             name = routine.task_name or routine.task_config.name
-            evaluators[name] = TaskEvaluator(experiment.of_task(_task(routine.task_config, model_dir, name)))
+            evaluators[name] = TaskEvaluator(experiment.of_task(_task(routine.task_config, model_dir, name=name)))
     else:
         evaluators[params.trainer.validation_summary_subdir] = TaskEvaluator(experiment)
     return trainer, evaluators
 
 
-def _task(config: config_definitions.TaskConfig, model_dir: str, name: str | None = None) -> base_task.Task:
+def _task(config: config_definitions.TaskConfig, model_dir: str, **others: str) -> base_task.Task:
     kind = type(config)
     try:
-        task_factory.get_task_cls(kind)
+        if config.BUILDER is None:
+            task_factory.get_task_cls(kind)
     except LookupError as error:
         raise UsageError(
             f"no task is registered for {kind.__module__}.{kind.__qualname__}; import the module that registers it "
             "with task_factory.register_task_cls; if the program of the experiment builds its task and trainer itself, "
             "as that of official.recommendation.ranking does, give that trainer to looplib.OrbitTrainer"
         ) from error
-    return task_factory.get_task(config, logging_dir=model_dir, name=name)
+    return task_factory.get_task(config, logging_dir=model_dir, **others)
 
 
 if __name__ == "__main__":

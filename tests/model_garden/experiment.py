@@ -13,10 +13,12 @@ class Experiment:
             needs of it: paths, and numbers such as how many examples there are.
         overrides: Takes what `make_data` returned and returns the parameters to override, a nested dict with `task`,
             `trainer` and `runtime`.
+        base: Makes the configuration that `overrides` changes, where no experiment of the name is registered.
     """
 
     make_data: Callable[[str], dict]
     overrides: Callable[[dict], dict]
+    base: Callable[[], object] | None = None
 
 
 def merged(*trees):

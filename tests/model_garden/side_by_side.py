@@ -2,9 +2,13 @@
 
 import contextlib
 import dataclasses
+import math
 import os
+import pathlib
+import shutil
 
 import flat_config
+import numpy as np
 import tensorflow as tf
 import tf_keras
 from experiment import merged
@@ -33,9 +37,10 @@ class Ran:
     weights: list
 
 
-def configuration(name, directory, overrides=None):
-    """The configuration of a small experiment, with its data in `directory`; float32."""
-    params, experiment = exp_factory.get_exp_config(name), EXPERIMENTS[name]
+def configuration(name, directory, overrides=None, experiment=None):
+    """The configuration of a small experiment, by default one of EXPERIMENTS, with its data in `directory`; float32."""
+    experiment = experiment or EXPERIMENTS[name]
+    params = experiment.base() if experiment.base else exp_factory.get_exp_config(name)
     paths = experiment.make_data(os.path.join(directory, "data"))
     params.override(
         merged(experiment.overrides(paths), {"runtime": {"mixed_precision_dtype": None}}, overrides or {}),
@@ -88,13 +93,13 @@ def _numbers(logs):
     return {name: float(value) for name, value in {**single, **inner}.items() if tf.rank(value) == 0}
 
 
-def controller(params, model_dir, strategy=None, **settings):
+def controller(params, model_dir, strategy=None, mode="train_and_eval", **settings):
     """Builds the experiment's controller as the binary does; returns it and the trainer."""
     start_anew()
     values = model_garden_config.flag_values(params)
     strategy = strategy or tf.distribute.OneDeviceStrategy("/cpu:0")
     with strategy.scope():
-        trainer, evaluators = model_garden.make(params, model_dir)
+        trainer, evaluators = model_garden.make(params, model_dir, mode)
     built = flat_config.controller(
         trainer=trainer, evaluator=evaluators, strategy=strategy, model_dir=model_dir,
         global_batch_size=values.get("global_batch_size", 2),
@@ -118,3 +123,60 @@ def under_looplib(params, model_dir, watch=None, **settings):
     with built:
         found = built.train_and_evaluate(options.train_steps, options.validation_interval, options.validation_steps)
     return Ran(losses, found[options.validation_summary_subdir], trainer.model.get_weights())
+
+
+@dataclasses.dataclass
+class Compared:
+    """How looplib's run of an experiment compares with that of Model Garden's driver.
+
+    Attributes:
+      theirs: the driver's run.
+      ours: looplib's run.
+      resumed: list of arrays, the weights of a run of looplib from the save in the middle.
+      driver_evaluates: what the driver's evaluation of looplib's last checkpoint gives.
+    """
+
+    theirs: Ran
+    ours: Ran
+    resumed: list
+    driver_evaluates: Ran
+
+
+def compare(params, directory):
+    """Trains and evaluates under both, resumes under looplib, and evaluates its checkpoint by the driver."""
+    with eagerly():
+        theirs = under_the_driver(params, f"{directory}/theirs")
+    ours = under_looplib(params, f"{directory}/ours", loop="graph")
+    shutil.copytree(f"{directory}/ours/checkpoints", f"{directory}/again/checkpoints")
+    for path in pathlib.Path(directory, "again", "checkpoints").glob(f"ckpt-{params.trainer.train_steps}.*"):
+        path.unlink()
+    built, trainer = controller(params, f"{directory}/again", mode="train", loop="graph")
+    with built:
+        assert built.global_step == params.trainer.checkpoint_interval
+        built.train(params.trainer.train_steps)
+    resumed = trainer.model.get_weights()
+    with eagerly():
+        driver_evaluates = under_the_driver(params, f"{directory}/ours/checkpoints", mode="eval")
+    return Compared(theirs, ours, resumed, driver_evaluates)
+
+
+def differences(found, expected):
+    """The largest difference of two lists of arrays, relative to the largest element of each."""
+    return max(
+        (
+            float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-6))
+            for a, b in zip(found, expected, strict=True)
+            if b.size
+        ),
+        default=0.0,
+    )
+
+
+def metric_differences(found, expected):
+    """Relative differences of metrics by name, without those that the driver takes of other examples."""
+    names = [name for name in expected if name in found and name != "validation_loss" and "iou" not in name]
+    return {
+        name: abs(found[name] - expected[name]) / max(abs(expected[name]), 1e-3)
+        for name in names
+        if not math.isnan(expected[name])
+    }
