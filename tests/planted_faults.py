@@ -47,6 +47,8 @@ FAULTS = [
           "after = target.step if fault.repeats else fault.resume_after", "after = fault.resume_after", "agreement"),
     Fault("a wrong copy comes before its loss of NaN", "loop/task_loop.py",
           "        if not ran.finite:\n            self._check_totals()\n", "", "copies"),
+    Fault("a tensor that each trace assigns is no change", "loop/step_checks.py",
+          "        if tf.is_symbolic_tensor(value):\n            continue\n", "", "traced"),
     Fault("weights that stand still are found", "extras/meaning/weights.py", "        if track.checks < _STILL or not",
           "        if True or not", "weights"),
     Fault("large weights that a small update does not change are no fault", "extras/meaning/weights.py",

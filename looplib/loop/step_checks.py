@@ -45,8 +45,6 @@ class TracedValues:
             plain = _is_plain(value)
             if now is value and (isinstance(value, _IMMUTABLE) or not plain):  # nothing changes inside of it
                 continue
-            if tf.is_symbolic_tensor(now):  # another trace has assigned it
-                continue
             if plain and repr(now) == then:
                 continue
             cure = (

@@ -155,10 +155,10 @@ class TaskLoop(TrainingLoop):
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), step_fn)
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self.data.stream)
-        if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
+        self._traced = TracedValues(spec.task) if self._inner.step is not None else None
+        if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:  # these call the step again
             check_share(spec.task, self._inner.step)
             check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
-        self._traced = TracedValues(spec.task) if self._inner.step is not None else None
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import UsageError
@@ -154,10 +155,13 @@ def make_wrapped(keras):
     return keras.Sequential([keras.Input((4,)), Wrapper(), keras.layers.Dense(1)])
 
 
-def test_a_tensor_that_a_wrapper_gives_its_layer_in_each_trace_is_no_change(keras):
+@pytest.mark.parametrize("replicas", ["default", *more(["mirrored_x2"])])
+def test_a_tensor_that_a_wrapper_gives_its_layer_in_each_trace_is_no_change(keras, replicas):
     keras.utils.set_random_seed(0)
-    model, y = make_wrapped(keras), X.sum(axis=1, keepdims=True)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    strategy, y = make_strategy(replicas), X.sum(axis=1, keepdims=True)
+    with strategy.scope():
+        model = make_wrapped(keras)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
     first = model.get_weights()
     expected = model.fit(X, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=(X, y)).history
     model.set_weights(first)
@@ -166,6 +170,7 @@ def test_a_tensor_that_a_wrapper_gives_its_layer_in_each_trace_is_no_change(kera
         looplib.RunConfig(global_batch_size=8, steps_per_loop=2),
         trainer=trainer,
         evaluator=trainer.evaluator(),
+        strategy=strategy,
         writers=[],
         actions=[lambda event: model(X[:4])],
     ) as controller:

@@ -4,6 +4,7 @@ Importing this registers them. The names of those that no project registers begi
 """
 
 import dataclasses
+import types
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +27,7 @@ from official.projects.qat.nlp import registry_imports as _qat_nlp  # noqa: F401
 from official.projects.qat.vision import registry_imports as _qat_vision  # noqa: F401
 from official.projects.volumetric_models import registry_imports as _volumetric  # noqa: F401
 from official.projects.yolo.common import registry_imports as _yolo  # noqa: F401
+from official.projects.yolo.ops import loss_utils
 
 from trainers import small_data
 
@@ -115,6 +117,26 @@ def _of_text(name, model=None):
 def _bigbird_model(paths):
     sizes = {**text_experiments._BERT, "vocab_size": paths["vocab_size"], "num_rand_blocks": 1, "block_size": 4}
     return {"encoder": {"type": "bigbird", "bigbird": sizes}}
+
+
+class _TensorFlowOfDevices(types.ModuleType):
+    """TensorFlow as the losses of YOLO need it: updates at the index -1 are left out, as on GPUs; CPUs refuse them."""
+
+    def __getattr__(self, name):
+        return getattr(tf, name)
+
+    @staticmethod
+    def tensor_scatter_nd_update(tensor, indices, updates):
+        kept = tf.reduce_all(indices >= 0, axis=-1)
+        return tf.tensor_scatter_nd_update(tensor, tf.boolean_mask(indices, kept), tf.boolean_mask(updates, kept))
+
+    @staticmethod
+    def tensor_scatter_nd_max(tensor, indices, updates):
+        kept = tf.reduce_all(indices >= 0, axis=-1)
+        return tf.tensor_scatter_nd_max(tensor, tf.boolean_mask(indices, kept), tf.boolean_mask(updates, kept))
+
+
+loss_utils.tf = _TensorFlowOfDevices("tensorflow")
 
 
 def _yolo_detector(backbone, max_level=5, boxes=9, parser=None):
