@@ -148,7 +148,10 @@ def _yolo_detector(backbone, max_level=5, boxes=9, parser=None):
 
     def overrides(paths):
         model = {"num_classes": vision_data.NUM_SCENE_CLASSES, "input_size": [_SIZE, _SIZE, 3], "backbone": backbone}
-        model["detection_generator"] = {"max_boxes": 10, "pre_nms_points": 50}
+        model |= {
+            "detection_generator": {"max_boxes": 10, "pre_nms_points": 50},
+            "norm_activation": vision_experiments._NORM,
+        }
         decoder = {"decoder": {"simple_decoder": {"coco91_to_80": False}}}
         return vision_experiments._run(
             paths,
@@ -200,7 +203,7 @@ def _volumes():
     return Experiment(lambda directory: vision_data._write(directory, 8, 5, make), overrides)
 
 
-def _plain_images(experiment):
+def _plain_images(experiment, **task):
     plain = {
         "aug_rand_hflip": False,
         "aug_crop": False,
@@ -208,7 +211,7 @@ def _plain_images(experiment):
         "random_erasing": None,
         "mixup_and_cutmix": None,
     }
-    return _small(experiment, {"train_data": plain})
+    return _small(experiment, {"train_data": plain, **task})
 
 
 _MAXVIT = {
@@ -226,7 +229,9 @@ def _with_representation(size):
 
 
 PROJECTS: dict[str, Experiment] = {
-    "resnet_imagenet_qat": _plain_images(vision_experiments._classification(_RESNET)),
+    "resnet_imagenet_qat": _plain_images(
+        vision_experiments._classification({"resnet": {"model_id": 50, "depth_multiplier": 0.25}})
+    ),
     "mobilenet_imagenet_qat": _plain_images(vision_experiments._classification(_MOBILENET)),
     "retinanet_mobile_coco_qat": _small(
         vision_experiments._retinanet({"spinenet_mobile": {"model_id": "49XS", "min_level": 3, "max_level": 4}}, (3, 4), 64),
@@ -240,14 +245,16 @@ PROJECTS: dict[str, Experiment] = {
     "yolo_darknet": _small(
         _yolo_detector({"darknet": {"model_id": "cspdarknettiny", "min_level": 4, "max_level": 5, "width_scale": 0.25}})
     ),
-    "scaled_yolo": _small(_yolo_detector({"darknet": {"model_id": "csp-small", "width_scale": 0.25, "depth_scale": 0.3}})),
+    "scaled_yolo": _small(_yolo_detector({"darknet": {"model_id": "altered_cspdarknet53", "width_scale": 0.25, "depth_scale": 0.3}})),
     "coco_yolov7_pico": _small(_yolo_detector({"yolov7": {}})),
     "darknet_classification": _plain_images(
         vision_experiments._classification({"darknet": {"model_id": "cspdarknettiny", "width_scale": 0.25}})
     ),
     "detr_coco_tfrecord": _small(_transformer_detector()),
     "seg_unet3d_test": _small(_volumes()),
-    "maxvit_imagenet": _plain_images(vision_experiments._classification(_with_representation(8))),
+    "maxvit_imagenet": _plain_images(
+        vision_experiments._classification(_with_representation(8)), losses={"soft_labels": False}
+    ),
     "retinanet_maxvit_coco": _small(
         vision_experiments._retinanet(_MAXVIT, (3, 4), 64),
         {"train_data": {"dtype": "float32", "parser": _PLAIN_SCALES}, "validation_data": {"dtype": "float32"}},

@@ -161,15 +161,9 @@ def compare(params, directory):
 
 
 def differences(found, expected):
-    """The largest difference of two lists of arrays, relative to the largest element of each."""
-    return max(
-        (
-            float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-6))
-            for a, b in zip(found, expected, strict=True)
-            if b.size
-        ),
-        default=0.0,
-    )
+    """The largest difference of two lists of arrays, relative to the largest element of all."""
+    largest = max(float(np.abs(each).max()) for each in expected if each.size)
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, expected, strict=True) if b.size) / largest
 
 
 def metric_differences(found, expected):
