@@ -250,7 +250,8 @@ PROJECTS: dict[str, Experiment] = {
     "darknet_classification": _plain_images(
         vision_experiments._classification({"darknet": {"model_id": "cspdarknettiny", "width_scale": 0.25}})
     ),
-    "detr_coco_tfrecord": _small(_transformer_detector()),
+    # Its pipeline crops at random wherever it is read for training.
+    "detr_coco_tfrecord": _small(_transformer_detector(), {"train_data": {"is_training": False}}),
     "seg_unet3d_test": _small(_volumes()),
     "maxvit_imagenet": _plain_images(
         vision_experiments._classification(_with_representation(8)), losses={"soft_labels": False}
