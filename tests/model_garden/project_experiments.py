@@ -218,8 +218,9 @@ _MAXVIT = {
     "type": "maxvit",
     "maxvit": {
         "stem_hsize": [8, 8], "block_type": ["maxvit"] * 4, "num_blocks": [1] * 4, "hidden_size": [8] * 4,
-        "window_size": 1, "grid_size": 1, "head_size": 4, "survival_prob": None, "dropatt": None, "dropcnn": None,
-        "scale_ratio": None,
+        "window_size": 1, "grid_size": 1, "head_size": 4, "scale_ratio": None,
+        # It drops paths by tf.random in the step, whose state no checkpoint has.
+        "survival_prob": 1.0, "dropatt": 0.0, "dropcnn": 0.0, "dropout": 0.0,
     },
 }  # fmt: skip
 
