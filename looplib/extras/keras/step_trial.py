@@ -230,13 +230,15 @@ class StepTrial:
     def _shared(self) -> list[Any]:
         """Returns the variables of a model without metrics, seeds, and what layers of Keras compute from a batch."""
         layers = [each for each in _keras.sublayers(self._model) if _keras.is_own_class(each)]
-        others = [each for each in layers if not _keras.is_model(each)] + list(
-            filter(_keras.is_metric, _keras.parts(self._model))
-        )
-        known = {id(_keras.tf_variable(variable)) for other in others for variable in other.variables}
+        recurrent = [each for each in layers if _keras.is_a(each, "layers", "RNN")]
+        others = [each for each in layers if not _keras.is_model(each)]
+        others += filter(_keras.is_metric, _keras.parts(self._model))
+        own = [variable for other in others for variable in other.variables]
+        own += [state for each in recurrent for state in tf.nest.flatten(each.states) if state is not None]
+        known = {id(_keras.tf_variable(variable)) for variable in own}
         held = [variable for _, variable in variables_of(state_of_model(self._model))]
-        own = [variable for variable in held if variable.trainable or id(variable) not in known]
-        return [variable for variable in own if variable.dtype.is_floating]
+        shared = [variable for variable in held if variable.trainable or id(variable) not in known]
+        return [variable for variable in shared if variable.dtype.is_floating]
 
     def _put_back(self, chosen: Callable[[tf.Variable], bool]) -> None:
         for variable, value in self._before.values():
