@@ -221,7 +221,7 @@ def test_a_foreign_memory_of_callbacks_is_refused(keras):
     stopping = keras.callbacks.EarlyStopping(monitor="loss")
     callbacks = KerasCallbacks(model, [stopping])
     callbacks.load({"callbacks": {name: {"best": 0.25, "wait": 2}}, "logs": None, "missing": [], "begun": 3})
-    assert (stopping.best, stopping.wait) == (0.25, 2) and callbacks.state()["callbacks"][name]["wait"] == 2
+    assert callbacks.state()["callbacks"] == {name: {"best": 0.25, "wait": 2}}
     for foreign in (3, [{"wait": 2}], {name: 3}, {name: {"on_epoch_end": 3}}):
         with pytest.raises(CallbackError):
             callbacks.load({"callbacks": foreign, "logs": None, "missing": [], "begun": 3})
