@@ -137,7 +137,7 @@ class KerasCallbacks(Action):
         if not self._best.restoring:
             self._memories.check(state["callbacks"])
             self._best.check(state.get("best", {}))
-            self._loaded = state
+            self._loaded = {"best": {}, "last": {}, **state}
             if self._trains:
                 self._remember()
             self._last = _of_json(state.get("last", {}))
