@@ -3,9 +3,9 @@
 Names that other rooms may use, by file:
     keras: adapts, averaged, changes_when_called, check_one_family, computes_in, family, finalizes, given_constants,
         GLOBAL_SEED, imported, inner_metrics, input_specs, is_a, is_layer, is_metric, is_metrics, is_model,
-        is_optimizer, is_own_class, is_variable, loss_scale, mask_of, optimizers, parts, rate_or_schedule, scales_loss,
-        sublayers, tf_variable, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner,
-        with_mask, without_vocabularies
+        is_optimizer, is_own_class, is_variable, loss_scale, make_outside, make_sums_outside, mask_of, optimizers,
+        parts, rate_or_schedule, scales_loss, sublayers, tf_variable, UNSEEDED, untracked_variables, value_now,
+        variable_path, when_imported, with_inner, with_mask, without_vocabularies
     normalization: synchronize
     optimizers: accumulating, counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method,
         Replacement, summed, updates_conditionally, variables_of

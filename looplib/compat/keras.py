@@ -4,9 +4,11 @@ Keras 3 (`keras`) and Keras 2 (`tf_keras`) both run on TensorFlow, and neither's
 This imports neither: it recognizes objects by the modules of their classes.
 """
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import ExportError, KerasFamilyError
+from looplib.errors import ExportError, KerasFamilyError, StepError
 
 _ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
 _STRUCTURES = (list, tuple, dict)
@@ -377,6 +379,40 @@ def _loose(value: Any) -> Iterator[Any]:
         state = tf_variable(state)
         if isinstance(state, (tf.Variable, tf.random.Generator)) and id(state) not in left_out:
             yield state
+
+
+def make_outside(make: Callable[..., Any], **settings: Any) -> Any:
+    """Makes a variable outside of the function that is traced, with its initial value, as tf_keras's layers do.
+
+    For `tf.variable_creator_scope` in the scope of a strategy. A variable whose initial value is computed in the
+    function is made by `make`.
+
+    Raises:
+      UsageError: for the seed of Keras's global generator.
+    """
+    value = settings["initial_value"]
+    if tf.is_symbolic_tensor(value):
+        value = tf.get_static_value(value)
+    if GLOBAL_SEED in str(settings.get("name")) and tf.distribute.has_strategy():
+        raise StepError(UNSEEDED)
+    if tf.executing_eagerly() or value is None:
+        return make(**settings)
+    settings["initial_value"] = value
+    known = inspect.signature(tf.Variable.__init__).parameters
+    # A graph numbers a scope that is entered again, as that of a metric for its second variable; Keras does not.
+    path = getattr(sys.modules.get("keras.src.backend.common.name_scope"), "current_path", str)()
+    with tf.init_scope(), tf.name_scope(f"{path}/") if path else contextlib.nullcontext():
+        return tf.Variable(**{name: value for name, value in settings.items() if name in known})
+
+
+def make_sums_outside(make: Callable[..., Any], **settings: Any) -> Any:
+    """Makes a sum that a metric of Keras keeps as `make_outside` does, and other variables by `make`.
+
+    Some metrics of Keras 3, such as `F1Score`, make their sums when they are first updated.
+    """
+    sums = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
+    is_sum = (settings.get("synchronization"), settings.get("aggregation")) == sums
+    return make_outside(make, **settings) if is_sum else make(**settings)
 
 
 def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:

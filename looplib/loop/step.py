@@ -58,7 +58,8 @@ class Step:
             return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
 
         try:
-            self.function = step.get_concrete_function()
+            with strategy.scope(), tf.variable_creator_scope(_keras.make_sums_outside):
+                self.function = step.get_concrete_function()
         except Exception as error:
             if self.stream.properties.may_be_empty and not self.reducer.joins and _tf.is_merge_in_branch(error):
                 self.reducer.joins = True  # the branch may be the reducer's own

@@ -163,6 +163,39 @@ def test_keras_metrics_of_both_families_reduce_exactly(name, family):
         assert found["examples"] == 65
 
 
+@pytest.mark.slow(spread=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_metrics_that_make_their_sums_in_their_first_update_are_those_of_all_examples_on_replicas(family):
+    keras, strategy = pytest.importorskip(family), make_strategy("mirrored_x2")
+    scores = np.random.default_rng(0).random((101, 3)).astype(np.float32)
+    labels = (scores + np.random.default_rng(1).random((101, 3)) > 1).astype(np.float32)
+    with strategy.scope():
+        metrics = {
+            "f1": keras.metrics.F1Score("macro", 0.5), "r2": keras.metrics.R2Score(),
+            "auc": keras.metrics.AUC(multi_label=True), "error": keras.metrics.MeanSquaredError(),
+        }  # fmt: skip
+
+    def outputs(ids, values):
+        for metric in metrics.values():
+            metric.update_state(tf.gather(labels, ids), tf.gather(scores, ids))
+        return dict(metrics)
+
+    right = np.sum(labels * (scores > 0.5), axis=0)
+    error, spread = np.sum((labels - scores) ** 2, axis=0), np.sum((labels - labels.mean(axis=0)) ** 2, axis=0)
+    alone = keras.metrics.AUC(multi_label=True)
+    alone.update_state(labels, scores)
+    expected = {
+        "f1": np.mean(2 * right / (labels.sum(axis=0) + np.sum(scores > 0.5, axis=0))),
+        "r2": np.mean(1 - error / spread), "auc": float(alone.result()), "error": error.sum() / scores.size,
+        "examples": 101,
+    }  # fmt: skip
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=16), evaluator=Values(101, outputs), strategy=strategy, writers=[]
+    )
+    for _ in range(2):  # reset between evaluations
+        assert controller.evaluate()["eval"] == pytest.approx(expected, rel=1e-5)
+
+
 def own_metric(family, kind):
     """A metric of a class of one's own: of a sum, and of what is none."""
     keras = importlib.import_module(family)

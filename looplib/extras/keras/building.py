@@ -4,8 +4,6 @@ Several replicas and the eager loop cannot make them in a step. What is traced h
 """
 
 import contextlib
-import inspect
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ import tensorflow as tf
 
 from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
-from looplib.errors import LossError, StepError, UsageError, VariableError
+from looplib.errors import LossError, UsageError, VariableError
 from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models
 from looplib.extras.keras.data import KerasData
@@ -91,7 +89,7 @@ def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.
     def traced() -> tf.types.experimental.ConcreteFunction:
         return tf.function(lambda batch: strategy.run(on_replica, args=(batch,))).get_concrete_function(spec)
 
-    with strategy.scope(), tf.variable_creator_scope(_outside):
+    with strategy.scope(), tf.variable_creator_scope(_keras.make_outside):
         try:
             try:
                 return traced()
@@ -116,23 +114,6 @@ def _renew_constants(model: Any) -> bool:
     for layer in layers:
         layer.finalize_state()
     return bool(layers)
-
-
-def _outside(make: Callable[..., Any], **settings: Any) -> Any:
-    """Makes a variable outside of the function that is traced, with its initial value, as tf_keras's layers do."""
-    value = settings["initial_value"]
-    if tf.is_symbolic_tensor(value):
-        value = tf.get_static_value(value)
-    if _keras.GLOBAL_SEED in str(settings.get("name")) and tf.distribute.has_strategy():
-        raise StepError(_keras.UNSEEDED)
-    if tf.executing_eagerly() or value is None:
-        return make(**settings)
-    settings["initial_value"] = value
-    known = inspect.signature(tf.Variable.__init__).parameters
-    # A graph numbers a scope that is entered again, as that of a metric for its second variable; Keras does not.
-    path = getattr(sys.modules.get("keras.src.backend.common.name_scope"), "current_path", str)()
-    with tf.init_scope(), tf.name_scope(f"{path}/") if path else contextlib.nullcontext():
-        return tf.Variable(**{name: value for name, value in settings.items() if name in known})
 
 
 def _is_unbuilt(model: Any) -> bool:
