@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib.compat import keras as _keras
 from looplib.errors import MetricError, StaleTraceError
@@ -155,7 +156,9 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
         step.stream.end(iterator)
     tolerance = 0.5 if step.random_ops else 1e-3  # other random numbers may change it a little
     for name, at_first in first.items():
-        change, again = second[name] - at_first, third[name] - second[name]
+        finite = np.isfinite(second[name]) & np.isfinite(third[name])
+        change = second[name][finite] - at_first[finite]
+        again = third[name][finite] - second[name][finite]
         sums = np.linalg.norm(again - change) <= tolerance * np.linalg.norm(change)
         if np.any(second[name] != at_first) and (np.any(at_first) or not sums or not is_summed(kept[name])):
             raise MetricError(
@@ -164,6 +167,11 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
                 "replicas; keep sums in add_weight's default aggregation, compute the rest in result(), or use one "
                 "replica"
             )
+        if not finite.all():
+            logging.warning(
+                "%s (%s) is not finite after one batch, so that it is not known whether it is a sum over examples, as "
+                "on several replicas it has to be", name, who,
+            )  # fmt: skip
 
 
 def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:

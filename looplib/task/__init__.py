@@ -16,7 +16,7 @@ Names that other rooms may use, by file:
     micro_batches: none
     own_losses: none
     parts: layers_of, matching, nested_layers
-    plain: as_array, as_bytes, as_json, as_number, is_number
+    plain: as_array, as_bytes, as_json, as_number, gaps, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
     state: differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of,

@@ -26,6 +26,18 @@ def as_bytes(array: np.ndarray) -> bytes:
     return repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
 
 
+def gaps(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns the absolute difference of each element of two arrays of numbers of one shape, float64.
+
+    NaN in both, and the same infinity in both, are equal; against anything else the difference is infinite.
+    """
+    x, y = (array if array.dtype.kind == "c" else array.astype(np.float64) for array in (one, other))
+    with np.errstate(invalid="ignore"):
+        far = np.abs(x - y)
+    equal = (x == y) | (np.isnan(x) & np.isnan(y))
+    return np.where(equal, 0.0, np.where(np.isnan(far), np.inf, far))
+
+
 def is_number(array: np.ndarray) -> bool:
     """Returns whether an array holds real numbers or booleans; TensorFlow's types, such as bfloat16, are among them."""
     if array.dtype.kind != "V":

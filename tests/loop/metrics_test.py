@@ -247,6 +247,18 @@ def test_a_metric_that_replicas_cannot_sum_is_refused_when_the_controller_is_bui
     assert np.isfinite(evaluate(make_strategy("default"), evaluator)["own"])
 
 
+def test_a_sum_that_is_not_finite_is_no_other_kind_of_metric(caplog):
+    with make_strategy("mirrored_x2").scope():
+        metric = own_metric("keras", "sum")
+
+    def outputs(ids, values):
+        metric.update_state(tf.where(ids == 3, tf.constant(np.inf, tf.float64), values))
+        return {"own": metric}
+
+    assert evaluate(make_strategy("mirrored_x2"), Values(50, outputs))["own"] == np.inf
+    assert "'own' (Values.step_fn) is not finite after one batch" in caplog.text
+
+
 class Summing(looplib.Trainer):
     """Trains a weight, and returns a sum of a metric class of one's own."""
 

@@ -23,6 +23,7 @@ from looplib.loop.task_loop import as_numbers
 from looplib.report.records import read_jsonl
 from looplib.task import metric_names
 from looplib.task.actions import Action, ActionStates
+from looplib.task.plain import gaps
 from looplib.task.record import RunRecord
 
 _FLOATS = (np.float16, np.float32, np.float64, np.longdouble)
@@ -184,6 +185,14 @@ def test_booleans_that_older_versions_wrote_are_read_as_numbers(tmp_path):
     commits.write_marker(done)
     assert commits.read_marker(done.path).scores["eval/converged"] == 1
     assert looplib.KeepBest("eval/converged", "max").select([commits.read_marker(done.path)])
+
+
+def test_nan_and_infinity_are_as_far_from_themselves_as_any_number_and_infinitely_from_others():
+    nan, inf = math.nan, math.inf
+    for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.complex64):
+        one = np.array([nan, nan, inf, inf, inf, -inf, 1, 2, 0], dtype)
+        other = np.array([nan, 1, inf, -inf, nan, -inf, nan, 5, -0.0], dtype)
+        assert gaps(one, other).tolist() == gaps(other, one).tolist() == [0, inf, 0, inf, inf, 0, inf, 3, 0]
 
 
 @pytest.mark.parametrize(("mode", "order"), [("max", [3, 1, 4, 0]), ("min", [0, 1, 4, 3])])

@@ -43,9 +43,8 @@ class ReplicaComparison:
         self._names = [name for name, _ in named]
         self._variables = [variable for _, variable in named]
         self._together = self._on_each_replica(checksums_together)
-        # These are traced only where copies differ.
-        self._each = self._on_each_replica(lambda values: tf.stack([checksums(value) for value in values]))
-        self._finite = self._on_each_replica(lambda values: tf.stack([_is_finite(value) for value in values]))
+        # This is traced only where copies differ.
+        self._each = self._on_each_replica(lambda values: tf.stack([checksums(_one_nan(value)) for value in values]))
 
     def differences(self) -> str:
         """Returns what differs, as clauses that name variables, replicas and workers; "" if nothing does.
@@ -61,14 +60,13 @@ class ReplicaComparison:
     def _differing(self) -> tuple[list[int], np.ndarray]:
         """Returns the numbers of the variables whose copies differ, and checksums, int64 `[replicas, variables, 2]`.
 
-        Where no copy is finite, as after a loss of NaN, the bits of NaN may differ, which is no difference.
+        NaN equals NaN, as after a loss of NaN, where its bits may differ.
         """
         sums = self._values(self._together)
         if (sums == sums[:1]).all():
             return [], sums
-        sums, finite = self._values(self._each), self._values(self._finite).any(axis=0)
-        found = np.flatnonzero((sums != sums[:1]).any(axis=(0, 2)))
-        return [int(number) for number in found if finite[number]], sums
+        sums = self._values(self._each)
+        return np.flatnonzero((sums != sums[:1]).any(axis=(0, 2))).tolist(), sums
 
     def _on_each_replica(self, function: Callable[[_Values], tf.Tensor]) -> Callable[[], tf.Tensor]:
         """Makes a `tf.function` that calls a function of the variables' values on each replica."""
@@ -105,8 +103,8 @@ def _suspects(sums: np.ndarray) -> tuple[int, ...]:
     return tuple(np.flatnonzero(kinds != counts.argmax()).tolist())
 
 
-def _is_finite(value: tf.Tensor) -> tf.Tensor:
-    """Returns whether a tensor has only finite values, a boolean scalar; True for one of other types."""
+def _one_nan(value: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor whose NaNs have the same bits."""
     if value.dtype.is_complex:
-        return tf.reduce_all(tf.math.is_finite(tf.math.abs(value)))
-    return tf.reduce_all(tf.math.is_finite(value)) if value.dtype.is_floating else tf.constant(True)
+        return tf.complex(_one_nan(tf.math.real(value)), _one_nan(tf.math.imag(value)))
+    return tf.where(tf.math.is_nan(value), tf.cast(np.nan, value.dtype), value) if value.dtype.is_floating else value

@@ -41,7 +41,8 @@ def warn_of_functions(model: Any, batch: tuple) -> None:
         logging.debug("the metrics of %s could not be tried", type(model).__name__, exc_info=True)
         return
     mean = (first + second) / 2
-    apart = np.isfinite(both) & (np.abs(mean - both) > _TOLERANCE * np.maximum(np.abs(both), 1e-3))
+    near = np.abs(mean - both) <= _TOLERANCE * np.maximum(np.abs(both), 1e-3)  # NaN of a part is not
+    apart = np.isfinite(both) & ~near
     if apart.any():
         found = [f"{metric.name} ({mean[i]:.4g} for {both[i]:.4g})" for i, metric in enumerate(functions) if apart[i]]
         logging.warning(

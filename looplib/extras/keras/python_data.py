@@ -385,4 +385,4 @@ class _BatchNumbers(Plan):
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and bool(np.all((one == other) | (one != one)))
+    return one.shape == other.shape and bool(np.all((one == other) | ((one != one) & (other != other))))

@@ -27,6 +27,7 @@ from looplib.extras.weights.safetensors import SafetensorsFile
 from looplib.extras.weights.writing import named_weights, write_safetensors
 from looplib.messages import gist
 from looplib.task.exported import Exported
+from looplib.task.plain import gaps
 from looplib.task.state import variables_of
 
 CLOSE = 1e-3  # difference of two models that compute equal outputs, relative to the largest number
@@ -113,8 +114,8 @@ class Parts:
     def _keep(self, name: str, found: Any, expected: Any, who: str, because: str = "") -> None:
         """Notes how much a part differs, and leaves out one that is another model."""
         found, expected = list(found), list(expected)
-        largest = difference([tf.zeros_like(value) for value in expected], expected)
-        far = difference(found, expected)
+        far, sizes = difference(found, expected), (np.abs(value) for value, _ in _numbers(expected, expected))
+        largest = max((float(size.max(where=np.isfinite(size), initial=0)) for size in sizes), default=0.0)
         if len(found) == len(expected) and far <= CLOSE * (1 + largest):
             self.differences[name] = far
         else:
@@ -314,11 +315,18 @@ def _outputs_or_weights(model: Any) -> list[Any]:
 
 def difference(found: Any, expected: Any) -> float:
     """Returns the largest difference of two lists of tensors; 0 for those that are no numbers, infinity for others."""
-    pairs = [(tf.convert_to_tensor(one), tf.convert_to_tensor(other)) for one, other in zip(found, expected)]
-    if any(one.shape != other.shape for one, other in pairs):
+    if any(tf.convert_to_tensor(one).shape != tf.convert_to_tensor(other).shape for one, other in zip(found, expected)):
         return math.inf
-    numbers = [(tf.cast(a, tf.float64), tf.cast(b, tf.float64)) for a, b in pairs if b.dtype != tf.string]
-    return max((float(tf.reduce_max(tf.abs(a - b))) for a, b in numbers), default=0.0)
+    return max((float(gaps(one, other).max(initial=0)) for one, other in _numbers(found, expected)), default=0.0)
+
+
+def _numbers(found: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the pairs of two lists of tensors that are numbers, with float64 or complex elements."""
+    for one, other in zip(found, expected):
+        a, b = tf.convert_to_tensor(one), tf.convert_to_tensor(other)
+        if tf.string not in (a.dtype, b.dtype):
+            kind = tf.complex128 if b.dtype.is_complex else tf.float64
+            yield tf.cast(a, kind).numpy(), tf.cast(b, kind).numpy()
 
 
 def _unequal(pairs: Iterable[tuple[Any, Any]]) -> float:
@@ -329,5 +337,5 @@ def _unequal(pairs: Iterable[tuple[Any, Any]]) -> float:
         found = np.asarray(stored)
         found = found.view(value.dtype) if found.dtype.kind == "V" else found
         if found.tobytes() != value.tobytes():
-            largest = max(largest, float(np.abs(found.astype(np.float64) - value.astype(np.float64)).max()))
+            largest = max(largest, float(gaps(found, value).max()))
     return largest

@@ -172,8 +172,10 @@ def measure(source: Source | str, function: Callable[[Any], tf.Tensor], *, cache
     kept = _load(cache, _HEAD + len(source) * np.dtype(complex).itemsize) if cache else None
     if kept is not None:
         sample = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
-        if kept.shape == (len(source),) and np.array_equal(_computed(source, function, sample), kept[sample]):
-            return kept
+        if kept.shape == (len(source),):
+            numbers, before = _computed(source, function, sample), kept[sample]
+            if np.all((numbers == before) | ((numbers != numbers) & (before != before))):  # or both are NaN
+                return kept
         logging.warning("the numbers in %s are of other records, or of another function; computing them again", cache)
     found = _computed(source, function, np.arange(len(source)))
     if cache:

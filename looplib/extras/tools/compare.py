@@ -19,6 +19,7 @@ from looplib.errors import CheckError
 from looplib.extras.page import values
 from looplib.extras.tools import example_checksum
 from looplib.report import run_json
+from looplib.task.plain import gaps
 
 # Not compared bit by bit.
 _NOT_COMPARED = (
@@ -311,14 +312,12 @@ def _compare(
         gap = wrong = _differing(a, b)
         same, relative, most = a.dtype == b.dtype and not wrong.any(), None, None
     else:
-        x, y = (v.ravel() if v.dtype.kind == "c" else v.ravel().astype(np.float64) for v in (a, b))
-        with np.errstate(invalid="ignore"):
-            gap = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
-        gap = np.where(np.isnan(gap), np.inf, gap)
-        wrong = ~(gap <= atol + slack + rtol * np.abs(x))
+        gap, sizes = gaps(a, b).ravel(), np.abs(a if a.dtype.kind == "c" else a.astype(np.float64)).ravel()
+        sizes = np.where(np.isfinite(sizes), sizes, 0)  # nothing but itself is within a tolerance of infinity
+        wrong = gap > atol + slack + rtol * sizes
         # Relative to the tensor's largest element, because elements near 0 may differ by many times themselves.
         most = float(gap.max(initial=0))
-        relative = float(most / max(np.nanmax(np.abs(x), initial=0), atol))
+        relative = float(most / max(sizes.max(initial=0), atol)) if most else 0.0
         same = not wrong.any()
     if not a.size:
         return same, relative, most, (_describe(a), _describe(b))

@@ -274,6 +274,18 @@ def test_where_every_copy_is_nan_the_bits_of_nan_do_not_matter():
     assert agreement.passed["last_step"] == 6
 
 
+@pytest.mark.slow
+def test_nan_in_every_copy_hides_no_other_difference():
+    def spoil(event):
+        if event.step == 5:
+            variable = named(event.controller, "last/kernel")
+            for number, part in enumerate(variable.distribute_strategy.experimental_local_results(variable)):
+                part.assign([[np.nan], *part.numpy()[1:-1], [number]])
+
+    with pytest.raises(CorruptionError, match="last/kernel"):
+        run(made(Net, average_decay=None), 5, [spoil, looplib.ReplicaAgreement(EVERY)], guards=looplib.Guards("off"))
+
+
 # What a difference leads to.
 
 

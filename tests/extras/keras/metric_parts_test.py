@@ -43,3 +43,15 @@ def test_a_metric_function_that_is_no_mean_over_examples_is_said_by_its_name(ker
     assert all(
         float(tf.reduce_sum(tf.abs(v))) == 0 for one in model.metrics for v in map(tf.convert_to_tensor, one.variables)
     )
+
+
+@pytest.mark.slow
+def test_a_metric_function_that_is_nan_for_parts_alone_is_said(caplog):
+    def beyond(y, predicted):
+        return tf.sqrt(tf.cast(tf.shape(y)[0], tf.float32) - 17)  # NaN for 16 examples, which half of those tried are
+
+    with make_strategy("mirrored_x2").scope():
+        model = keras3.Sequential([keras3.Input((6,)), keras3.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[beyond])
+        looplib.KerasTrainer(model, X, Y)
+    assert "beyond (nan for 3.873)" in caplog.text

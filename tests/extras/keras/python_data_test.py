@@ -171,6 +171,25 @@ def test_a_loader_that_shuffles_without_being_told_the_epoch_is_said(caplog):
     assert "begin with different batches" in caplog.text
 
 
+def test_nan_at_the_begin_of_a_pass_is_itself_and_no_other_number(caplog):
+    class Begins(Loader):
+        def __init__(self, *firsts):
+            super().__init__()
+            self.firsts = firsts
+
+        def __iter__(self):
+            self.passes += 1
+            first = self.firsts[self.passes % len(self.firsts)]
+            for number in range(STEPS):
+                x, y = batch(number)
+                yield np.where(np.arange(x.size).reshape(x.shape) == 0, first, x).astype("float32"), y
+
+    looplib.KerasTrainer(build(), Begins(np.nan))
+    assert "begin with different batches" not in caplog.text
+    looplib.KerasTrainer(build(), Begins(np.nan, 1.0))
+    assert "begin with different batches" in caplog.text
+
+
 class Uneven(Loader):
     """Has passes of another length than its `len()` from the third on, which are those of a training."""
 

@@ -24,6 +24,7 @@ from looplib.errors import ExportError, PluginError, RunDirectoryError
 from looplib.extras.outputs import int8
 from looplib.extras.outputs.int8 import MOST_CALIBRATION
 from looplib.extras.outputs.new_folder import check_free
+from looplib.extras.outputs.parts import difference
 from looplib.extras.outputs.samples import MOST_EXAMPLES, ModelInputs, find_inputs
 from looplib.extras.page.read import read_run
 from looplib.extras.page.verdict import findings
@@ -234,6 +235,30 @@ def test_what_no_converter_takes_is_left_out_with_its_reason(tmp_path):
     assert sorted(left_out) == sorted(f"model.{name}".replace("int8", "int8.tflite") for name in formats)
     assert all("does not take it" in reason for reason in left_out.values())
     assert sorted(one.name for one in path.iterdir()) == ["README.md", "export.json", "model.keras", "saved_model"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_infinite_outputs_keeps_its_files(family, tmp_path):
+    keras, rows = FAMILIES[family], np.array([[0, -np.inf, np.inf]], np.float32)
+    model = keras.Sequential(
+        [keras.layers.Input((FEATURES,)), keras.layers.Dense(3), keras.layers.Dense(3, name="last")]
+    )
+    model.layers[-1].set_weights([np.eye(3, dtype=np.float32), rows[0]])
+
+    class Masked(looplib.Evaluator):
+        def dataset(self, context):
+            return context.indices(8).map(lambda i: tf.gather(X, i))
+
+        def step_fn(self, inputs):
+            return {"value": self.model(inputs)[:, 0]}
+
+    controller = looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator=Masked(model), writers=[])
+    record = record_of(pathlib.Path(controller.export(tmp_path / "out", formats=["weights.h5"])))
+    assert record["left_out"] == {}
+    assert all(far <= 1e-3 for far in record["differences"].values()) and len(record["differences"]) == 3
+    assert difference([rows], [rows + 0]) == 0
+    for other in ([[0, 0, np.inf]], [[0, -np.inf, np.nan]], [[np.nan, -np.inf, np.inf]]):
+        assert difference([np.zeros((1, 3))], [rows]) == difference([rows], [np.array(other)]) == np.inf
 
 
 def test_inputs_are_found_in_a_batch_by_structure_names_and_shapes():

@@ -461,5 +461,11 @@ def test_what_is_measured_is_kept_until_the_function_or_the_records_change(files
     np.testing.assert_array_equal(looplib.measure(names["code"], length, cache=cache), [len(t) for t in texts["code"]])
     pathlib.Path(cache).write_bytes(b"\x93NUMPY damaged")
     np.testing.assert_array_equal(looplib.measure(source, length, cache=cache), first)
+    caplog.clear()
+    for _ in range(2):  # a number may be NaN
+        found = looplib.measure(
+            source, lambda record: tf.fill(tf.shape(record), np.nan), cache=str(tmp_path / "nan.npy")
+        )
+        assert np.isnan(found).all() and len(found) == 50 and not caplog.records
     with pytest.raises(RecordsError):
         looplib.measure(source, lambda record: tf.stack([record, record]))

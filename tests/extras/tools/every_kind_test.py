@@ -52,6 +52,20 @@ def test_checkpoints_are_equal_except_in_what_was_changed(rtol, tmp_path):
         assert all(each.one != each.other for each in found.differences)
 
 
+@pytest.mark.parametrize("rtol", [0.0, 1e-3])
+def test_nan_and_infinity_in_a_checkpoint_equal_themselves_and_nothing_else(rtol, tmp_path):
+    def written(name, values):
+        return tf.train.Checkpoint(v=tf.Variable(tf.constant(values))).write(str(tmp_path / name))
+
+    values = [np.nan, np.inf, -np.inf, 1.0]
+    first = written("first", values)
+    assert compare_tensors(first, written("same", values), rtol, rtol).differences == []
+    for at, other in ((0, 0.5), (0, np.inf), (1, 0.5), (1, np.nan), (2, np.inf), (3, np.nan), (3, -np.inf)):
+        changed = written("changed", [*values[:at], other, *values[at + 1 :]])
+        (found,) = compare_tensors(first, changed, rtol, rtol).differences
+        assert found.count == "1 of 4 elements differ" and found.one.startswith(f"[{at}] ")
+
+
 @pytest.fixture(scope="module")
 def runs(nursery, tmp_path_factory):
     """A run, and one with another learning rate."""
