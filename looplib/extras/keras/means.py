@@ -15,7 +15,7 @@ from absl import logging
 from looplib.compat import keras as _keras
 from looplib.errors import LossError, UsageError
 from looplib.extras.keras import models, rows
-from looplib.extras.keras.step_trial import Computed, StepTrial, leaves
+from looplib.extras.keras.step_trial import Computed, StepTrial, leaves, ordered
 from looplib.loop.step import raise_refusal
 from looplib.messages import gist, join_names
 
@@ -50,7 +50,7 @@ def check(model: Any, batch: Any) -> None:
     Raises:
       UsageError: if they do not, or if it cannot be tried.
     """
-    fixed, batch = models.fixed_batch(model), _ordered(batch, model)
+    fixed, batch = models.fixed_batch(model), ordered(model, batch)
     own = models.has_own_step(model)
     try:
         with StepTrial(model) as trial:
@@ -156,18 +156,6 @@ def _evaluated(model: Any, batch: Any) -> None:
         loss = model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
     variables = model.trainable_variables
     model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-
-
-def _ordered(batch: Any, model: Any) -> Any:
-    """Returns a batch for all replicas, whose parts have other numbers of tokens and other weights."""
-    replicas = model.distribute_strategy.num_replicas_in_sync
-    sizes = set(rows.sizes(batch))
-    if len(sizes) > 1:
-        return batch  # whose rows do not belong together by their numbers
-    size, each = sizes.pop(), models.fixed_batch(model) or 0
-    ids = rows.by_content(batch, size)
-    most = max(2, size // replicas)
-    return rows.take(batch, [ids[number * size // (most * replicas)] for number in range((each or most) * replicas)])
 
 
 def _weighted(model: Any, batch: Any) -> Any:

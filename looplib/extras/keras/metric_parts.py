@@ -1,71 +1,100 @@
-"""Whether the metric functions of a compiled model can be computed for the parts of a batch."""
+"""Whether the metrics of a compiled model have on several replicas the values that they have on one device."""
 
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from looplib.compat import keras as _keras
-from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models, rows
-from looplib.messages import join_names
+from looplib.extras.keras.step_trial import StepTrial, ordered
+from looplib.messages import gist, join_names
 
-_WRAPPER = "MeanMetricWrapper"  # in which Keras keeps the functions that it gets as metrics
-_TOLERANCE = 1e-3
+_DRAWS = 16  # of the random numbers of a step that draws some
+_SURE, _NOISY = 4, 0.1  # standard errors, and the least difference, that stand out of such noise
 
 
-def warn_of_functions(model: Any, batch: tuple) -> None:
-    """Warns of metric functions whose mean over two halves of a batch is not their value for the batch.
+def warn_of_others(model: Any, batch: Any) -> None:
+    """Warns of metrics that replicas compute otherwise than one device, and says which were not looked at.
 
-    A function that returns a number for each example passes. One that returns a scalar, such as a maximum or an F1
-    score, is computed by each replica for its own examples, so that the reported mean depends on the number of
-    replicas.
+    A function that returns a number for each example passes, and so does a metric that keeps sums. A function that
+    returns a scalar, such as a maximum or an F1 score, is computed by each replica for its own examples, so that the
+    reported mean depends on the number of replicas.
+
+    What is tried is the test step, or a `train_step` of the model's own: its metrics after a batch as a whole, and
+    after its parts. For a fixed batch size it is its parts, and those of the batch in another order.
 
     Args:
-      model: a compiled model with one output, on several replicas; others are not looked into.
+      model: a compiled model, whose variables exist, on several replicas.
       batch: examples, as arguments x, y and sample_weight.
     """
-    functions = [
-        metric for outer in model.metrics for metric in _keras.inner_metrics(outer) if type(metric).__name__ == _WRAPPER
-    ]
-    size = min(int(part.shape[0]) for part in tf.nest.flatten(batch) if part is not None)
-    targets = models.unpacked(model, batch)[1]
-    if not functions or size < 2 or not isinstance(targets, (np.ndarray, tf.Tensor)):
+    metrics = [one for outer in model.metrics for one in _keras.inner_metrics(outer) if not _holds_others(one)]
+    if not metrics:
         return
-    ids = rows.by_content(batch, size // 2 * 2)
-    halves = [rows.take(batch, part) for part in np.split(np.asarray(ids), 2)]
+    named, replicas = f"metrics of {type(model).__name__}", model.distribute_strategy.num_replicas_in_sync
     try:
-        first, second, both = (_values(model, functions, part) for part in (*halves, rows.take(batch, ids)))
-    except Exception:  # of the user's functions, which shows what is wrong when they are traced
-        logging.debug("the metrics of %s could not be tried", type(model).__name__, exc_info=True)
-        return
-    mean = (first + second) / 2
-    near = np.abs(mean - both) <= _TOLERANCE * np.maximum(np.abs(both), 1e-3)  # NaN of a part is not
-    apart = np.isfinite(both) & ~near
-    if apart.any():
-        found = [f"{metric.name} ({mean[i]:.4g} for {both[i]:.4g})" for i, metric in enumerate(functions) if apart[i]]
+        if min(rows.sizes(batch)) < 2:
+            raise ValueError("the first batch has one example")
+        parts, whole = _tried(model, metrics, batch)
+    except Exception as error:  # of the user's code
         logging.warning(
-            "the mean over the parts of a batch is not the value for the batch of %s: reports on %d replicas differ "
+            "whether the %s have on %d replicas the values of one device could not be tried, and is not known (%s); "
+            "`python -m looplib check replicas` compares whole trainings", named, replicas, gist(error),
+        )  # fmt: skip
+        return
+    unknown = [metric.name for metric, one in zip(metrics, whole) if not np.isfinite(one).all()]
+    if unknown:
+        logging.warning(
+            "whether %s of the %s have on %d replicas the values of one device is not known: they are not finite for "
+            "the examples that were tried", join_names(unknown), named, replicas,
+        )  # fmt: skip
+    limit = 0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3
+    apart = [_standing_out(one, other, limit) for one, other in zip(parts, whole)]
+    found = [
+        f"{metric.name} ({_shown(parts[i])} for {_shown(whole[i])})" for i, metric in enumerate(metrics) if apart[i]
+    ]
+    if found:
+        logging.warning(
+            "metrics of the parts of a batch are not the values for the batch of %s: reports on %d replicas differ "
             "from those on one device; have the function return a number for each example, or use a keras Metric "
-            "that keeps sums", join_names(found), model.distribute_strategy.num_replicas_in_sync,
+            "that keeps sums", join_names(found), replicas,
         )  # fmt: skip
 
 
-def _values(model: Any, functions: list[Any], batch: tuple) -> np.ndarray:
-    """Returns the value of each function for a batch, in float64; the metrics are reset."""
+def _holds_others(metric: Any) -> bool:
+    return len(_keras.inner_metrics(metric)) > 1
 
-    def on_replica() -> list[tf.Tensor]:
-        with alone():
-            x, y, _ = models.unpacked(model, batch)
-            predicted, found = model(x), []
-            for metric in functions:
-                metric.reset_state()
-                metric.update_state(y, predicted)
-                found.append(tf.cast(metric.result(), tf.float64))
-                metric.reset_state()
-            return found
 
-    strategy = model.distribute_strategy
-    found = strategy.run(tf.function(on_replica, autograph=False))
-    return np.array([strategy.experimental_local_results(value)[0].numpy() for value in found])
+def _tried(model: Any, metrics: list[Any], batch: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the results of each metric by parts and as a whole, float64 `[draws, n]`; one draw without noise."""
+    step = model.train_step if models.has_own_step(model) else model.test_step
+    fixed, batch = models.fixed_batch(model), ordered(model, batch)
+    with StepTrial(model, step, metrics) as trial:
+        trial.sized = trial.sized or fixed is not None
+        other = rows.take(batch, np.argsort(np.arange(rows.sizes(batch)[0]) % 2, kind="stable")) if fixed else None
+
+        def pair() -> tuple[list[np.ndarray], list[np.ndarray]]:
+            whole = trial.whole(batch) if other is None else trial.in_parts(other)[0]
+            return trial.in_parts(batch)[0].results, whole.results
+
+        pairs = [pair(), pair()]
+        draws = any(not np.allclose(*both, rtol=1e-6, equal_nan=True) for both in zip(pairs[0][1], pairs[1][1]))
+        pairs = [*pairs, *(pair() for _ in range(_DRAWS - 2))] if draws else pairs[:1]
+    parts, whole = ([np.stack(of_metric) for of_metric in zip(*side)] for side in zip(*pairs))
+    return parts, whole
+
+
+def _standing_out(parts: np.ndarray, whole: np.ndarray, limit: float) -> bool:
+    """Returns whether results, float64 `[draws, n]`, differ by more than rounding, or than the noise of the draws."""
+    if not (np.isfinite(parts).all() and np.isfinite(whole).all()):
+        return bool(np.isfinite(whole).all())  # what is known of the whole alone is another value
+    apart, size = parts - whole, np.maximum(np.abs(whole).mean(axis=0), 1e-3)
+    if len(apart) == 1:
+        return bool((np.abs(apart) > limit * size).any())
+    noise = _SURE * apart.std(axis=0, ddof=1) / np.sqrt(len(apart))
+    return bool((np.abs(apart.mean(axis=0)) > np.maximum(_NOISY * size, noise)).any())
+
+
+def _shown(values: np.ndarray) -> str:
+    mean = values.mean(axis=0)
+    return f"{mean[0]:.4g}" if mean.size == 1 else str(mean.round(4).tolist())

@@ -14,6 +14,7 @@ from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
+from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models, rows
 from looplib.extras.keras.building import state_of_model
 from looplib.extras.keras.losses import part_of_batch
@@ -30,10 +31,12 @@ class Computed:
     Attributes:
       losses: float64 `[n]`, the losses that the step returns or layers add.
       gradients: float64 `[m]`, a linear function of all gradients that optimizers get; [0] for a step without one.
+      results: float64 `[k]` for each metric that the trial reads.
     """
 
     losses: np.ndarray
     gradients: np.ndarray
+    results: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def compared(self) -> np.ndarray:
@@ -58,6 +61,7 @@ class StepTrial:
     Args:
       model: a compiled model, whose variables exist, on several replicas.
       step: one step for a batch, in replica context; by default `train_step`.
+      metrics: the metrics of Keras whose results after each run are read, without values; the step changes them.
 
     Attributes:
       names: of the losses, once a step has run.
@@ -65,10 +69,10 @@ class StepTrial:
       apart: the variables that differed between replicas after the first run in parts; None before it.
     """
 
-    def __init__(self, model: Any, step: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, model: Any, step: Callable[[Any], Any] | None = None, metrics: Sequence[Any] = ()) -> None:
         self._model, self._strategy, self._step = model, model.distribute_strategy, step or model.train_step
         self._replicas = self._strategy.num_replicas_in_sync
-        self._given = _Given()
+        self._metrics, self._given = metrics, _Given()
         self._joins = False  # whether the step takes something from other replicas
         self.sized = isinstance(self._strategy, tf.distribute.TPUStrategy)
         self._traced: dict[tuple, Any] = {}
@@ -154,7 +158,25 @@ class StepTrial:
             self.sized = True  # a step may need to know how many examples it gets
             traced = self._trace(batch, flat, bounds, whole)
         losses, gradients = traced(tf.constant(bounds), tf.constant(whole), *flat)
-        return Computed(losses.numpy(), gradients.numpy())
+        return Computed(losses.numpy(), gradients.numpy(), self._results(whole))
+
+    def _results(self, whole: bool) -> list[np.ndarray]:
+        """Returns what the metrics are after a run: of the first replica, or of all together."""
+
+        def read() -> list[tf.Tensor]:
+            each = [tf.nest.flatten(metric.result()) for metric in self._metrics]
+            flat = [[tf.reshape(tf.cast(_keras.value_now(one), tf.float64), [-1]) for one in some] for some in each]
+            return [tf.concat(some, axis=0) for some in flat]
+
+        @tf.function(autograph=False)
+        def of_one() -> list[tf.Tensor]:
+            with alone():
+                return read()
+
+        if not whole or not self._metrics:
+            return [result.numpy() for result in read()]
+        found = self._strategy.run(of_one)
+        return [self._strategy.experimental_local_results(result)[0].numpy() for result in found]
 
     def _trace(self, batch: Any, flat: list[Any], bounds: np.ndarray, whole: bool) -> Any:
         counts = bounds[:, :, 1] - bounds[:, :, 0]
@@ -291,6 +313,18 @@ def _flat(value: Any) -> tf.Tensor:
         value = tf.math.unsorted_segment_sum(value.values, value.indices % groups, groups)
     flat = tf.reshape(tf.convert_to_tensor(value), [-1])
     return tf.cast(flat[:: max(1, (flat.shape[0] or 0) // _ELEMENTS)], tf.float64)
+
+
+def ordered(model: Any, batch: Any) -> Any:
+    """Returns a batch for all replicas, whose parts have other numbers of tokens and other weights."""
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    sizes = set(rows.sizes(batch))
+    if len(sizes) > 1:
+        return batch  # whose rows do not belong together by their numbers
+    size, each = sizes.pop(), models.fixed_batch(model) or 0
+    ids = rows.by_content(batch, size)
+    most = max(2, size // replicas)
+    return rows.take(batch, [ids[number * size // (most * replicas)] for number in range((each or most) * replicas)])
 
 
 def leaves(batch: Any) -> list[Any]:

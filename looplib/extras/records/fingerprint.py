@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib.extras.records.files import THREADS, Files
 from looplib.extras.records.indexed import Numbered
@@ -67,15 +68,28 @@ def _of_files(files: Files) -> list[tuple[str, str]]:
 
 def _any_digests(source: Source) -> list[tuple[str, str]]:
     numbers = sorted({part * (len(source) - 1) // (_PIECES - 1) for part in range(_PIECES)})
-    try:
-        first, again = (_hash(len(source), *map(_content, items(source, numbers))) for _ in range(2))
-    except Exception:  # a user's source may have bad records; the run reports those that it reads
+    name = type(source).__name__
+    first, again = ([_content_or_error(source, number) for number in numbers] for _ in range(2))
+    if first != again:
+        logging.warning(
+            "%s gives other values where a record is read again, so that a run that resumes does not notice whether "
+            "the data has changed; draw random numbers in the dataset function, after context.records", name,
+        )  # fmt: skip
         return []
-    return [(type(source).__name__, first)] if first == again else []
+    return [(name, _hash(len(source), *first))]
+
+
+def _content_or_error(source: Source, number: int) -> Any:
+    """Returns what a record has; of a bad one, the type of its error, which the run reports if it reads it."""
+    try:
+        (record,) = items(source, [number])
+        return _content(record)
+    except Exception as error:
+        return type(error).__name__
 
 
 def _content(record: Any) -> list[Any]:
-    arrays = [np.asarray(leaf) for leaf in tf.nest.flatten(record)]
+    arrays = [np.asarray(leaf) for leaf in tf.nest.flatten(record, expand_composites=True)]
     return [array.tolist() if array.dtype.kind in "OSU" else (array.shape, array.tobytes()) for array in arrays]
 
 

@@ -308,3 +308,35 @@ def test_a_stateful_model_for_another_batch_than_a_replica_s_is_refused():
     data = tf.data.Dataset.from_tensors((tf.zeros([BATCH, 5, 2]), tf.zeros([BATCH, 3])))
     with strategy.scope(), pytest.raises(BatchSizeError, match="8.*2.*4"):
         looplib.KerasTrainer(model, data)
+
+
+@pytest.mark.slow(pairs=True)
+@pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("step", ["train_step", "test_step"])
+def test_an_error_of_a_model_s_own_step_is_raised_before_the_first_step_though_its_building_passes_over_it(
+    step, strategy, keras
+):
+    class Model(keras.Model):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(data[0]) - data[1]))
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, self.weights), self.weights))
+            return {"loss": loss}
+
+        def test_step(self, data):
+            return {"loss": tf.reduce_mean(tf.square(self(data[0]) - data[1]))}
+
+    def refuses(self, data):
+        raise ValueError("a sentence of the user")
+
+    setattr(Model, step, refuses)
+    strategy = make_strategy(strategy)
+    with pytest.raises(ValueError, match="a sentence of the user"):
+        with strategy.scope():
+            inputs = keras.Input((2,))
+            model = Model(inputs, keras.layers.Dense(1)(inputs))
+            model.compile(keras.optimizers.SGD(0.1))
+            trainer = looplib.KerasTrainer(model, X, X[:, :1])
+            evaluator = trainer.evaluator(X, X[:, :1])
+        settings = looplib.RunConfig(global_batch_size=BATCH)
+        looplib.Controller(settings, trainer=trainer, evaluator=evaluator, strategy=strategy, writers=[])

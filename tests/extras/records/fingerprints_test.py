@@ -138,7 +138,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run_with_its_name_and_a_r
 
 
 @pytest.mark.slow
-def test_plans_and_sources_of_any_kind_have_fingerprints(tmp_path):
+def test_plans_and_sources_of_any_kind_have_fingerprints(tmp_path, caplog):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     one, other = write(tmp_path / "a", "jsonl"), write(tmp_path / "b", "jsonl", 7)
@@ -166,6 +166,17 @@ def test_plans_and_sources_of_any_kind_have_fingerprints(tmp_path):
             return next(numbers)
 
     assert of(Random(range(50))) == {}  # each read gives something else
+    assert caplog.text.count("Random gives other values where a record is read again") == 1
+
+    class Bad(list):
+        def __getitem__(self, number):
+            if number == 49:
+                raise OSError("no such file")
+            return super().__getitem__(number)
+
+    assert changes(of(Bad(range(50))), of(Bad(range(50)))) == []  # a bad record does not hide the others
+    assert changes(of(Bad(range(50))), of(Bad(range(1, 51)))) == ["Bad has another content"]
+    assert caplog.text.count("gives other values") == 1
 
 
 class Reader(toy.Regression):
