@@ -47,23 +47,24 @@ _USED = 60.0  # seconds within which it is not noted again that a block was used
 _SETTING = "LOOPLIB_RECORDS_GB"
 
 
-def matching(pattern: str) -> list[str]:
-    """Returns the URLs of the objects that a URL with `*`, `?` or `[...]` in its path names, or the URL itself.
+def matching(pattern: str) -> tuple[list[str], bool]:
+    """Returns the URLs of the objects that a URL with `*`, `?` or `[...]` in its path names; and whether it is one's.
 
     Raises:
       StoreError: if the store cannot be used.
     """
     place, name = _split(pattern)
-    store = Store(place)
-    if re.search(r"[*?[]", name):
-        return [f"{place}/{found}" for found in store.matching(name)]
+    store, is_pattern = Store(place), re.search(r"[*?[]", name)
+    found = [f"{place}/{one}" for one in store.matching(name.replace("[^", "[!"))] if is_pattern else []
     try:
         store.look_up(name)
     except FileNotFoundError:
-        return []
+        return found, False
     except IsADirectoryError:
+        if is_pattern:
+            return found, False
         raise StoreError(f"{pattern} is a folder; expected objects, such as {pattern.rstrip('/')}/*.tfrecord") from None
-    return [pattern]
+    return found, True
 
 
 def _split(url: str) -> tuple[str, str]:

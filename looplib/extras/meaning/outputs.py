@@ -126,7 +126,7 @@ def _predictor(name: str, loop: Loop) -> Callable[[], list[np.ndarray]] | None:
         given = [leaf.numpy() for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]
         return functools.partial(_outputs, lambda: outputs(batch), strategy, int(hashes.shape[0]), given)
     except Exception as error:  # what only a check calls may need more than it has here
-        logging.debug("what %s predicts is not looked at: %s", name, gist(error))
+        logging.info("what %s predicts is not looked at: %s", name, gist(error))
         return None
 
 

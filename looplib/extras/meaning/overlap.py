@@ -72,7 +72,7 @@ def _of_all(loops: Mapping[str, Loop], known: Collection[str]) -> Iterator[Learn
             elif not _has_reader(loops["train"]):
                 yield from _of_examples(name, loops["train"], loop)
         except Exception as error:  # what the training does not read may be damaged
-            logging.debug("the examples of %s are not compared with those of the training: %s", name, gist(error))
+            logging.info("the examples of %s are not compared with those of the training: %s", name, gist(error))
 
 
 def _reads(loop: Loop) -> ReadRecords | None:

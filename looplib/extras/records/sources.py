@@ -286,11 +286,11 @@ def _matching(files: Paths) -> list[str]:
     paths = []
     for pattern in (file if _is_stored(file) else _local(file) for file in listed):
         if _is_stored(pattern):
-            paths += _objects(pattern)
+            paths += _chosen(os.fspath(pattern), *_objects(pattern))
             continue
         try:
-            found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
-            is_folder = found == [pattern] and tf.io.gfile.isdir(pattern)
+            found, named = sorted(tf.io.gfile.glob(pattern)), tf.io.gfile.exists(pattern)
+            is_folder = named and found in ([], [pattern]) and tf.io.gfile.isdir(pattern)
         except UnicodeDecodeError as error:
             names = [shown(name) for name in sorted(glob.glob(pattern)) if not is_utf8(name)]
             raise RecordsError(
@@ -303,9 +303,9 @@ def _matching(files: Paths) -> list[str]:
             ) from error
         if is_folder:
             raise RecordsError(f"{pattern} is a folder; expected files, such as {pattern.rstrip('/')}/*.tfrecord")
-        if not found:
-            raise RecordsError(f"{pattern!r} matches no file of records; check the path, or the pattern")
-        paths += found
+        if "**" in pattern and not named:  # for TensorFlow it is one level, and for object stores all of them
+            raise RecordsError(f"{pattern!r} has **, which local paths do not take; give a pattern for each level")
+        paths += _chosen(pattern, found, named)
     names = collections.Counter(absolute(paths))
     if len(names) < len(paths):
         twice = sorted(name for name, count in names.items() if count > 1)
@@ -313,6 +313,22 @@ def _matching(files: Paths) -> list[str]:
             f"the files of records contain {join_names(twice)} twice; each record would come twice an epoch"
         )
     return paths
+
+
+def _chosen(pattern: str, found: list[str], named: bool) -> list[str]:
+    """Returns the files that a pattern means: those that it matches, or the one that is `named` so."""
+    if named and found not in ([], [pattern]):
+        others = [name for name in found if name != pattern]
+        raise RecordsError(
+            f"{pattern!r} is the name of a file, and as a pattern it matches {join_names(others, most=3)} too; write "
+            "[[], [*] and [?] for these signs in a name, or rename the file"
+        )
+    if not found and not named:
+        raise RecordsError(
+            f"{pattern!r} matches no file of records; check the path, or the pattern, where [[], [*] and [?] stand for "
+            "these signs in a name"
+        )
+    return found or [pattern]
 
 
 def _is_stored(path: Any) -> bool:
@@ -324,18 +340,15 @@ def _local(file: Any) -> str:
     return os.path.expanduser(os.fspath(file).removeprefix("file://"))
 
 
-def _objects(pattern: str) -> list[str]:
-    """Returns the objects of a store that a URL names."""
+def _objects(pattern: str) -> tuple[list[str], bool]:
+    """Returns the objects of a store that a URL matches, and whether it is the URL of one."""
     pattern = os.fspath(pattern)
     if pattern.startswith(("http://", "https://")):
         raise RecordsError(f"{pattern!r} cannot be looked up (it is no object store); download files of the web first")
     try:
-        found = ranges.matching(pattern)
+        return ranges.matching(pattern)
     except StoreError as error:
         raise RecordsError(f"{pattern!r} cannot be looked up: {error}") from error
-    if not found:
-        raise RecordsError(f"{pattern!r} matches no file of records; check the bucket, the path, or the pattern")
-    return found
 
 
 def _format_by_name(paths: list[str]) -> str:

@@ -166,6 +166,20 @@ def test_what_is_not_there_is_a_sentence(store):
         looplib.open_records("s3://data/train")
 
 
+def test_a_name_with_signs_of_patterns_is_the_object_or_refused_where_it_matches_others(store):
+    def content(pattern):
+        source = looplib.open_records(f"s3://data/signs/{pattern}")
+        return [source[number] for number in range(len(source))]
+
+    for name in ("a[1].txt", "a1.txt", "c[7].txt", "d2.txt", "d3.txt"):
+        store.client.put_object(Bucket="data", Key=f"signs/{name}", Body=f"{name}\n".encode())
+    assert content("c[7].txt") == content("c[[]7].txt") == [b"c[7].txt"]
+    with pytest.raises(RecordsError, match="the name of a file"):
+        content("a[1].txt")
+    assert content("a[[]1].txt") == [b"a[1].txt"] and content("a[12].txt") == [b"a1.txt"]
+    assert content("d[!2].txt") == content("d[^2].txt") == [b"d3.txt"]  # as in local patterns
+
+
 @pytest.mark.slow
 def test_an_index_reads_the_data_once_and_the_next_start_reads_none(store):
     size = sum(path.stat().st_size for path in store.folder.glob("a.tfrecord-*"))

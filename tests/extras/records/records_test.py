@@ -501,6 +501,28 @@ def test_files_of_no_known_format_are_a_sentence(tmp_path):
             looplib.open_records(f"{tmp_path}/train-*", format)
 
 
+def test_a_name_with_signs_of_patterns_is_the_file_or_refused_where_it_matches_others(tmp_path):
+    def content(pattern):
+        source = looplib.open_records(f"{tmp_path}/{pattern}")
+        return [source[number] for number in range(len(source))]
+
+    for name in ("a[1].txt", "b*.txt", "c?.txt", "d{1,2}.txt", "sub[1]/e.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+        assert content(name) == [name.encode()]  # nothing else matches
+    for other in ("a1.txt", "bx.txt", "c1.txt", "d1.txt", "sub1/e.txt"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_text("another\n")
+    for name, escaped in (("a[1].txt", "a[[]1].txt"), ("b*.txt", "b[*].txt"), ("c?.txt", "c[?].txt")):
+        with pytest.raises(RecordsError, match="the name of a file"):
+            content(name)
+        assert content(escaped) == [name.encode()]
+    assert content("d{1,2}.txt") == [b"d{1,2}.txt"]  # no pattern
+    assert content("[ab]1.txt") == [b"another"] and len(content("*.txt")) == 8
+    with pytest.raises(RecordsError, match="level"):
+        content("**/*.txt")
+
+
 def test_the_one_of_several_files_that_cannot_be_opened_is_named(tmp_path):
     import pyarrow
     import pyarrow.parquet
