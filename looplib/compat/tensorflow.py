@@ -316,6 +316,11 @@ def is_merge_in_branch(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error)
 
 
+def is_across_replicas(error: BaseException) -> bool:
+    """Returns whether an error says that a replica has called what only the code around all replicas can call."""
+    return isinstance(error, RuntimeError) and "cross-replica context" in str(error)
+
+
 def is_merge_of_some(error: BaseException) -> bool:
     """Returns whether an error says that some replicas were joined without the others."""
     return isinstance(error, RuntimeError) and "different number of replica_context().merge_call()" in str(error)

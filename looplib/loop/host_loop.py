@@ -16,7 +16,7 @@ from looplib.errors import MetricError, StepError
 from looplib.health.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
 from looplib.loop.reducer import UnknownOutputsError
-from looplib.loop.step import Step
+from looplib.loop.step import Step, raise_refusal
 from looplib.messages import gist
 from looplib.report.shown import Histogram, Images, Shown, Texts
 from looplib.task.media import Media
@@ -47,6 +47,7 @@ class EagerStep(Step):
                     "the step joins the replicas, by all_reduce say, and the last batches of the data have no example "
                     "for some of them, which the eager loop cannot run; use --loop=graph, or data that divides evenly"
                 ) from error
+            raise_refusal(error)
             raise
         if not self.reducer.created:
             self.reducer.create()

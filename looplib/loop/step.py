@@ -181,6 +181,13 @@ def raise_refusal(error: Exception) -> None:
             "replicas they must exist before it; build models (an Input layer, or a call) and optimizers "
             "(optimizer.build(variables)) when they are made, under strategy.scope()"
         ) from error
+    if _tf.is_across_replicas(error):
+        raise StepError(
+            "the step calls a method of the strategy (reduce, gather, run, scope) that only code around the replicas "
+            f"can call ({diagnosis().place_of(error)}), and a step is the code of one replica: return the value, which "
+            "looplib reduces (looplib.mean, looplib.total), or sum it within the step by "
+            "tf.distribute.get_replica_context().all_reduce; enter the scope where models are made"
+        ) from error
     if _tf.is_merge_in_branch(error):
         raise StepError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "

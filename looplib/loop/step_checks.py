@@ -1,5 +1,6 @@
 """Checks of a traced step: Python values that have changed since, and metrics that replicas cannot sum."""
 
+import contextlib
 import dataclasses
 import dis
 import functools
@@ -13,8 +14,11 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import keras as _keras
-from looplib.errors import MetricError, StaleTraceError
+from looplib.compat import tensorflow as _tf
+from looplib.errors import MetricError, StaleTraceError, StepError
 from looplib.loop.step import Step
+from looplib.messages import join_names
+from looplib.task.state import state_of, variables_of
 
 _ENTRIES = ("step_fn", "loss_fn", "call", "train_step", "test_step", "compute_loss")
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -137,13 +141,9 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
     kept = {f"the variable {_keras.variable_path(v)} of the metric {name!r}": v for name, v in _foreign(metrics)}
     if not kept:
         return
-    before = [(variable, tf.identity(variable)) for variable in step.variables]
-    iterator = step.stream.iterate()
-    try:
-        optional = step.stream.next_as_optional(iterator)
-        if not step.stream.has_value(optional):
+    with _trial(step) as (before, batch):
+        if batch is None:
             return
-        batch = step.stream.get_value(optional)
         first = _sums_of_first_replica(step, kept)
         step.contribution(batch)
         second = _sums_of_first_replica(step, kept)
@@ -151,9 +151,6 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
         _put_back((variable, value) for variable, value in before if id(variable) not in metric_ids)
         step.contribution(batch)
         third = _sums_of_first_replica(step, kept)
-    finally:
-        _put_back(before)
-        step.stream.end(iterator)
     tolerance = 0.5 if step.random_ops else 1e-3  # other random numbers may change it a little
     for name, at_first in first.items():
         finite = np.isfinite(second[name]) & np.isfinite(third[name])
@@ -172,6 +169,53 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
                 "%s (%s) is not finite after one batch, so that it is not known whether it is a sum over examples, as "
                 "on several replicas it has to be", name, who,
             )  # fmt: skip
+
+
+def check_own_updates(step: Step, who: str, task: Any) -> None:
+    """Checks that a step which updates weights without an optimizer of Keras leaves equal weights on all replicas.
+
+    It does one step, which is undone. Compared are the trainable variables on the replicas of this process.
+
+    Raises:
+      UsageError: if they differ, because each replica has followed its own gradient.
+    """
+    if _keras.optimizers(task):
+        return  # looplib sums what these get
+    updated, parts_of = _tf.updated_by(step.function), step.strategy.experimental_local_results
+    weights = [(name, parts_of(variable)) for name, variable in variables_of(state_of(task)) if variable.trainable]
+    weights = [(name, parts) for name, parts in weights if any(_tf.identity_of(part) in updated for part in parts)]
+    if not any(len(parts) > 1 for _, parts in weights):
+        return
+    with _trial(step) as (_, batch):
+        if batch is None:
+            return
+        old = [parts[0].numpy() for _, parts in weights]
+        step.contribution(batch)
+        apart = [
+            name
+            for (name, parts), value in zip(weights, old)
+            if any(np.any(np.abs(part - parts[0]) > 1e-3 * np.abs(parts[0] - value).max()) for part in parts[1:])
+        ]
+    if apart:
+        raise StepError(
+            f"{join_names(apart)} of {type(task).__name__} would differ between the replicas, as {who} updates weights "
+            "by the gradient of each replica's own examples; sum it before the update, by "
+            "tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, gradients), or use an "
+            "optimizer of Keras, which looplib gives the sum"
+        )
+
+
+@contextlib.contextmanager
+def _trial(step: Step) -> Iterator[tuple[list[tuple[tf.Variable, tf.Tensor]], Any]]:
+    """Yields the values of the variables of a step, which are put back, and a batch; None where the data has none."""
+    before = [(variable, tf.identity(variable)) for variable in step.variables]
+    iterator = step.stream.iterate()
+    try:
+        optional = step.stream.next_as_optional(iterator)
+        yield before, step.stream.get_value(optional) if step.stream.has_value(optional) else None
+    finally:
+        _put_back(before)
+        step.stream.end(iterator)
 
 
 def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:

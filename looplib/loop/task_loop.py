@@ -38,7 +38,7 @@ from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_additions import add_share, check_share, count_examples_alone
-from looplib.loop.step_checks import TracedValues, check_metrics
+from looplib.loop.step_checks import TracedValues, check_metrics, check_own_updates
 from looplib.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.report.shown import Shown
 from looplib.task import metric_names
@@ -159,6 +159,8 @@ class TaskLoop(TrainingLoop):
         if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:  # these call the step again
             check_share(spec.task, self._inner.step)
             check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
+            if spec.training:
+                check_own_updates(self._inner.step, spec.step_name, spec.task)
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""

@@ -201,6 +201,14 @@ def the_error_of_a_variable_that_is_made_too_late(folder: pathlib.Path) -> None:
     assert not _tf.is_late_variable(ValueError("another"))
 
 
+def the_error_of_a_replica_that_reduces_as_code_around_replicas_does(folder: pathlib.Path) -> None:
+    for strategy in (make_strategy("mirrored_x2"), make_strategy("default")):
+        for name, call in {"reduce": lambda x: strategy.reduce("SUM", x, None), "run": strategy.run}.items():
+            error = error_of(lambda call=call: strategy.run(lambda: call(tf.constant(1.0))))
+            assert _tf.is_across_replicas(error), (name, error)
+    assert not _tf.is_across_replicas(RuntimeError("another"))
+
+
 def the_error_of_replicas_that_are_joined_in_a_branch(folder: pathlib.Path) -> None:
     def step(x: tf.Tensor) -> tf.Tensor:
         total = lambda: tf.distribute.get_replica_context().all_reduce("sum", x)
@@ -366,6 +374,7 @@ USES = [
     the_difference_between_an_error_of_the_data_and_of_the_step,
     the_error_of_a_variable_that_is_made_too_late,
     the_error_of_replicas_that_are_joined_in_a_branch,
+    the_error_of_a_replica_that_reduces_as_code_around_replicas_does,
     ops_that_xla_lacks,
     the_op_at_the_end_of_a_message,
     the_users_frames_in_a_message,

@@ -15,7 +15,7 @@ from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.cluster.updates import TrainingOptimizers
-from looplib.errors import OptimizerError
+from looplib.errors import OptimizerError, StepError
 
 STEPS, BATCH, FEATURES, CLASSES, WORDS = 7, 8, 5, 3, 7
 _random = np.random.RandomState(0)
@@ -571,3 +571,71 @@ def test_a_run_with_an_optimizer_made_of_several_resumes(name, tmp_path):
 
     for one, other in zip(ended("whole", 6), ended("parts", 3, 6), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class Momentum(tf.Module):
+    """An optimizer that no Keras knows, with the methods that Sonnet's have."""
+
+    def __init__(self, parameters):
+        super().__init__()
+        self.sums = [tf.Variable(tf.zeros_like(parameter), trainable=False) for parameter in parameters]
+
+    def apply(self, updates, parameters):
+        for total, update, parameter in zip(self.sums, updates, parameters):
+            total.assign(0.9 * total + update)
+            parameter.assign_sub(0.1 * total)
+
+
+class OwnUpdate(looplib.Trainer):
+    """Fits a line by an optimizer of its own, whose gradients it may sum over the replicas; or misuses the strategy."""
+
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+
+    def __init__(self, how):
+        self.how, self.weight = how, tf.Variable(tf.zeros([3, 1]))
+        self.optimizer = Momentum([self.weight])
+
+    def dataset(self, context):
+        return context.indices(32, shuffle=False).map(lambda ids: tf.gather(self.x, ids))
+
+    def step_fn(self, x):
+        with tf.GradientTape() as tape:
+            losses = tf.square(x @ self.weight - tf.reduce_sum(x, axis=1, keepdims=True))[:, 0]
+            loss = tf.reduce_mean(losses)
+        gradients = [tape.gradient(loss, self.weight)]
+        if self.how == "all_reduce":
+            gradients = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, gradients)
+        if self.how == "reduce":
+            loss = tf.distribute.get_strategy().reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None)
+        self.optimizer.apply(gradients, [self.weight])
+        return {"loss": losses}
+
+
+def own_update(how, strategy="mirrored_x2", **settings):
+    strategy = make_strategy(strategy)
+    with strategy.scope():
+        trainer = OwnUpdate(how)
+    settings = looplib.RunConfig(global_batch_size=8, **settings)
+    with looplib.Controller(settings, trainer=trainer, strategy=strategy, writers=[]) as controller:
+        controller.train(6)
+    return [part.numpy() for part in strategy.experimental_local_results(trainer.weight)]
+
+
+def test_an_optimizer_that_is_none_of_keras_follows_the_gradient_of_all_replicas_or_is_refused():
+    weight, total = np.zeros([3, 1]), np.zeros([3, 1])
+    for step in range(6):
+        x = OwnUpdate.x[step % 4 * 8 : step % 4 * 8 + 8]
+        total = 0.9 * total + 2 / 8 * x.T @ (x @ weight - x.sum(axis=1, keepdims=True))
+        weight = weight - 0.1 * total
+    for found in (*own_update("all_reduce"), *own_update("alone", "default")):
+        np.testing.assert_allclose(found, weight, rtol=1e-4)
+    with pytest.raises(StepError, match="differ between the replicas.*OwnUpdate.step_fn"):
+        own_update("alone")
+
+
+@pytest.mark.slow(spread=2)
+@pytest.mark.parametrize("loop", ["graph", "eager"])
+@pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
+def test_a_step_that_reduces_by_the_strategy_is_refused_with_its_line(strategy, loop):
+    with pytest.raises(StepError, match="optimizers_test.py.*reduce"):
+        own_update("reduce", strategy, loop=loop)
