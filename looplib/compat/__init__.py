@@ -11,9 +11,9 @@ Names that other rooms may use, by file:
         Replacement, summed, updates_conditionally, variables_of
     tensorflow: concatenated, depends_on_inputs, depends_on_values, functions_in, graphs_called_by, growing_array,
         identity_of, is_across_replicas, is_by_element, is_late_variable, is_merge_in_branch, is_merge_of_some,
-        is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla, lengths_of_a_wrong_epoch, log_errors_only,
-        log_once, log_warnings_only, lost_server, message_without_op, name_of, name_of_variable, nodes_in, object_graph,
-        OBJECT_GRAPH_KEY, parse_profile, python_state_key, RANDOM_OPS, repeated_seeds, ReplicaLocal, stack_at_start,
-        stages_of_iterator_state, started, stateful_ops_of_maps, updated_by, variable_key, why_restored_wrongly,
-        worker_devices
+        is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla, lengths_of_a_wrong_epoch,
+        log_errors_only, log_once, log_warnings_only, lost_server, message_without_op, name_of, name_of_variable,
+        nodes_in, object_graph, OBJECT_GRAPH_KEY, parse_profile, python_state_key, RANDOM_OPS, repeated_seeds,
+        ReplicaLocal, stack_at_start, stages_of_iterator_state, started, stateful_ops_of_maps, updated_by,
+        variable_key, why_restored_wrongly, worker_devices
 """
