@@ -128,7 +128,7 @@ def test_metrics_of_several_outputs_and_with_weights_are_looked_at(keras, caplog
     assert said.count(" for ") == 3 and "largest" in said and SAID in said
 
 
-@pytest.mark.slow(keep="metric")
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("case", ["metric", "own step", "fixed size"])
 def test_metrics_that_are_no_functions_or_in_other_steps_are_looked_at(case, caplog):
     make, wrong, right = {
