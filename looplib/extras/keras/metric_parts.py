@@ -74,8 +74,8 @@ def _tried(model: Any, metrics: list[Any], batch: Any) -> tuple[list[np.ndarray]
         other = rows.take(batch, np.argsort(np.arange(rows.sizes(batch)[0]) % 2, kind="stable")) if fixed else None
 
         def pair() -> tuple[list[np.ndarray], list[np.ndarray]]:
-            whole = trial.whole(batch) if other is None else trial.in_parts(other)[0]
-            return trial.in_parts(batch)[0].results, whole.results
+            whole = trial.whole(batch) if other is None else trial.in_parts(other)
+            return trial.in_parts(batch).results, whole.results
 
         pairs = [pair(), pair()]
         draws = any(not np.allclose(*both, rtol=1e-6, equal_nan=True) for both in zip(pairs[0][1], pairs[1][1]))
