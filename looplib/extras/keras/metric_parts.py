@@ -11,6 +11,7 @@ from looplib.extras.keras.step_trial import StepTrial, ordered
 from looplib.messages import gist, join_names
 
 _DRAWS = 16  # of the random numbers of a step that draws some
+_ORDERS = 8  # of the examples, for a step of a fixed batch size
 _SURE, _NOISY = 4, 0.1  # standard errors, and the least difference, that stand out of such noise
 
 
@@ -22,7 +23,7 @@ def warn_of_others(model: Any, batch: Any) -> None:
     reported mean depends on the number of replicas.
 
     What is tried is the test step, or a `train_step` of the model's own: its metrics after a batch as a whole, and
-    after its parts. For a fixed batch size it is its parts, and those of the batch in another order.
+    after its parts. For a fixed batch size it is its parts, in several orders.
 
     Args:
       model: a compiled model, whose variables exist, on several replicas.
@@ -71,17 +72,33 @@ def _tried(model: Any, metrics: list[Any], batch: Any) -> tuple[list[np.ndarray]
     fixed, batch = models.fixed_batch(model), ordered(model, batch)
     with StepTrial(model, step, metrics) as trial:
         trial.sized = trial.sized or fixed is not None
-        other = rows.take(batch, np.argsort(np.arange(rows.sizes(batch)[0]) % 2, kind="stable")) if fixed else None
+        if fixed is not None:
+            return _exchanged(trial, batch)
 
         def pair() -> tuple[list[np.ndarray], list[np.ndarray]]:
-            whole = trial.whole(batch) if other is None else trial.in_parts(other)
+            whole = trial.whole(batch)
             return trial.in_parts(batch).results, whole.results
 
         pairs = [pair(), pair()]
-        draws = any(not np.allclose(*both, rtol=1e-6, equal_nan=True) for both in zip(pairs[0][1], pairs[1][1]))
+        draws = not _are_close(pairs[0][1], pairs[1][1])
         pairs = [*pairs, *(pair() for _ in range(_DRAWS - 2))] if draws else pairs[:1]
     parts, whole = ([np.stack(of_metric) for of_metric in zip(*side)] for side in zip(*pairs))
     return parts, whole
+
+
+def _exchanged(trial: StepTrial, batch: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the least and the greatest results of parts of a batch in several orders, which are equal for sums."""
+    if not _are_close(trial.in_parts(batch).results, trial.in_parts(batch).results):
+        raise ValueError("the step draws random numbers, and is made for batches of one size")
+    chance, size = np.random.default_rng(0), rows.sizes(batch)[0]
+    orders = [range(size), *(chance.permutation(size) for _ in range(_ORDERS))]
+    found = [trial.in_parts(rows.take(batch, order)).results for order in orders]
+    by_metric = [np.stack(results) for results in zip(*found)]
+    return [each.min(axis=0)[None] for each in by_metric], [each.max(axis=0)[None] for each in by_metric]
+
+
+def _are_close(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
+    return all(np.allclose(one, other, rtol=1e-6, equal_nan=True) for one, other in zip(some, others))
 
 
 def _standing_out(parts: np.ndarray, whole: np.ndarray, limit: float) -> bool:
