@@ -41,6 +41,7 @@ class _ReplicaStep(_tf.ReplicaLocal):
 
     share: Share | None = None  # of the global batch; None for batches of a fixed size
     factor: tf.Tensor | None = None  # what optimizers multiply gradients by, see `weighting_means`; None for nothing
+    part: tf.Tensor | None = None  # the number of the micro-batch that is computed; None for a whole batch
     gradients: list[tuple[str, Gradient]] | None = None  # by variables' names, of optimizers; None: not watched
 
 
@@ -60,6 +61,21 @@ def in_use(share: Share) -> Iterator[None]:
         yield
     finally:
         _step.share = None
+
+
+def micro_batch() -> tf.Tensor | None:
+    """Returns the number of the micro-batch that is computed, int32 scalar; None for a whole batch."""
+    return _step.part
+
+
+@contextlib.contextmanager
+def in_micro_batch(number: tf.Tensor | None) -> Iterator[None]:
+    """Makes a micro-batch, or None, the current one of the `with` block."""
+    _step.part = number
+    try:
+        yield
+    finally:
+        _step.part = None
 
 
 @tf.autograph.experimental.do_not_convert

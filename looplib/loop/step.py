@@ -191,9 +191,10 @@ def raise_refusal(error: Exception) -> None:
     if _tf.is_merge_in_branch(error):
         raise StepError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
-            "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts), which TensorFlow cannot do "
-            f"({diagnosis().place_of(error)}); call it outside, in every step. For an update in every n-th step, "
-            "give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device without a strategy"
+            "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts, micro_batches), which "
+            f"TensorFlow cannot do ({diagnosis().place_of(error)}); call it outside, in every step. For an update in "
+            "every n-th step, give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device "
+            "without a strategy"
         ) from error
 
 

@@ -272,7 +272,8 @@ class GradientTrainer(Trainer):
         metric_sums, structure = splitting.MetricSums(), {}
 
         def compute(part: Any, number: tf.Tensor) -> list[tf.Tensor]:
-            backward = self._backward(part)
+            with replicas.in_micro_batch(number if self.micro_batches > 1 else None):
+                backward = self._backward(part)
             structure.update(
                 auxiliary=len(backward.auxiliary), weighted=backward.weight is not None,
                 missing=[gradient is None for gradient in backward.data],

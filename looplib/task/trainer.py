@@ -128,8 +128,8 @@ class Trainer(abc.ABC):
     def step_seed(self, salt: int = 0) -> tf.Tensor:
         """Returns a seed of this step for `tf.random.stateless_*`; in `step_fn`.
 
-        It is a function of the run's seed, the global step, the replica and `salt`. A resumed run therefore draws the
-        numbers of an uninterrupted one, and there is no state to save.
+        It is a function of the run's seed, the global step, the replica, the micro-batch and `salt`. A resumed run
+        therefore draws the numbers of an uninterrupted one, and there is no state to save.
 
         Args:
           salt: int, another number for another draw in the same step.
@@ -145,6 +145,8 @@ class Trainer(abc.ABC):
         seed = tf.stack([tf.constant(self.run_seed, tf.int64), tf.cast(self.global_step, tf.int64)])
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
         seed = tf.random.fold_in(tf.random.fold_in(seed, replica), tf.constant(salt, tf.int64))
+        if (part := replicas.micro_batch()) is not None:
+            seed = tf.random.fold_in(seed, tf.cast(part, tf.int64))
         return tf.bitcast(seed, tf.int32)[:, 0] if seed.dtype == tf.int64 else seed
 
     def apply_gradients(

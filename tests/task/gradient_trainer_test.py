@@ -1177,3 +1177,36 @@ def test_a_global_batch_size_that_is_fixed_in_the_step_is_a_sentence_on_replicas
         trainer = OfSixteen()
     with pytest.raises(StepError, match="each replica gets 8 of the 16 examples"):
         looplib.Controller(looplib.RunConfig(global_batch_size=16), trainer=trainer, strategy=strategy, writers=[])
+
+
+class _Parts(looplib.GradientTrainer):
+    """Reports the numbers that its parts draw, or compares the examples of a part."""
+
+    compares = False
+
+    def __init__(self, micro_batches):
+        model = keras3.Sequential([keras3.Input((2,)), keras3.layers.Dense(1)])
+        super().__init__(model, keras3.optimizers.SGD(0.1), micro_batches=micro_batches)
+
+    def dataset(self, context):
+        return context.indices(8).map(lambda i: tf.ones([tf.shape(i)[0], 2]))
+
+    def loss_fn(self, inputs):
+        outputs = self.model(inputs)[:, 0]
+        drawn = tf.random.stateless_uniform(tf.shape(outputs), self.step_seed())
+        others = looplib.all_gather(outputs) if self.compares else outputs
+        sums = {"drawn": tf.reduce_sum(drawn), "square": tf.reduce_sum(drawn**2)}
+        return tf.square(outputs) + tf.reduce_mean(others), {name: looplib.total(one) for name, one in sums.items()}
+
+
+def test_each_micro_batch_draws_numbers_of_its_own():
+    config = looplib.RunConfig(global_batch_size=8)
+    found = looplib.Controller(config, trainer=_Parts(8), writers=[]).train(1)
+    assert found["square"] - found["drawn"] ** 2 / 8 > 1e-2  # the variance of eight equal numbers is 0
+
+
+def test_a_comparison_of_examples_is_refused_in_micro_batches():
+    trainer = _Parts(4)
+    trainer.compares = True
+    with pytest.raises(StepError, match="all_gather.*micro_batches=1"):
+        looplib.Controller(looplib.RunConfig(global_batch_size=8), trainer=trainer, writers=[]).train(1)

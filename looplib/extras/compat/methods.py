@@ -70,7 +70,7 @@ class Collectives:
     Attributes:
       factor: float32 scalar tensor, what the replica's gradients are weighted by afterwards.
       left_out: whether each replica gets what it gave, as on one device.
-      called: whether the step has summed or gathered something.
+      called: whether the step has summed or gathered something, or asked for the number of the replica.
     """
 
     factor: tf.Tensor
@@ -91,12 +91,24 @@ def collectives(found: Collectives) -> Iterator[None]:
         method = getattr(tf.distribute.ReplicaContext, name)
         if method.__module__ != __name__:
             setattr(tf.distribute.ReplicaContext, name, _weighing(method, 1 if name == "all_reduce" else 0))
+    number = tf.distribute.ReplicaContext.replica_id_in_sync_group
+    if number.fget.__module__ != __name__:
+        tf.distribute.ReplicaContext.replica_id_in_sync_group = property(functools.partial(_number, number.fget))
     context = tf.distribute.get_replica_context()
     _collectives[context] = found
     try:
         yield
     finally:
         del _collectives[context]
+
+
+def _number(of_context: Callable[[Any], tf.Tensor], context: tf.distribute.ReplicaContext) -> tf.Tensor:
+    """Returns the number of a replica; 0 where it computes what one device does."""
+    found = _collectives.get(context)
+    if found is None:
+        return of_context(context)
+    found.called = True
+    return tf.constant(0, tf.int32) if found.left_out else of_context(context)
 
 
 def _weighing(method: Callable[..., Any], place: int) -> Callable[..., Any]:

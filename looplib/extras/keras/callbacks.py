@@ -52,6 +52,7 @@ class KerasCallbacks(Action):
             callback.set_model(model)
         self._trains = False
         self._loaded: dict[str, Any] | None = None  # the state of a checkpoint, until the training begins
+        self._kept: dict[str, Any] | None = None  # the state at the end of a training, for a later one
         self._last: dict[str, Any] = {}  # the logs of the epoch that has ended last
         self._logs: dict[str, Any] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
@@ -81,6 +82,7 @@ class KerasCallbacks(Action):
         epochs = None if end is None else math.ceil(end / steps)
         for callback in self._callbacks:
             callback.set_params({"verbose": 1, "epochs": epochs, "steps": int(steps)})
+        self._loaded, self._kept = self._loaded or self._kept, None
         with self._scope():
             self._begin_training()
             self._best.forget_lost(controller, self._memories.named)
@@ -112,6 +114,7 @@ class KerasCallbacks(Action):
 
     def on_end(self, controller: Any) -> None:
         """Ends the training, with the best weights if a callback restores them."""
+        self._kept = self.state()
         self._trains = False
         with self._scope():
             for name, callback in self._memories.named:

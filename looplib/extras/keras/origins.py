@@ -188,7 +188,8 @@ def _plain_node(op: tf.Operation) -> tf.compat.v1.NodeDef:
     """Returns an op without its device and without what it only waits for."""
     node = op.node_def
     node.device = ""
-    node.attr.pop("_class", None)
+    for name in [name for name in node.attr if name.startswith("_")]:  # of where and how it runs
+        del node.attr[name]
     data = [name for name in node.input if not name.startswith("^")]
     del node.input[:]
     node.input.extend(data)

@@ -251,3 +251,21 @@ def test_a_callback_whose_work_looplib_does_is_not_called_and_said_or_refused_wi
     ]:
         with pytest.raises(CallbackError, match=named):
             trained(keras, [callback], **settings)
+
+
+def test_a_second_call_of_train_goes_on_with_what_callbacks_remember(keras):
+    def rate(*epochs):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        model.optimizer.learning_rate = 0.125
+        plateau = keras.callbacks.ReduceLROnPlateau(monitor="flat", mode="min", factor=0.5, patience=2)
+        flat = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(flat=1.0))
+        trainer = looplib.KerasTrainer(model, np.ones((8, 2)), np.ones((8, 1)), callbacks=[flat, plateau])
+        config = looplib.RunConfig(global_batch_size=8)
+        with looplib.Controller(config, trainer=trainer, writers=[]) as controller:
+            for end in epochs:
+                controller.train(epochs=end)
+        return float(tf.convert_to_tensor(model.optimizer.learning_rate))
+
+    assert rate(2, 4, 6) == rate(6) < 0.125

@@ -846,3 +846,50 @@ def test_an_unknown_way_to_synchronize_is_refused(monkeypatch):
         model = masked_normalization(keras3)
         with pytest.raises(ModelError, match="batch_normalization.*synchronized"):
             looplib.KerasTrainer(model, SENTENCES, Y)
+
+
+@pytest.mark.parametrize("keras", FAMILIES.values(), ids=FAMILIES)
+def test_examples_are_compared_with_those_of_all_replicas_as_on_one_device(keras):
+    class Contrastive(type(own_step(keras))):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                codes = tf.concat([self(x, training=True), y], axis=1)
+                logits = tf.matmul(codes, looplib.all_gather(codes), transpose_b=True)
+                labels = looplib.global_positions(codes)
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+                loss = tf.reduce_mean(losses)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            self.tracker.update_state(losses)
+            return {"loss": self.tracker.result()}
+
+    def make(keras):
+        inputs = keras.Input((6,))
+        model = Contrastive(inputs, keras.layers.Dense(3)(inputs))
+        model.compile(keras.optimizers.SGD(0.05))
+        return model
+
+    def fitted():
+        keras.utils.set_random_seed(1)
+        model = make(keras)
+        model.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        return model.trainable_variables
+
+    weights, _ = trained(make, keras, make_strategy("mirrored_x2"), X, Y)
+    for ours, theirs in zip(weights, fitted(), strict=True):
+        np.testing.assert_allclose(ours, np.array(theirs), rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_with_a_test_step_of_its_own_has_its_compiled_metrics_on_replicas():
+    class Model(keras3.Model):
+        def test_step(self, data):
+            return {"loss": self.compute_loss(data[0], data[1], self(data[0]))}
+
+    def make(keras):
+        inputs = keras.Input((6,))
+        model = Model(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd", "mse", metrics=["mae"])
+        return model
+
+    assert build(make, keras3).evaluator(X, Y)
