@@ -30,9 +30,8 @@ def check_optimizer(optimizer: Any) -> None:
     if not _keras.is_optimizer(optimizer):
         raise OptimizerError(
             f"optimizer is a {type(optimizer).__name__} of {type(optimizer).__module__}; expected a Keras optimizer, "
-            "or a dict of them by pattern; another one, such as Sonnet's, works in the step_fn of a looplib.Trainer; "
-            "on several replicas, that makes its variables before the first step and gives it gradients that are "
-            "summed (all_reduce), and Sonnet's take no other strategy than Sonnet's Replicator"
+            "or a dict of them by pattern; another one, such as Sonnet's, works in the step_fn of a looplib.Trainer on "
+            "one replica"
         )
     if isinstance(optimizer, SlotOptimizer):
         raise OptimizerError(
