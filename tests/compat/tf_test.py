@@ -27,6 +27,9 @@ FILES = sorted((ROOT / "looplib").rglob("*.py"))
 # Uses outside of looplib/compat, by file, with the reason.
 ELSEWHERE = {
     "extras/diagnosis/traced_ops.py": {"_get_function"},  # which only messages to users need
+    "extras/orbit/adapters.py": {
+        "_train_options"
+    },  # of Orbit; without it, a loop that it divides is traced in one piece
     "extras/buckets/ranges.py": {"_shutdown"},  # of concurrent.futures; without it, a thread waits longer at the end
     "extras/buckets/stores.py": {"_call_s3"},  # of s3fs, whose public functions read without a condition
     # The places in files of weights, which follow what tf_keras itself does.
@@ -39,7 +42,6 @@ ELSEWHERE = {
     },
     # The stages of a pipeline; without them, no pipeline is read a second time.
     "extras/compat/pipelines.py": {"_functions", "_inputs", "_map_func"},
-    "extras/keras/building.py": {"keras.src"},  # the scope of a metric; without it, the name that a graph gives it
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
     "extras/outputs/predictions.py": {"_lock"},
     "health/watchdog.py": {"_pydevd_bundle"},

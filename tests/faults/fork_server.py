@@ -82,7 +82,7 @@ _CONVERTED = {
     "replayed.ByLoss": "loss_fn",
     "replayed.ByStep": "step_fn",
     "unreliable.Unreliable": "step_fn global_mean dataset/<lambda>",
-    "trainers.model_garden_tasks": "TaskTrainer.step_fn TaskEvaluator.step_fn _by_name _mean",
+    "trainers.model_garden_tasks": "TaskTrainer.step_fn TaskEvaluator.step_fn _mean",
     "official.vision.dataloaders.classification_input": "Parser._parse_train_image Parser._parse_train_data Parser._parse_eval_image Parser._parse_eval_data Decoder.decode",
     "official.vision.ops.preprocess_ops": "center_crop_image_v2 random_crop_image_v2 normalize_image normalize_scaled_float_image",
     "official.vision.modeling.layers.nn_blocks": "ResidualBlock.call",
