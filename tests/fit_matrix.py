@@ -18,6 +18,7 @@ import tempfile
 
 import fit_hub
 import fit_models
+import fit_packages
 import fit_programs
 import fit_rows
 import fit_steps
@@ -60,7 +61,7 @@ PARTS = {  # of the matrix, each a page
     ),
     "keras_matrix_steps.md": ("Training steps of their own", fit_steps.ROWS),
     "keras_matrix_hub.md": ("KerasHub, KerasRS, adapters and distillation", fit_hub.ROWS),
-    "keras_matrix_programs.md": ("Public example programs", fit_programs.ROWS),
+    "keras_matrix_programs.md": ("Public example programs", {**fit_programs.ROWS, **fit_packages.ROWS}),
 }
 ROWS = {name: row for _, rows in PARTS.values() for name, row in rows.items()}
 assert len(ROWS) == sum(len(rows) for _, rows in PARTS.values())  # no name twice
