@@ -217,6 +217,8 @@ class _Program:
             except ValueError as error:
                 raise _NotMadeError(gist(error)) from error
             trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
+            for name, value in self._row.settings.items():
+                setattr(trainer, name, value)
         with looplib.Controller(
             looplib.RunConfig(global_batch_size=fit_rows.BATCH),
             trainer=trainer,

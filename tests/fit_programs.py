@@ -12,6 +12,8 @@ from fit_steps import LAST_BATCH
 from fit_steps import _apply as apply
 from fit_steps import _tracked as tracked
 
+FEWER = EXAMPLES // 2  # examples with labels, beside those without
+
 
 def _positions(keras, length, width):
     """Returns a layer that adds a learned vector to each position."""
@@ -175,8 +177,9 @@ def _simclr(keras, gather):
     model = SimCLR()
     model.compile(keras.optimizers.Adam(0.003), keras.optimizers.Adam(0.003))
     images = (noise(8, 8, 3), 0.3 * noise(8, 8, 3, seed=1))
-    free = tf.data.Dataset.from_tensor_slices(images).batch(8)
-    known = tf.data.Dataset.from_tensor_slices((noise(8, 8, 3, seed=2), labels(3))).batch(4)
+    free = tf.data.Dataset.from_tensor_slices(images).batch(BATCH)
+    known = (noise(8, 8, 3, seed=2, examples=FEWER), labels(3, examples=FEWER))
+    known = tf.data.Dataset.from_tensor_slices(known).batch(BATCH // 2)
     return model, dict(x=tf.data.Dataset.zip((free, known)))
 
 
@@ -201,11 +204,18 @@ def cyclegan(keras):
     class CycleGAN(keras.Model):
         def __init__(self):
             super().__init__()
-            self.gen_g, self.gen_f, self.disc_x, self.disc_y = generator(), generator(), discriminator(), discriminator()
+            self.gen_g, self.gen_f, self.disc_x, self.disc_y = (
+                generator(),
+                generator(),
+                discriminator(),
+                discriminator(),
+            )
 
         def compile(self, make_optimizer, square, absolute):
             super().compile()
-            self.g_optimizer, self.f_optimizer, self.x_optimizer, self.y_optimizer = (make_optimizer() for _ in range(4))
+            self.g_optimizer, self.f_optimizer, self.x_optimizer, self.y_optimizer = (
+                make_optimizer() for _ in range(4)
+            )
             self.square, self.absolute = square, absolute
 
         def of_generator(self, fake, cycled, same, real):
@@ -248,14 +258,14 @@ def _adamatch(keras, threshold):
             self.network, self.steps = network, tf.Variable(0.0, trainable=False)
 
         def train_step(self, data):
-            (weak, strong, numbers), (target_weak, target_strong, chance) = data
+            (target_weak, target_strong), (weak, strong, numbers, chance) = data
             source = tf.concat([weak, strong], axis=0)
             target = tf.concat([target_weak, target_strong], axis=0)
             rows, free = tf.shape(source)[0], tf.shape(target_weak)[0]
             with tf.GradientTape() as tape:
                 both = self.network(tf.concat([source, target], axis=0), training=True)
                 alone = self.network(source, training=True)
-                share = tf.concat([chance, chance], axis=0)[:rows, None]
+                share = tf.concat([chance, chance], axis=0)[:, None]
                 mixed = share * both[:rows] + (1.0 - share) * alone
                 of_weak = tf.nn.softmax(mixed[: rows // 2])
                 pseudo = tf.nn.softmax(both[rows : rows + free])
@@ -279,11 +289,11 @@ def _adamatch(keras, threshold):
                                 layers.Dense(3)])  # fmt: skip
     model = AdaMatch(network)
     model.compile(keras.optimizers.SGD(0.1))
-    strong = noise(5) + 0.5 * noise(5, seed=1)
-    chance = np.random.default_rng(5).uniform(size=EXAMPLES).astype("float32")
-    source = tf.data.Dataset.from_tensor_slices((noise(5), strong, labels(3))).batch(4)
-    target = (noise(5, seed=2), noise(5, seed=2) + 0.5 * noise(5, seed=3), chance)
-    return model, dict(x=tf.data.Dataset.zip((source, tf.data.Dataset.from_tensor_slices(target).batch(12).repeat())))
+    target = (noise(5), noise(5) + 0.5 * noise(5, seed=1))
+    weak, chance = noise(5, seed=2, examples=FEWER), np.random.default_rng(5).uniform(size=FEWER).astype("float32")
+    source = (weak, weak + 0.5 * noise(5, seed=3, examples=FEWER), labels(3, examples=FEWER), chance)
+    parts = [(target, BATCH), (source, BATCH // 2)]
+    return model, dict(x=tf.data.Dataset.zip(*(tf.data.Dataset.from_tensor_slices(part).batch(n) for part, n in parts)))
 
 
 def adamatch(keras):
@@ -345,7 +355,9 @@ def retinanet(keras):
     ]
     model = keras.Model(inputs, layers.Concatenate(axis=1)(reshaped))
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), Loss())
-    return model, dict(x=noise(8, 8, 3), y=_of_anchors(*_boxes()), validation_data=(noise(8, 8, 3, seed=3), _of_anchors(*_boxes())))
+    return model, dict(
+        x=noise(8, 8, 3), y=_of_anchors(*_boxes()), validation_data=(noise(8, 8, 3, seed=3), _of_anchors(*_boxes()))
+    )
 
 
 def _of_anchors(boxes, classes):
@@ -360,7 +372,9 @@ def _of_anchors(boxes, classes):
     best = np.argmax(overlap, axis=1)
     most = np.max(overlap, axis=1)
     matched = np.take_along_axis(boxes, best[:, :, None], axis=1)
-    offsets = np.concatenate([(matched[..., :2] - anchors[:, :2]) / anchors[:, 2:], np.log(matched[..., 2:] / anchors[:, 2:])], -1)
+    offsets = np.concatenate(
+        [(matched[..., :2] - anchors[:, :2]) / anchors[:, 2:], np.log(matched[..., 2:] / anchors[:, 2:])], -1
+    )
     kinds = np.where(most >= 0.2, np.take_along_axis(classes, best, axis=1), np.where(most < 0.1, -1, -2))
     return np.concatenate([offsets, kinds[..., None]], axis=-1).astype("float32")
 
@@ -386,7 +400,9 @@ def _detr(keras, by_image):
                 pairs = tf.numpy_function(lambda *arrays: matched(*arrays), given, tf.int64)
                 pairs = tf.ensure_shape(pairs, [None, 2])
                 places = tf.one_hot(pairs, 4) * present[:, :, None]
-                expected = tf.einsum("boq,bo->bq", places, tf.cast(kinds, tf.float32)) + 3 * (1 - tf.reduce_sum(places, 1))
+                expected = tf.einsum("boq,bo->bq", places, tf.cast(kinds, tf.float32)) + 3 * (
+                    1 - tf.reduce_sum(places, 1)
+                )
                 cross = tf.nn.sparse_softmax_cross_entropy_with_logits(tf.cast(expected, tf.int32), logits)
                 weights = tf.where(expected == 3, 0.1, 1.0)
                 off = tf.reduce_sum(tf.abs(tf.gather(found, pairs, batch_dims=1) - boxes), axis=-1) * present
@@ -578,5 +594,5 @@ def forward_forward(keras):
 
 ROWS = rows_of(
     nmt, nmt_masked, vit, simclr, (cyclegan, dict(not_compared=dict.fromkeys(("G_loss", "F_loss", "D_X_loss", "D_Y_loss"), LAST_BATCH))),
-    adamatch, pseudo_labels, retinanet, detr, detr_by_image, mpnn, mpnn_padded, forward_forward,
+    adamatch, pseudo_labels, retinanet, detr, detr_by_image, (mpnn, dict(settings={"batch_size_varies": True})), mpnn_padded, forward_forward,
 )  # fmt: skip

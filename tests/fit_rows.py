@@ -25,6 +25,7 @@ class Row:
       after: what a user calls with the model after the training, as that page says.
       prepare: what a program does with the model, from it and whether the program is the first of its run.
       needs: other packages that it imports.
+      settings: attributes that a program sets on its trainer.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Row:
     after: Callable[[Any], object] | None = None
     prepare: Callable[[Any, bool], object] | None = None
     needs: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def rows_of(*rows: Any) -> dict[str, Row]:

@@ -64,7 +64,8 @@ def check(model: Any, batch: Any) -> None:
         raise_refusal(error)
         raise LossError(
             f"whether {type(model).__name__} trains alike on any number of replicas could not be tried "
-            f"({gist(error)}); let its step take any number of examples, {_OR}"
+            f"({gist(error)}); let its step take any number of examples{_graphs(batch)}, set what a callback would set "
+            f"when a training begins, {_OR}"
         ) from error
     if fixed and own:
         raise LossError(
@@ -86,6 +87,17 @@ def check(model: Any, batch: Any) -> None:
             "known of it; `python -m looplib check replicas` compares whole trainings",
             join_names(found.without_effect), type(model).__name__,
         )  # fmt: skip
+
+
+def _graphs(batch: Any) -> str:
+    """Returns what to do where parts of a batch have different numbers of rows, which may belong together."""
+    sizes = rows.sizes(batch)
+    if len(set(sizes)) < 2:
+        return ""
+    return (
+        f", where rows of its parts of {join_names(list(map(str, sizes)))} belong together, such as the nodes and edges "
+        "of a graph, write a looplib.GradientTrainer that makes the batches of each replica"
+    )
 
 
 def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
@@ -117,8 +129,10 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
     found.kept, nothing = trial.apart, first.losses == 0
     if not far:
         trial.move()
-        far = differs(batch, None)
-        found.without_effect = [name for name, zero in zip(trial.names, nothing & (first.losses == 0)) if zero]
+        far, nothing = differs(batch, None), nothing & (first.losses == 0)
+        if not far and trial.move_later():
+            far, nothing = differs(batch, None), nothing & (first.losses == 0)
+        found.without_effect = [name for name, zero in zip(trial.names, nothing) if zero]
     if far and not alike:
         found.fault = (
             f"on {replicas} replicas the gradients differ by {far:.2%} from those of one device where its parts, of "

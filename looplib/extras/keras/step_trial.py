@@ -78,6 +78,7 @@ class StepTrial:
         self._traced: dict[tuple, Any] = {}
         self._before: dict[int, tuple[tf.Variable, Any]] = {}  # that the step updates
         self._moved: list[tuple[tf.Variable, np.ndarray]] = []
+        self._may_count: list[tf.Variable] = []
         self._replaced = contextlib.ExitStack()
         self.names: list[str] = []
         self.apart: list[str] | None = None
@@ -137,11 +138,24 @@ class StepTrial:
             value = parts[0].numpy()
             moved = _moved(value, variable.trainable, chance)
             if moved is not None and id(variable) not in metrics and _tf.identity_of(parts[0]) in used:
-                for part in parts:
-                    self._moved.append((part, part.numpy()))
-                    part.assign(moved)
-                    if _tf.identity_of(part) in self._before:
-                        self._before[_tf.identity_of(part)] = part, tf.identity(part)
+                self._moved += [(part, value) for part in parts]
+                self._assign(parts, moved)
+                if value.dtype.kind not in "iu" and not value.shape and value == 0 and not variable.trainable:
+                    self._may_count += parts
+
+    def move_later(self) -> bool:
+        """Moves numbers that may count steps, though they are no whole numbers by type; returns whether there are any.
+
+        A number that begins with 0 may also be a share, which `move` gives a value below 1.
+        """
+        self._assign(self._may_count, _LATER)
+        return bool(self._may_count)
+
+    def _assign(self, parts: Iterable[tf.Variable], value: Any) -> None:
+        for part in parts:
+            part.assign(value)
+            if _tf.identity_of(part) in self._before:
+                self._before[_tf.identity_of(part)] = part, tf.identity(part)
 
     def _parts(self, traced: Any) -> list[tf.Variable]:
         """Returns the replicas' parts of the variables of a trace, which has generators of tf_keras as they are."""

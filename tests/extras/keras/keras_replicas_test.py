@@ -391,6 +391,24 @@ def annealed_sum(keras):
     return model
 
 
+def sum_by_a_counter(keras):
+    """A sum over the examples, whose share grows with steps that a floating-point number counts."""
+
+    class Sums(keras.layers.Layer):
+        def build(self, shape):
+            self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+
+        def call(self, x, training=False):
+            if training:
+                self.steps.assign_add(1.0)
+            self.add_loss(tf.minimum(1.0, tf.square(self.steps / 100)) * tf.reduce_sum(tf.square(x)))
+            return x
+
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), Sums()])
+    model.compile("sgd", "mse")
+    return model
+
+
 def void_in_a_function(keras):
     """A function that takes the mean over some elements itself, behind batch normalization that is frozen."""
 
@@ -436,7 +454,7 @@ def build(make, keras, **arguments):
 
 
 REFUSED = [fixed_divisor, contrastive, noisy_contrastive, drawn_sum, sum_in_training, normalized_in_training]
-REFUSED += [sum_behind_zeros, annealed_sum, void_in_a_function, condition_in_a_layer]
+REFUSED += [sum_behind_zeros, annealed_sum, sum_by_a_counter, void_in_a_function, condition_in_a_layer]
 
 
 @pytest.mark.slow(most=10)
