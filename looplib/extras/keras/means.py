@@ -95,7 +95,7 @@ def _graphs(batch: Any) -> str:
     if len(set(sizes)) < 2:
         return ""
     return (
-        f", where rows of its parts of {join_names(list(map(str, sizes)))} belong together, such as the nodes and edges "
+        f", where rows of its parts of {join_names(list(map(str, sizes)))} belong together, such as nodes and edges "
         "of a graph, write a looplib.GradientTrainer that makes the batches of each replica"
     )
 

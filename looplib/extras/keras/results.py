@@ -14,6 +14,8 @@ from looplib.extras.keras.batch_logs import BatchLogs
 from looplib.loop.reducer import UnknownOutputsError
 from looplib.task import metric_names, reductions
 
+_HIDDEN = "metric of a repeated name "  # and a number, of metrics that are not reported
+
 
 @runtime_checkable
 class ReportsArrays(Protocol):
@@ -117,7 +119,7 @@ class KerasResults:
     @tf.autograph.experimental.do_not_convert
     def _outputs(self, inputs: Any, logs: Any, number: tf.Tensor | None, last: set[str]) -> dict[str, Any]:
         returns, logs = isinstance(logs, dict), _flattened(logs)
-        metrics = {metric.name: metric for metric in self._model.metrics}
+        metrics = self._by_name()
         self._note_names(metrics)
         metric_names.check(f"the compiled {type(self._model).__name__}", {*self._names.values(), *logs})
         size = tf.cast(rows.count(rows.parts(inputs)[0]), tf.float64)
@@ -142,6 +144,7 @@ class KerasResults:
         An array is a number for each element, such as `f1_0`; `arrays` has the whole.
         """
         metrics = metrics if self._batch_logs is None else self._batch_logs.taken(metrics)
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(_HIDDEN)}
         found = {self._names.get(name, name): value for name, value in metrics.items()}
         if self._returned is not None:
             kept = metrics.keys() - self._names.keys() - {self._alone(name) for name in self._returned}
@@ -151,6 +154,15 @@ class KerasResults:
         for name, value in self.arrays.items():
             del found[name]
             found |= {f"{name}_{number}": one for number, one in enumerate(np.ravel(value))}
+        return found
+
+    def _by_name(self) -> dict[str, Any]:
+        """Returns the listed metrics; of those with one name, such as those of layers, `fit` reports the last."""
+        found: dict[str, Any] = {}
+        for metric in self._model.metrics:
+            if metric.name in found:  # it is to begin anew after a report too
+                found[f"{_HIDDEN}{len(found)}"] = found[metric.name]
+            found[metric.name] = metric
         return found
 
     def _metrics(self) -> list[Any]:

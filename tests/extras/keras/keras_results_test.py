@@ -64,6 +64,47 @@ def numpy_epochs(kernel, count):
 
 
 @pytest.mark.slow(spread=1)
+@pytest.mark.parametrize("name", ["default", *more(["mirrored_x2"])])
+def test_metrics_of_one_name_each_begin_anew_in_an_epoch(name, keras):
+    """As of layers of one class that keep their losses, of which the step returns a mean under another name."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1, use_bias=False)
+            self.first, self.second = (keras.metrics.Mean(name="layer_loss") for _ in range(2))
+
+        @property
+        def metrics(self):
+            return [self.first, self.second]
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, data):
+            self.first.update_state(data, tf.ones_like(data))
+            self.second.update_state(2 * data, tf.ones_like(data))
+            return {"final": self.first.result() + self.second.result()}
+
+    strategy, reports = make_strategy(name), []
+    with strategy.scope():
+        model = Own()
+        model(X)
+        model.compile(keras.optimizers.SGD(RATE))
+        trainer = looplib.KerasTrainer(model, X[:16], shuffle=False)
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=1),
+        trainer=trainer,
+        strategy=strategy,
+        writers=[],
+        actions=[lambda event: reports.append(event.metrics)],
+    ) as controller:
+        controller.train(epochs=1)
+    assert [report["final"] for report in reports] == pytest.approx([3 * X[:8].mean(), 3 * X[8:16].mean()], rel=1e-4)
+    assert all(report.keys() <= {"final", "steps_per_second", "epoch"} for report in reports)
+
+
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
 @pytest.mark.parametrize("kind", ["plain", "tracked"])
 def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, keras):
