@@ -158,7 +158,7 @@ class _Program:
         trained, _ = self._uninterrupted()
         self._keras.backend.clear_session()
         model, arguments = self.build(first=False)
-        trainer = looplib.KerasTrainer(model, **arguments)
+        trainer = self._trainer(model, arguments)
         with looplib.Controller(
             looplib.RunConfig(global_batch_size=fit_rows.BATCH),
             trainer=trainer,
@@ -177,6 +177,12 @@ class _Program:
             again = self._keras.models.load_model(path / "model.keras", compile=False)
             differences["model.keras"] = _largest(tf.nest.flatten(again(x, training=False)), expected)
         return differences
+
+    def _trainer(self, model, arguments):
+        trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
+        for name, value in self._row.settings.items():
+            setattr(trainer, name, value)
+        return trainer
 
     def _beside_fit(self, model, reports):
         if not self._fitted:
@@ -216,9 +222,7 @@ class _Program:
                 model, arguments = self.build(first)
             except ValueError as error:
                 raise _NotMadeError(gist(error)) from error
-            trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
-            for name, value in self._row.settings.items():
-                setattr(trainer, name, value)
+            trainer = self._trainer(model, arguments)
         with looplib.Controller(
             looplib.RunConfig(global_batch_size=fit_rows.BATCH),
             trainer=trainer,

@@ -97,6 +97,15 @@ def pruning(keras):
     return model, dict(x=noise(8, 8, 1), y=labels(3), callbacks=[sparsity.UpdatePruningStep()])
 
 
+def pruning_begun(keras):
+    """The same, whose pruning step is set before the trainer is made"""
+    model, arguments = pruning(keras)
+    for layer in model.layers:
+        if isinstance(layer, type(model.layers[0])):  # a wrapper of a layer that is pruned
+            layer.pruning_step.assign(0)
+    return model, arguments
+
+
 @functools.cache
 def _module(kind):
     """Returns a folder with a made module, which exists as long as the process."""
@@ -152,6 +161,6 @@ _LOSSES = dict.fromkeys(("loss", "total_loss", "val_loss", "val_total_loss"), LA
 _RECOMMENDERS = dict(**_of("tensorflow_recommenders"), not_compared=_LOSSES)
 ROWS = rows_of(
     (tfrs_retrieval, _RECOMMENDERS), (tfrs_ranking, _RECOMMENDERS), (qat, _of("tensorflow_model_optimization")),
-    (pruning, _of("tensorflow_model_optimization")), (hub_module_texts, _of("tensorflow_hub")),
+    (pruning, _of("tensorflow_model_optimization")), (pruning_begun, _of("tensorflow_model_optimization")), (hub_module_texts, _of("tensorflow_hub")),
     (hub_module_images, _of("tensorflow_hub")),
 )  # fmt: skip
