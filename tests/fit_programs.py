@@ -567,7 +567,7 @@ def forward_forward(keras):
             return [self.loss_sum, *(layer.seen for layer in self.steps)]
 
         def overlay(self, x, numbers):
-            return tf.concat([tf.one_hot(numbers, 3) * tf.reduce_max(x), x[:, 3:]], axis=1)
+            return tf.concat([tf.one_hot(numbers, 3) * tf.reduce_max(x, axis=1, keepdims=True), x[:, 3:]], axis=1)
 
         def call(self, x):
             goodness = []
