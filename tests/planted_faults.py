@@ -230,7 +230,7 @@ FAULTS = [
           "tf.math.divide_no_nan(total, whole * factor)", "tf.math.divide_no_nan(total, count)", "keras_replicas"),
     Fault("gradients that come back through a sum over replicas have the weights of their losses", "extras/compat/methods.py",
           "lambda gradient: gradient * tf.cast(factor, gradient.dtype)", "lambda gradient: gradient", "keras_replicas"),
-    Fault("a step on replicas is tried with other weights, too", "extras/keras/means.py", "        trial.move()\n", "", "keras_replicas"),
+    Fault("a step on replicas is tried with other weights, too", "extras/keras/means.py", "            trial.move(number)\n", "", "keras_replicas"),
     Fault("a step on replicas is tried as it trains", "extras/keras/losses.py",
           "_part_of_batch.on = several", "_part_of_batch.on = False", "keras_replicas"),
     Fault("data in Python: a loader continues within its pass", "extras/keras/python_data.py",

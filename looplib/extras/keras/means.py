@@ -20,6 +20,7 @@ from looplib.loop.step import raise_refusal
 from looplib.messages import gist, join_names
 
 EXAMPLES = 32  # that are enough to try
+_MOVES = 3  # of the weights, as conditions on values may hold in some states only
 _DRAWS = 12  # of the random numbers of a model that draws some
 _SURE, _NOISY = 4, 0.1  # standard errors, and the least difference, that stand out of such noise
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
@@ -128,8 +129,9 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
     far = far or (weighted is not None and differs(weighted, None))
     found.kept, nothing = trial.apart, first.losses == 0
     if not far:
-        trial.move()
-        far, nothing = differs(batch, None), nothing & (first.losses == 0)
+        for number in range(1 if found.draws else _MOVES):
+            trial.move(number)
+            far, nothing = far or differs(batch, None), nothing & (first.losses == 0)
         if not far and trial.move_later():
             far, nothing = differs(batch, None), nothing & (first.losses == 0)
         found.without_effect = [name for name, zero in zip(trial.names, nothing) if zero]

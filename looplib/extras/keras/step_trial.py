@@ -101,7 +101,7 @@ class StepTrial:
 
     def __exit__(self, *error: object) -> None:
         self._put_back(lambda variable: True)
-        for variable, value in self._moved:
+        for variable, value in reversed(self._moved):
             variable.assign(value)
         self._replaced.close()
 
@@ -128,10 +128,13 @@ class StepTrial:
         self._put_back(lambda variable: not _is_random(variable))
         return found
 
-    def move(self) -> None:
-        """Moves all weights and counters that the step reads, so that none is zero; equally on all replicas."""
+    def move(self, number: int) -> None:
+        """Moves all weights and counters that the step reads, so that none is zero; equally on all replicas.
+
+        Each number moves them in another way.
+        """
         used = {_tf.identity_of(part) for traced in self._traced.values() for part in self._parts(traced)}
-        chance = np.random.default_rng(0)
+        chance = np.random.default_rng(number)
         metrics = {id(_keras.tf_variable(each)) for metric in self._model.metrics for each in metric.variables}
         for _, variable in variables_of(state_of_model(self._model)):
             parts = self._strategy.experimental_local_results(variable)
