@@ -131,7 +131,9 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
     if not far:
         for number in range(1 if found.draws else _MOVES):
             trial.move(number)
-            far, nothing = far or differs(batch, None), nothing & (first.losses == 0)
+            far, nothing = differs(batch, None), nothing & (first.losses == 0)
+            if far:
+                break
         if not far and trial.move_later():
             far, nothing = differs(batch, None), nothing & (first.losses == 0)
         found.without_effect = [name for name, zero in zip(trial.names, nothing) if zero]
@@ -179,7 +181,7 @@ def _weighted(model: Any, batch: Any) -> Any:
     weights = models.unpacked(model, batch)[2]
     if weights is None:
         return None
-    known, chance = {id(leaf) for leaf in tf.nest.flatten(weights)} - {id(None)}, np.random.default_rng(0)
+    known, chance = {id(leaf) for leaf in tf.nest.flatten(weights)}, np.random.default_rng(0)
 
     def other(leaf: Any) -> Any:
         dense = isinstance(leaf, (tf.Tensor, np.ndarray)) and tf.as_dtype(leaf.dtype).is_floating
@@ -187,15 +189,18 @@ def _weighted(model: Any, batch: Any) -> Any:
             return leaf
         return leaf * tf.cast(chance.uniform(0.2, 3, [leaf.shape[0], *[1] * (len(leaf.shape) - 1)]), leaf.dtype)
 
-    return tf.nest.map_structure(lambda leaf: leaf if leaf is None else other(leaf), batch)
+    return tf.nest.map_structure(other, batch)
 
 
 def _unequal(size: int, replicas: int) -> list[int]:
     """Returns shares of a batch, of which every second one is larger than the next."""
     each, rest = divmod(size, replicas)
     move = max(1, each // 3)
-    shares = [each + move * (1 - 2 * (number % 2)) for number in range(replicas - replicas % 2)]
-    return [*shares, *[each] * (replicas % 2)][:-1] + [shares[-1] + rest if replicas % 2 == 0 else each + rest]
+    shares = [each - move if number % 2 else each + move for number in range(replicas)]
+    if replicas % 2:
+        shares[-1] = each
+    shares[-1] += rest
+    return shares
 
 
 def _apart(one: Computed, other: Computed) -> float:

@@ -225,18 +225,18 @@ class StepTrial:
         (sizes, left_out), self._given.gradients = key, []
         own = bounds[:, tf.distribute.get_replica_context().replica_id_in_sync_group]
         counts = own[:, 1] - own[:, 0]
-        batch = packed(batch, _of_replica(flat, own, counts if sizes is None else sizes))
+        batch = rows.OmittedParts(batch).restore(_of_replica(flat, own, counts if sizes is None else sizes))
         every = tf.reduce_sum(bounds[0, :, 1] - bounds[0, :, 0])
         share = replicas.Share(batch, counts[0], tf.where(whole, counts[0], every))
         with replicas.in_use(share), part_of_batch(left_out) as joined:
             logs = self._step(batch)
             factor = replicas.weight_of_part(tf.float64)
         self._joins = self._joins or joined.called
-        alone = tf.where(whole, tf.constant(1 / self._replicas, tf.float64), 1)  # all replicas compute the same
+        counted = tf.where(whole, tf.constant(1 / self._replicas, tf.float64), 1)  # all replicas compute the same
         losses = [_flat(loss) * factor for loss in self._losses(logs)]
         gradients = [_flat(gradient) for gradient in self._given.gradients if gradient is not None]
         empty = [tf.zeros([0], tf.float64)]
-        return alone * tf.concat(losses or empty, axis=0), alone * tf.concat(gradients or empty, axis=0)
+        return counted * tf.concat(losses or empty, axis=0), counted * tf.concat(gradients or empty, axis=0)
 
     @tf.autograph.experimental.do_not_convert
     def _losses(self, logs: Any) -> list[tf.Tensor]:
@@ -346,15 +346,5 @@ def ordered(model: Any, batch: Any) -> Any:
 
 def leaves(batch: Any) -> list[Any]:
     """Returns the tensors of a batch, without what is None."""
-    return [
-        tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
-        for leaf in tf.nest.flatten(batch)
-        if leaf is not None
-    ]
-
-
-def packed(batch: Any, parts: Iterable[Any]) -> Any:
-    """Returns a structure like that of a batch with other tensors, in the order of `leaves`."""
-    parts = iter(parts)
-    filled = [None if leaf is None else next(parts) for leaf in tf.nest.flatten(batch)]
-    return tf.nest.pack_sequence_as(batch, filled)
+    given = rows.OmittedParts(batch).remove(batch)
+    return [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in given]
