@@ -103,6 +103,8 @@ class RecordedParts:
         found = []
         if record.files and files:
             found = plugins.load("looplib.parts", "changes_of_files")(record.files, files)
+        elif record.files:
+            found = [f"it was {join_names(list(record.files))} of context.records, and is read otherwise now"]
         order = ""
         if None not in (examples, record.examples) and examples != record.examples:
             found.insert(0, f"it has {examples} examples, and had {record.examples}")

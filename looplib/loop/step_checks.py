@@ -5,6 +5,7 @@ import dataclasses
 import dis
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import keras as _keras
+from looplib.compat import optimizers as _optimizers
 from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StaleTraceError, StepError
 from looplib.loop.step import Step
@@ -24,6 +26,10 @@ _ENTRIES = ("step_fn", "loss_fn", "call", "train_step", "test_step", "compute_lo
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _MOST_ITEMS = 1000
 _NOWHERE = object()
+_MOST_BATCHES = 8  # of the data, until each metric has changed
+_DRAWS = 16  # of the random numbers of a step that draws some
+_SURE = 5  # standard errors that stand out of their noise
+_ROUNDING, _MOST_NOISE = 1e-3, 0.05  # the least difference, and the least that noise may hide
 
 
 class TracedValues:
@@ -130,64 +136,91 @@ def _read_by(kind: type) -> frozenset[str]:
 
 
 def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
-    """Checks metrics of classes that are not Keras's own, by two trial steps that are undone.
+    """Checks metrics of classes that are not Keras's own, by trial steps that are undone.
 
     TensorFlow sums what replicas keep for a metric. That is the metric of the global batch only where every step adds
     to it, and adds a number that does not depend on the steps before: not for a maximum or a moving average.
 
-    The step, of the user's method `who`, is one on several replicas, and returns these Keras metrics by name. Raises
-    `UsageError` for a metric that is not such a sum.
+    The step, of the user's method `who`, is one on several replicas, and returns these Keras metrics by name. Warns of
+    metrics that the first batches leave unchanged, or that random numbers hide. Raises `UsageError` for a metric that
+    is not such a sum.
     """
+    updated, parts_of = _tf.updated_by(step.function), step.strategy.experimental_local_results
     kept = {f"the variable {_keras.variable_path(v)} of the metric {name!r}": v for name, v in _foreign(metrics)}
+    kept = {name: v for name, v in kept.items() if any(_tf.identity_of(part) in updated for part in parts_of(v))}
     if not kept:
         return
-    with _trial(step) as (before, batch):
-        if batch is None:
-            return
-        first = _sums_of_first_replica(step, kept)
-        step.contribution(batch)
-        second = _sums_of_first_replica(step, kept)
-        metric_ids = {id(part) for v in kept.values() for part in step.strategy.experimental_local_results(v)}
-        _put_back((variable, value) for variable, value in before if id(variable) not in metric_ids)
-        step.contribution(batch)
-        third = _sums_of_first_replica(step, kept)
-    tolerance = 0.5 if step.random_ops else 1e-3  # other random numbers may change it a little
-    for name, at_first in first.items():
-        finite = np.isfinite(second[name]) & np.isfinite(third[name])
-        change = second[name][finite] - at_first[finite]
-        again = third[name][finite] - second[name][finite]
-        sums = np.linalg.norm(again - change) <= tolerance * np.linalg.norm(change)
-        if np.any(second[name] != at_first) and (np.any(at_first) or not sums or not is_summed(kept[name])):
-            raise MetricError(
-                f"{name} ({who}) is not a sum over examples that begins with zero and that replicas sum (a maximum, a "
-                "moving average, or what derives from sums, say), so that the metric would be wrong on several "
-                "replicas; keep sums in add_weight's default aggregation, compute the rest in result(), or use one "
-                "replica"
-            )
-        if not finite.all():
-            logging.warning(
-                "%s (%s) is not finite after one batch, so that it is not known whether it is a sum over examples, as "
-                "on several replicas it has to be", name, who,
-            )  # fmt: skip
+    unknown = (
+        "%s (%s) %s, so that it is not known whether it is a sum over examples, as on several replicas it has to be"
+    )
+    with _trial(step) as (before, batches):
+        own = {id(part) for variable in kept.values() for part in parts_of(variable)}
+        for batch in itertools.islice(batches, _MOST_BATCHES):
+            at_first = _sums_of_first_replica(step, kept)
+            pairs = []
+            for _ in range(_DRAWS if step.random_ops else 1):
+                _put_back(before)
+                step.contribution(batch)
+                first = _sums_of_first_replica(step, kept)
+                _put_back((variable, value) for variable, value in before if id(variable) not in own)
+                step.contribution(batch)
+                pairs.append((first, _sums_of_first_replica(step, kept)))
+            _put_back(before)
+            for name in [name for name in kept if np.any(pairs[0][0][name] != at_first[name])]:
+                first, second = (np.stack([pair[side][name] for pair in pairs]) for side in range(2))
+                finite = np.isfinite(first).all(axis=0) & np.isfinite(second).all(axis=0)
+                change = first[:, finite] - at_first[name][finite]
+                sums = _equal_but_for_noise(change, second[:, finite] - first[:, finite])
+                if np.any(at_first[name]) or sums is False or not is_summed(kept[name]):
+                    raise MetricError(
+                        f"{name} ({who}) is not a sum over examples that begins with zero and that replicas sum (a "
+                        "maximum, a moving average, or what derives from sums, say), so that the metric would be wrong "
+                        "on several replicas; keep sums in add_weight's default aggregation, compute the rest in "
+                        "result(), or use one replica"
+                    )
+                if sums is None:
+                    logging.warning(unknown, name, who, "depends on random numbers more than on the steps before")
+                if not finite.all():
+                    logging.warning(unknown, name, who, "is not finite after one batch")
+                del kept[name]
+            if not kept:
+                return
+    for name in kept:
+        logging.warning(unknown, name, who, f"does not change in the first {_MOST_BATCHES} batches")
+
+
+def _equal_but_for_noise(some: np.ndarray, others: np.ndarray) -> bool | None:
+    """Returns whether two changes, float64 `[draws, n]`, are equal on average; None where the draws differ too much."""
+    apart, size = np.linalg.norm((others - some).mean(axis=0)), np.linalg.norm(some.mean(axis=0))
+    noise = 0.0 if len(some) == 1 else np.sqrt(np.sum(np.var(others - some, axis=0, ddof=1)) / len(some))
+    if apart > max(_SURE * noise, _ROUNDING * size):
+        return False
+    return None if _SURE * noise > _MOST_NOISE * size else True
 
 
 def check_own_updates(step: Step, who: str, task: Any) -> None:
     """Checks that a step which updates weights without an optimizer of Keras leaves equal weights on all replicas.
 
-    It does one step, which is undone. Compared are the trainable variables on the replicas of this process.
+    It does one step, which is undone. Compared are the trainable variables, on the replicas of this process, that no
+    optimizer of the task updates. Of a task with an optimizer of tf_keras, which does not say what it updates, nothing
+    is compared.
 
     Raises:
       UsageError: if they differ, because each replica has followed its own gradient.
     """
-    if _keras.optimizers(task):
-        return  # looplib sums what these get
     updated, parts_of = _tf.updated_by(step.function), step.strategy.experimental_local_results
+    optimizers = _keras.with_inner(_keras.optimizers(task).values())
+    if any(_keras.family(optimizer) == "tf_keras" for optimizer in optimizers):
+        return
+    for optimizer in optimizers:  # looplib sums what these get
+        given = map(_keras.tf_variable, _optimizers.variables_of(optimizer))
+        updated -= {_tf.identity_of(part) for variable in given for part in parts_of(variable)}
     weights = [(name, parts_of(variable)) for name, variable in variables_of(state_of(task)) if variable.trainable]
     weights = [(name, parts) for name, parts in weights if any(_tf.identity_of(part) in updated for part in parts)]
     if not any(len(parts) > 1 for _, parts in weights):
         return
-    with _trial(step) as (_, batch):
-        if batch is None:
+    with _trial(step) as (_, batches):
+        if (batch := next(batches, None)) is None:
             return
         old = [parts[0].numpy() for _, parts in weights]
         step.contribution(batch)
@@ -206,13 +239,17 @@ def check_own_updates(step: Step, who: str, task: Any) -> None:
 
 
 @contextlib.contextmanager
-def _trial(step: Step) -> Iterator[tuple[list[tuple[tf.Variable, tf.Tensor]], Any]]:
-    """Yields the values of the variables of a step, which are put back, and a batch; None where the data has none."""
+def _trial(step: Step) -> Iterator[tuple[list[tuple[tf.Variable, tf.Tensor]], Iterator[Any]]]:
+    """Yields the values of the variables of a step, which are put back, and the first batches of the data."""
     before = [(variable, tf.identity(variable)) for variable in step.variables]
     iterator = step.stream.iterate()
+
+    def batches() -> Iterator[Any]:
+        while step.stream.has_value(optional := step.stream.next_as_optional(iterator)):
+            yield step.stream.get_value(optional)
+
     try:
-        optional = step.stream.next_as_optional(iterator)
-        yield before, step.stream.get_value(optional) if step.stream.has_value(optional) else None
+        yield before, batches()
     finally:
         _put_back(before)
         step.stream.end(iterator)

@@ -51,7 +51,8 @@ def check_means(who: str, compute: Callable[[Any], Sequence[tf.Tensor]], own: Se
     Raises:
       UsageError: if a loss is none.
     """
-    if not any(_tf.depends_on_inputs(loss) for loss in own):
+    of_examples = [_tf.depends_on_inputs(loss) for loss in own]
+    if not any(of_examples):
         return
     try:
         # In a thread that is not tracing; tf.init_scope would leave the graph too, but stops all gradient tapes.
@@ -71,6 +72,12 @@ def check_means(who: str, compute: Callable[[Any], Sequence[tf.Tensor]], own: Se
                 "on replicas or in micro_batches, would have another sum; divide it by the examples of the batch, or "
                 "return it with the losses of loss_fn"
             )
+    if nothing := sum(abs(one) <= 1e-12 for one, concerned in zip(first, of_examples) if concerned):
+        logging.warning(
+            "losses that layers of %s add are 0 with the first weights (%d of %d), so that it is not known whether "
+            "they are means over examples; a sum over examples would weigh too little on several replicas or in "
+            "micro_batches", who, nothing, sum(of_examples),
+        )  # fmt: skip
 
 
 def _once_and_twice(

@@ -259,6 +259,45 @@ def test_a_sum_that_is_not_finite_is_no_other_kind_of_metric(caplog):
     assert "'own' (Values.step_fn) is not finite after one batch" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["sum", "moving average"])
+@pytest.mark.parametrize("values", [
+    lambda ids: tf.maximum(ids, 16) * (1 + 0.02 * tf.random.normal([], dtype=ids.dtype)),
+    lambda ids: tf.where(ids >= 16, ids, 0),
+], ids=["by random numbers", "in the first batch"])  # fmt: skip
+def test_a_metric_that_replicas_cannot_sum_is_refused_also_where_that_is_hidden(values, kind):
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        metric = own_metric("keras", kind)
+
+    def outputs(ids, _):
+        metric.update_state(values(tf.cast(ids, tf.float32)))
+        return {"own": metric}
+
+    evaluator = Values(50, outputs)
+    evaluator.own = metric
+    if kind == "sum":
+        assert evaluate(strategy, evaluator)["own"] == pytest.approx(np.arange(16, 50).sum(), rel=0.4)
+        return
+    with pytest.raises(MetricError, match="'own'"):
+        evaluate(strategy, evaluator)
+
+
+@pytest.mark.parametrize("values, said", [
+    (lambda values: 0 * values, "does not change in the first 8 batches"),
+    (lambda values: tf.random.normal([], dtype=values.dtype), "depends on random numbers more than"),
+])  # fmt: skip
+def test_a_metric_of_which_nothing_is_known_is_named(values, said, caplog):
+    with make_strategy("mirrored_x2").scope():
+        metric = own_metric("keras", "sum")
+
+    def outputs(ids, given):
+        metric.update_state(values(given))
+        return {"own": metric}
+
+    evaluate(make_strategy("mirrored_x2"), Values(200, outputs))
+    assert f"'own' (Values.step_fn) {said}" in caplog.text
+
+
 class Summing(looplib.Trainer):
     """Trains a weight, and returns a sum of a metric class of one's own."""
 

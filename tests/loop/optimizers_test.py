@@ -594,6 +594,8 @@ class OwnUpdate(looplib.Trainer):
     def __init__(self, how):
         self.how, self.weight = how, tf.Variable(tf.zeros([3, 1]))
         self.optimizer = Momentum([self.weight])
+        if how == "beside one of Keras":
+            self.of_keras, self.other = keras3.optimizers.SGD(0.1), tf.Variable(tf.zeros([3, 1]))
 
     def dataset(self, context):
         return context.indices(32, shuffle=False).map(lambda ids: tf.gather(self.x, ids))
@@ -608,6 +610,8 @@ class OwnUpdate(looplib.Trainer):
         if self.how == "reduce":
             loss = tf.distribute.get_strategy().reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None)
         self.optimizer.apply(gradients, [self.weight])
+        if self.how == "beside one of Keras":
+            self.of_keras.apply(gradients, [self.other])
         return {"loss": losses}
 
 
@@ -631,6 +635,8 @@ def test_an_optimizer_that_is_none_of_keras_follows_the_gradient_of_all_replicas
         np.testing.assert_allclose(found, weight, rtol=1e-4)
     with pytest.raises(StepError, match="differ between the replicas.*OwnUpdate.step_fn"):
         own_update("alone")
+    with pytest.raises(StepError, match="OwnUpdate would differ"):
+        own_update("beside one of Keras")
 
 
 @pytest.mark.slow(spread=2)

@@ -198,7 +198,8 @@ def test_a_resume_on_replaced_files_names_them(tmp_path, caplog):
 
     def train(steps):
         caplog.clear()
-        with toy.controller(make_strategy("default"), Reader(pattern), model_dir=tmp_path / "run") as controller:
+        trainer = Reader(pattern) if pattern else toy.Regression()
+        with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path / "run") as controller:
             controller.train(steps)
         return caplog.text
 
@@ -215,3 +216,5 @@ def test_a_resume_on_replaced_files_names_them(tmp_path, caplog):
     assert (
         "of step 8: it has 400 examples, and had 600; part-0.jsonl is missing; the steps that follow train on" in said
     )
+    pattern = None
+    assert "it was part-1.jsonl, part-2.jsonl of context.records, and is read otherwise now" in train(12)
