@@ -78,7 +78,13 @@ def _tfrecord(records: Sequence[Record]) -> bytes:
     for record in records:
         features = {}
         for name, row in record.items():
-            features.update(_features(name, row))
+            for key, feature in _features(name, row).items():
+                if key in features or (key != name and key in record):
+                    raise PredictionError(
+                        f"the predictions have an output {key!r} beside {name!r}, whose shape a tf.train.Example has "
+                        "by that name; give it another name, or write jsonl or parquet"
+                    )
+                features[key] = feature
         example = tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
         length = len(example).to_bytes(8, "little")
         parts += [length, _checksum(length), example, _checksum(example)]
@@ -105,6 +111,11 @@ def _features(name: str, row: Row) -> dict[str, tf.train.Feature]:
     elif row.dtype.kind == "f":
         feature = tf.train.Feature(float_list=tf.train.FloatList(value=values))
     else:
+        if row.dtype.kind == "u" and values.size and values.max() > np.iinfo(np.int64).max:
+            raise PredictionError(
+                f"the prediction {name!r} has {values.max()}, which the int64 of a tf.train.Example cannot hold; write "
+                "jsonl or parquet"
+            )
         feature = tf.train.Feature(int64_list=tf.train.Int64List(value=values.astype(np.int64)))
     shape = tf.train.Feature(int64_list=tf.train.Int64List(value=row.shape))
     return {name: feature, **({f"{name}/shape": shape} if row.ndim > 1 else {})}

@@ -16,6 +16,7 @@ from faults import faulty
 
 import looplib
 from looplib.errors import PredictionError
+from looplib.extras.outputs.pieces import encode
 
 LOOP = repetitions("eager", "graph")  # where a test names none: tracing is most of what a small prediction costs
 WORDS = [b"", b"digit", "Gl\u00fcck".encode()]
@@ -309,6 +310,17 @@ def test_outputs_that_cannot_be_written_are_sentences(case, tmp_path):
     with pytest.raises(PredictionError) as raised:
         predict(make_strategy("default"), tmp_path, lambda model: Wrong(model, outputs), loop="graph")
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("record, words", [
+    ({"id": np.uint64(2**63 + 5)}, "'id' has 9223372036854775813"),
+    ({"a": np.zeros((2, 3)), "a/shape": np.array([7])}, "'a/shape' beside 'a'"),
+    ({"a/shape": np.array([7]), "a": np.zeros((2, 3))}, "'a/shape' beside 'a'"),
+])  # fmt: skip
+def test_examples_that_would_lose_a_value_are_refused(record, words):
+    with pytest.raises(PredictionError, match=words):
+        encode("tfrecord", [record])
+    assert encode("tfrecord", [{"id": np.uint64(2**63 - 1), "a/shape": np.array([7])}])
 
 
 def test_what_cannot_be_predicted_is_a_sentence(tmp_path):
