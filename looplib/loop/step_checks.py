@@ -20,6 +20,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StaleTraceError, StepError
 from looplib.loop.step import Step
 from looplib.messages import join_names
+from looplib.task.plain import gaps
 from looplib.task.state import state_of, variables_of
 
 _ENTRIES = ("step_fn", "loss_fn", "call", "train_step", "test_step", "compute_loss")
@@ -224,10 +225,13 @@ def check_own_updates(step: Step, who: str, task: Any) -> None:
             return
         old = [parts[0].numpy() for _, parts in weights]
         step.contribution(batch)
+        new = [[part.numpy() for part in parts] for _, parts in weights]
+        moved = [gaps(parts[0], value) for parts, value in zip(new, old)]
+        most = [1e-3 * change.max(initial=0, where=np.isfinite(change)) for change in moved]
         apart = [
             name
-            for (name, parts), value in zip(weights, old)
-            if any(np.any(np.abs(part - parts[0]) > 1e-3 * np.abs(parts[0] - value).max()) for part in parts[1:])
+            for (name, _), limit, (first, *others) in zip(weights, most, new)
+            if any(np.any(gaps(part, first) > limit) for part in others)
         ]
     if apart:
         raise StepError(

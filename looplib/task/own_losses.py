@@ -65,19 +65,23 @@ def check_means(who: str, compute: Callable[[Any], Sequence[tf.Tensor]], own: Se
         )  # fmt: skip
         return
     for one, two in zip(first, second):
-        if abs(one) > 1e-12 and not 1 / _MOST < two / one < _MOST:
+        if _is_known(one) and not 1 / _MOST < two / one < _MOST:
             raise LossError(
                 f"with each example twice, a batch has {two / one:.3g} times the loss that a layer of {who}'s model "
                 "adds (add_loss, an activity regularizer), so that it is no mean over examples, and parts of a batch, "
                 "on replicas or in micro_batches, would have another sum; divide it by the examples of the batch, or "
                 "return it with the losses of loss_fn"
             )
-    if nothing := sum(abs(one) <= 1e-12 for one, concerned in zip(first, of_examples) if concerned):
+    if nothing := sum(not _is_known(one) for one, concerned in zip(first, of_examples) if concerned):
         logging.warning(
-            "losses that layers of %s add are 0 with the first weights (%d of %d), so that it is not known whether "
+            "losses that layers of %s add are 0 or not finite at first (%d of %d), so that it is not known whether "
             "they are means over examples; a sum over examples would weigh too little on several replicas or in "
             "micro_batches", who, nothing, sum(of_examples),
         )  # fmt: skip
+
+
+def _is_known(loss: float) -> bool:
+    return 1e-12 < abs(loss) < np.inf
 
 
 def _once_and_twice(

@@ -204,12 +204,13 @@ def _unequal(size: int, replicas: int) -> list[int]:
 
 
 def _apart(one: Computed, other: Computed) -> float:
-    """Returns how much two results differ, relative to the second; NaN if most of them are not finite."""
-    first, second = one.compared, other.compared
-    finite = np.isfinite(first) & np.isfinite(second)
-    if finite.sum() < first.size / 2:
+    """Returns how much a result differs from another, relative to that; NaN if most of the other is not finite."""
+    finite = np.isfinite(other.compared)
+    if finite.sum() < finite.size / 2:
         return np.nan
-    first, second = first[finite], second[finite]
+    first, second = one.compared[finite], other.compared[finite]
+    if not np.isfinite(first).all():
+        return np.inf
     return float(np.linalg.norm(first - second) / max(np.linalg.norm(second), 1e-30))
 
 
@@ -220,6 +221,8 @@ def _over(value: float, limit: float) -> float:
 def _stands_out(wholes: tuple[Computed, ...], parts: tuple[Computed, ...]) -> float:
     """Returns how much the means of results that random numbers change differ; 0 if that may be noise."""
     whole, part = (np.stack([each.gradients for each in some]) for some in (wholes, parts))
+    if np.isfinite(whole).all() and not np.isfinite(part).all():
+        return np.inf
     apart, count = whole - part, len(wholes)
     others = (whole.sum(axis=0) - whole) / (count - 1)  # for each draw, the mean of the others
     square = np.mean(np.sum(whole * others, axis=1))  # of the mean gradient, without the noise

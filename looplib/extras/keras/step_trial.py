@@ -18,6 +18,7 @@ from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models, rows
 from looplib.extras.keras.building import state_of_model
 from looplib.extras.keras.losses import part_of_batch
+from looplib.task.plain import gaps
 from looplib.task.state import unheld, variables_of
 
 _ELEMENTS = 2**16  # of each gradient that are compared, or rows of a sparse one
@@ -261,8 +262,9 @@ class StepTrial:
         """Returns the variables that differ between the replicas of this process."""
         kept = []
         for variable in self._shared():
-            first, *others = self._strategy.experimental_local_results(_keras.tf_variable(variable))
-            if any(tf.reduce_any(abs(part - first) > 1e-5 * abs(first) + 1e-20) for part in others):
+            parts = self._strategy.experimental_local_results(_keras.tf_variable(variable))
+            first, *others = [part.numpy().astype(np.float64) for part in parts]
+            if any(np.any(gaps(part, first) > 1e-5 * np.abs(first) + 1e-20) for part in others):
                 kept.append(_keras.variable_path(variable))
         return kept
 
