@@ -118,16 +118,17 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
     if loss is None:
         return
     where, good_before = f"the loss reported at step {step}, {loss:.4g}, is", step - steps_per_loop
-    if loss > guards.loss_limit and step >= guards.loss_limit_from:
+    if guards.loss_limit < math.inf and not loss <= guards.loss_limit and step >= guards.loss_limit_from:
         raise Diverged(
-            f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step, "--on_spike"
+            f"{where} not within the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step, "--on_spike"
         )
     if not guards.spike_score:
         return
     if (score := spike_score(losses, loss, guards)) is not None:
         what = f"{where} {score:.1f} robust standard deviations above the median of the last {len(losses)} reports"
         raise Diverged(what, guards.on_spike, good_before, step, "--on_spike")
-    losses.append(loss)
+    if math.isfinite(loss):
+        losses.append(loss)
     del losses[: -guards.spike_window]
 
 

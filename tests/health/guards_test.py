@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import os
 import tempfile
 
@@ -442,6 +443,18 @@ def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
     assert spike_score(history, 5.0, guards) == pytest.approx(0.6745 * (5.0 - median) / mad)
     assert spike_score(history[:10], 5.0, guards) is None and spike_score(history, 5.0, looplib.Guards()) is None
     assert spike_score(history, -5.0, guards) is None  # a loss that falls is welcome
+
+
+def test_a_loss_that_is_not_finite_hides_no_later_jump_and_is_not_within_a_limit():
+    guards, losses = looplib.Guards(spike_score=6.0, spike_window=20), []
+    for step in range(1, 21):
+        check_loss(losses, step, 1 + 0.01 * (step % 3), guards, 1)
+        check_loss(losses, step, math.nan, guards, 1)
+    with pytest.raises(Diverged, match="robust standard deviations"):
+        check_loss(losses, 21, 5.0, guards, 1)
+    with pytest.raises(Diverged, match="nan, is not within the limit of 3"):
+        check_loss([], 1, math.nan, looplib.Guards(loss_limit=3.0), 1)
+    check_loss([], 1, math.nan, looplib.Guards(), 1)
 
 
 def test_losses_are_scored_against_the_last_window_only_and_a_bad_one_is_not_among_them():
