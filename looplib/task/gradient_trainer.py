@@ -154,7 +154,7 @@ class GradientTrainer(Trainer):
             self.training_phases.divide(self.update_plan)
         self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
         self.loss_scale = _make_loss_scale(model, loss_scale)
-        self._own_losses_checked = False
+        self._own_losses_checked = self._outside_checked = False
 
     @abc.abstractmethod
     def loss_fn(self, inputs: Any) -> Any:
@@ -204,6 +204,9 @@ class GradientTrainer(Trainer):
         with tf.GradientTape(persistent=True) as tape:
             losses, metrics = _losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
             target, weight, auxiliary, own_metrics = self._targets(losses, inputs)
+        if not self._outside_checked:
+            parts.warn_of_untrained(type(self).__name__, self.model, tape, target)
+            self._outside_checked = True
         variables = [_keras.tf_variable(variable) for variable in self.update_plan.trained]
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)

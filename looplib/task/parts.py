@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from looplib.compat import keras as _keras
 from looplib.errors import ModelError, OptimizerError, SettingError
@@ -92,6 +93,26 @@ def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
     for layer in layers_of(model, frozen):
         layer.trainable = False
     return trained
+
+
+def warn_of_untrained(who: str, model: Any, tape: tf.GradientTape, target: tf.Tensor) -> None:
+    """Warns of trainable variables outside of the model that the loss depends on, because no optimizer trains them.
+
+    Args:
+      who: the trainer, for messages.
+      model: its model.
+      tape: a persistent tape that has recorded the loss.
+      target: the loss, a scalar.
+    """
+    known = {id(_keras.tf_variable(variable)) for variable in _keras.without_vocabularies(model.variables)}
+    others = [variable for variable in tape.watched_variables() if id(variable) not in known]
+    gradients = tape.gradient(target, others)
+    left_out = [_keras.variable_path(one) for one, gradient in zip(others, gradients) if gradient is not None]
+    if left_out:
+        logging.warning(
+            "the losses of %s.loss_fn depend on %s outside of its model, which no optimizer trains; make a model that "
+            "has both, or use trainable=False or tf.stop_gradient if this is intended", who, join_names(left_out),
+        )  # fmt: skip
 
 
 def layers_of(model: Any, variables: Collection[int]) -> list[Any]:

@@ -253,6 +253,35 @@ def test_trainable_that_is_changed_between_the_trainer_and_its_controller_is_ref
     train(trainer, 1)
 
 
+class Scaled(Tagger):
+    """Divides the losses by a temperature, which is no part of the model."""
+
+    def __init__(self, keras, stopped, **settings):
+        super().__init__(keras, weighted=False, **settings)
+        self._temperature = (
+            keras.Variable(1.0, name="temperature") if keras is keras3 else tf.Variable(1.0, name="temperature")
+        )
+        self._use = tf.stop_gradient if stopped else tf.identity
+
+    def loss_fn(self, inputs):
+        losses, metrics = super().loss_fn(inputs)
+        return losses / self._use(tf.convert_to_tensor(self._temperature)), metrics
+
+
+@pytest.mark.parametrize("name, count", [("default", 2), ("mirrored_x2", 1)])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_variable_outside_of_the_model_that_the_loss_depends_on_is_named_as_untrained(
+    stopped, name, count, keras, caplog
+):
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = Scaled(keras, stopped, freeze="bias", micro_batches=count)
+    train(trainer, 1, strategy)
+    said = [record.getMessage() for record in caplog.records if "no optimizer trains" in record.getMessage()]
+    assert len(said) == (0 if stopped else 1)
+    assert all("depend on temperature outside" in one for one in said)
+
+
 class Uneven(looplib.GradientTrainer):
     """Layers add a mean over the batch, an activity regularizer and a regularizer of weights; 37 examples in eights."""
 
