@@ -23,6 +23,7 @@ class BestWeights:
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
         self._saved: dict[str, int] = {}
+        self._held: dict[str, Any] = {}  # without a model_dir, the weights at the end of the last call of train
         self.restoring = False
 
     def state(self) -> dict[str, int]:
@@ -45,7 +46,7 @@ class BestWeights:
         self.saved(self._steps)
         for name, callback in named:
             if name in known:
-                callback.best_weights = [] if name in self._steps else None
+                callback.best_weights = self._held.get(name, []) if name in self._steps else None
 
     def forget(self) -> None:
         """Begins without any."""
@@ -85,7 +86,10 @@ class BestWeights:
     def restore(self, name: str, callback: Any, model: Any, controller: Any) -> None:
         """Gives the model the best weights that a callback is to restore, by the checkpoint that has them."""
         step = self._steps.get(name)
-        if step is None or controller.model_dir is None:
+        if step is None:
+            return
+        if controller.model_dir is None:
+            self._held[name] = callback.best_weights
             return
         if step != controller.global_step:
             self.restoring = True

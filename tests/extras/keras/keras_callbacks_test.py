@@ -165,6 +165,18 @@ def test_jobs_on_a_run_take_the_best_weights_and_a_longer_training_continues_fro
     assert_close(patient[-1].history["val_loss"], theirs[-1].history["val_loss"])
 
 
+def test_a_second_call_of_train_without_a_model_dir_keeps_the_best_weights(keras, tmp_path):
+    called = callbacks(keras, tmp_path)
+    model, controller = controlled(keras, called)
+    with controller:
+        controller.train_and_evaluate(epochs=5)
+        best = model.get_weights()
+        controller.train_and_evaluate(epochs=5)  # trains nothing
+    assert called[3].best_epoch == 2
+    for ours, theirs in zip(model.get_weights(), best, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.slow
 def test_a_best_checkpoint_that_is_gone_is_said(tmp_path, caplog):
     settings = dict(model_dir=tmp_path / "run")
