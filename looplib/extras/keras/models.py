@@ -38,9 +38,15 @@ def unlisted_metrics(model: Any) -> list[Any]:
     """Returns the metrics that a model holds and its `metrics`, where it has a property of its own, leaves out."""
     listed = {id(variable) for metric in model.metrics for variable in metric.variables}
     held = [*filter(_keras.is_metric, _keras.parts(model))]
-    if _keras.family(model) == "tf_keras":
-        held += [one for part in (model.compiled_loss, model.compiled_metrics) if part for one in part.metrics]
+    held += compiled_metrics(model)
     return [metric for metric in held if any(id(variable) not in listed for variable in metric.variables)]
+
+
+def compiled_metrics(model: Any) -> list[Any]:
+    """Returns the metrics of the compiled losses and metrics of a model of tf_keras; [] of Keras 3."""
+    if _keras.family(model) == "keras":
+        return []
+    return [one for part in (model.compiled_loss, model.compiled_metrics) if part for one in part.metrics]
 
 
 def is_batch_normalization(layer: Any) -> bool:

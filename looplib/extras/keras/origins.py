@@ -65,6 +65,11 @@ class Origins:
         """Returns whether a value is computed from a variable of a metric."""
         return any(tensor.name in self._parts for tensor, caller in _behind(value) if caller is None)
 
+    def may_change(self) -> bool:
+        """Returns whether an op of the step may change a variable of a metric."""
+        ops = (op for op in tf.compat.v1.get_default_graph().get_operations() if op.type != _READ)
+        return any(part.name in self._parts for op in ops for part in op.inputs)
+
     def recomputed(self, value: tf.Tensor) -> Recomputed | None:
         """Returns a value as a function of the variables of metrics; None if it depends on anything else.
 

@@ -34,7 +34,8 @@ class KerasResults:
     Keras's own steps report the model's metric objects. What a `train_step` or `test_step` of the model's own returns
     is reported by its names: the last value of what is computed from the state of metrics, which sum it up over steps
     themselves, and the mean over examples of any other. Of several replicas, the last value is computed again from the
-    metrics of all of them.
+    metrics of all of them. Compiled losses and metrics of tf_keras that the step never updates are left out, as
+    in `fit`, which does not build them.
 
     Args:
       model: the compiled model.
@@ -51,6 +52,7 @@ class KerasResults:
         self._on_several = model.distribute_strategy.num_replicas_in_sync > 1
         self._names: dict[str, str] = {}  # in fit, by those in reports
         self._returned: dict[str, str] | None = None  # in reports, by the names that an own step returns; None for all
+        self._idle: set[str] = set()  # what an own step returns of compiled metrics that it does not update
         self._summed: dict[str, Any] = {}  # metrics that compute values from the sums over replicas, by name
         self.arrays: dict[str, np.ndarray] = {}
 
@@ -67,6 +69,7 @@ class KerasResults:
         if self._own and tf.executing_eagerly():
             return self._of_eager_step(inputs, number)
         logs = self._run(inputs)
+        self._idle = self._not_updated(logs)
         return self._outputs(inputs, logs, number, self._is_last(logs))
 
     def _run(self, inputs: Any) -> Any:
@@ -88,11 +91,28 @@ class KerasResults:
         with tape:
             for variable in variables:
                 tape.watch(variable)
+            compiled = models.compiled_metrics(self._model)
+            before = [[one.numpy() for one in metric.variables] for metric in compiled]
             logs = self._run(inputs)
             flat = _flattened(logs)
         last = {name for name, value in flat.items() if tf.is_tensor(value) and value.dtype.is_floating}
         last = {name for name in last if origins.depends_by(tape, flat[name], variables)}
+        for metric, values in zip(compiled, before):
+            if all(np.array_equal(one.numpy(), value) for one, value in zip(metric.variables, values)):
+                own = origins.watching([metric])[1]
+                self._idle |= {metric.name} & {name for name in last if origins.depends_by(tape, flat[name], own)}
         return self._outputs(inputs, logs, number, last)
+
+    @tf.autograph.experimental.do_not_convert
+    def _not_updated(self, logs: Any) -> set[str]:
+        """Returns the names of compiled metrics that a traced step has returned and not updated."""
+        names = set()
+        for metric in models.compiled_metrics(self._model) if self._own else ():
+            value = _flattened(logs).get(metric.name)
+            found = origins.Origins([metric])
+            if tf.is_symbolic_tensor(value) and found.depends(value) and not found.may_change():
+                names.add(metric.name)
+        return names
 
     @tf.autograph.experimental.do_not_convert
     def _is_last(self, logs: Any) -> set[str]:
@@ -118,7 +138,8 @@ class KerasResults:
 
     @tf.autograph.experimental.do_not_convert
     def _outputs(self, inputs: Any, logs: Any, number: tf.Tensor | None, last: set[str]) -> dict[str, Any]:
-        returns, logs = isinstance(logs, dict), _flattened(logs)
+        returns = isinstance(logs, dict)
+        logs = {name: value for name, value in _flattened(logs).items() if name not in self._idle}
         metrics = self._by_name()
         self._note_names(metrics)
         metric_names.check(f"the compiled {type(self._model).__name__}", {*self._names.values(), *logs})

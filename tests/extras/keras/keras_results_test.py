@@ -129,6 +129,44 @@ def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, k
     assert reports["eval"][-1] == {"examples": len(X), "loss": pytest.approx(last, rel=1e-5)}
 
 
+@pytest.mark.slow(spread=1)
+@pytest.mark.parametrize("name, loop", [("default", "graph"), ("default", "eager"), ("mirrored_x2", "graph")])
+def test_compiled_losses_and_metrics_that_a_step_does_not_update_are_left_out_as_in_fit(name, loop):
+    """The step returns the results of all metrics, after it has updated only one of its own."""
+    tf_keras = pytest.importorskip("tf_keras")
+
+    class Own(tf_keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            self.optimizer.minimize(loss, self.trainable_variables, tape)
+            self.tracker.update_state(loss, tf.shape(x)[0])
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    def make():
+        tf_keras.utils.set_random_seed(1)
+        model = Own([tf_keras.Input((3,)), tf_keras.layers.Dense(1)])
+        model.tracker = tf_keras.metrics.Mean(name="tracked")
+        model.compile(tf_keras.optimizers.SGD(RATE), "mse", metrics=["mae"])
+        return model
+
+    expected = make().fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0).history
+    assert expected.keys() == {"tracked"}
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = looplib.KerasTrainer(make(), X, Y, shuffle=False, validation_data=(X, Y))
+    config = looplib.RunConfig(global_batch_size=BATCH, loop=loop)
+    with looplib.Controller(
+        config, trainer=trainer, evaluator=trainer.evaluator(), strategy=strategy, writers=[]
+    ) as run:
+        evaluated = run.train_and_evaluate(epochs=1)["eval"]
+        found = run.train(epochs=1)
+    assert found.keys() == {"tracked", "steps_per_second", "epoch"}
+    assert found["tracked"] == pytest.approx(expected["tracked"][0], rel=1e-5)
+    assert evaluated["loss"] == pytest.approx(trainer.model.evaluate(X, Y, verbose=0)[0], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_step_that_returns_nothing_reports_no_loss(keras):
     trainer = looplib.KerasTrainer(compiled(keras, "nothing"), X, Y)
