@@ -3,7 +3,7 @@
     python tests/model_garden/every_experiment.py [--write] [--projects] [names ...]
 
 Three training steps and an evaluation of all validation data each, one after another in this process, in the precision
-that the experiment has. Prints a row for each; `--write` puts them into the table of docs/model_garden_compared.md.
+that the experiment has. Prints a row for each; `--write` puts them into the table of docs/model_garden_compared.md, whose other rows stay.
 
 With `--projects`, the experiments of Model Garden's projects instead: four steps in float32 without random augmentation,
 a run that is resumed after two of them, and the driver's evaluation of looplib's checkpoint.
@@ -88,6 +88,16 @@ def _size(difference):
     return "equal" if difference == 0 else f"{difference:.0e}"
 
 
+def _write(head, rows):
+    """Puts rows into the page's table with that head, in order of their names; the other rows stay."""
+
+    def table(found):
+        by_name = {line.split("|")[1].strip(): line for line in [*found[1].splitlines(), *rows]}
+        return head + "".join(f"{by_name[name]}\n" for name in sorted(by_name, key=str.lower))
+
+    PAGE.write_text(re.sub(re.escape(head) + r"((?:\|.*\n)*)", table, PAGE.read_text()))
+
+
 def main():
     """Runs what the command line names."""
     parser = argparse.ArgumentParser()
@@ -106,9 +116,7 @@ def main():
         rows.append(make(name))
         print(f"{rows[-1]} {time.monotonic() - start:.0f} s", flush=True)
     if arguments.write:
-        text = PAGE.read_text()
-        table = re.compile(re.escape(head) + r"(\|.*\n)+")
-        PAGE.write_text(table.sub(lambda _: head + "\n".join(rows) + "\n", text))
+        _write(head, rows)
 
 
 if __name__ == "__main__":
