@@ -7,9 +7,9 @@ pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib
 import project_experiments
 import side_by_side
 
-# Quantization-aware, averages of weights, volumes, and two texts; `every_experiment.py
+# Quantization-aware, averages of weights, images, volumes, and two texts; `every_experiment.py
 # --projects` runs all of them.
-_SOME = ("bert/squad_qat", "coco_yolov7_pico", "seg_unet3d_test", "dual encoder")
+_SOME = ("bert/squad_qat", "coco_yolov7_pico", "darknet_classification", "seg_unet3d_test", "dual encoder")
 _TEXT = [name for name in project_experiments.PROJECTS if name.startswith(("bert/sentence_prediction", "bigbird"))]
 
 
