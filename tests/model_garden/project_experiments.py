@@ -38,6 +38,8 @@ _SIZE = 64
 _PLAIN_SCALES = {"aug_rand_hflip": False, "aug_scale_min": 1.0, "aug_scale_max": 1.0}
 # Some pipelines crop at random wherever they are read for training.
 _READ_AS_FOR_EVALUATION = {"is_training": False}
+# A rate of zero at the end would make any resumed run equal.
+_RATES_ABOVE_ZERO = {"learning_rate": {kind: {"decay_steps": 10} for kind in ("cosine", "polynomial")}}
 
 
 def _small(experiment: Experiment, task=None, optimizer=None) -> Experiment:
@@ -46,9 +48,7 @@ def _small(experiment: Experiment, task=None, optimizer=None) -> Experiment:
         "train_steps": STEPS, "steps_per_loop": 1, "summary_interval": 1, "checkpoint_interval": STEPS // 2,
         "validation_interval": STEPS, "best_checkpoint_export_subdir": "",
     }  # fmt: skip
-    # A rate of zero at the end would make any resumed run equal.
-    rates = {"learning_rate": {kind: {"decay_steps": 10} for kind in ("cosine", "polynomial")}}
-    changes = {"task": task or {}, "trainer": {**trainer, "optimizer_config": merged(rates, optimizer or {})}}
+    changes = {"task": task or {}, "trainer": {**trainer, "optimizer_config": optimizer or {}}}
     return dataclasses.replace(experiment, overrides=lambda paths: merged(experiment.overrides(paths), changes))
 
 
@@ -209,7 +209,7 @@ def _plain_images(experiment, train_data=None, **task):
         "random_erasing": None,
         "mixup_and_cutmix": None,
     }
-    return _small(experiment, {"train_data": {**plain, **(train_data or {})}, **task})
+    return _small(experiment, {"train_data": {**plain, **(train_data or {})}, **task}, _RATES_ABOVE_ZERO)
 
 
 _MAXVIT = {
@@ -274,7 +274,7 @@ PROJECTS: dict[str, Experiment] = {
         vision_experiments._retinanet(_MAXVIT, (3, 4), 64),
         {"train_data": {"dtype": "float32", "parser": _PLAIN_SCALES}, "validation_data": {"dtype": "float32"}},
     ),
-    "movinet_kinetics600": _small(_moving()),
+    "movinet_kinetics600": _small(_moving(), optimizer=_RATES_ABOVE_ZERO),
     "bigbird/glue": _small(_of_text("bigbird/glue", _bigbird_model)),
     "bigbird/squad": _small(_of_text("bigbird/squad", _bigbird_model)),
     "bert/sentence_prediction, MobileBERT": _small(
