@@ -38,6 +38,7 @@ _LIKE_REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]*:[:/]")  # also "s3:/bucket" a
 LONGEST_NAME = 255  # bytes, of most file systems
 _LONGEST_PATH = 3500  # bytes; Linux allows 4,095, and the names in a run directory need some of them
 # The errors that prove a damaged file; any other error may be temporary.
+_LACKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
@@ -115,6 +116,23 @@ def proves_damage(error: Exception) -> bool:
     import tensorflow as tf
 
     return isinstance(error, (*_DAMAGE, tf.errors.NotFoundError, tf.errors.DataLossError))
+
+
+def fails_here(error: BaseException | None, *places: str) -> bool:
+    """Returns whether an error tells of this machine alone, and so nothing of data, or of what a store has.
+
+    It has no space, memory or open files left, or cannot use a file or folder in one of `places`.
+    """
+    while error is not None:
+        of_tensorflow = type(error).__module__.startswith("tensorflow.")
+        if isinstance(error, MemoryError) or (of_tensorflow and any(os.strerror(one) in str(error) for one in _LACKS)):
+            return True
+        if isinstance(error, OSError):
+            name = os.path.abspath(error.filename) if isinstance(error.filename, str) else ""
+            if error.errno in _LACKS or any(f"{name}/".startswith(f"{os.path.abspath(one)}/") for one in places):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def open_regular(path: str) -> BinaryIO:

@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import time
+from collections.abc import Callable
 
 from looplib import files
 from looplib.errors import RunDirectoryError
@@ -16,6 +17,7 @@ from looplib.messages import is_utf8
 
 _UNFINISHED = 3600.0  # seconds after which nobody writes a small file any more
 _SEPARATORS = frozenset("/\\\0")
+_notes: dict[str, Callable[[str], None]] = {}  # by directory, see `note_deletions`
 
 
 def inside(folder: str, name: str) -> str:
@@ -75,6 +77,22 @@ def remove(folder: str, name: str) -> None:
                 raise OSError(f"{path} has folders that are nested too deep to be removed; remove it by hand") from None
         else:
             os.unlink(path)
+
+
+def note_deletions(directory: str, note: Callable[[str], None]) -> None:
+    """Has `note` called with the name, in a directory, of whatever `delete` is about to remove there."""
+    _notes[os.path.realpath(directory)] = note
+
+
+def delete(path: str) -> None:
+    """Tells that a run is about to remove a file, or all whose paths begin so, by a decision of its own.
+
+    A copy of the directory loses these too, and nothing else: a file may be gone for any other reason.
+    """
+    for directory, note in list(_notes.items()):
+        real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        if real.startswith(directory + os.sep):
+            note(real[len(directory) + 1 :])
 
 
 def move(folder: str, name: str, to: str, new_name: str | None = None) -> None:

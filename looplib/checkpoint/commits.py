@@ -461,6 +461,7 @@ def _free_place(directory: str, name: str) -> str:
 def remove(done: Commit) -> None:
     """Deletes a committed checkpoint: the marker first, then the files that it names, and nothing else."""
     directory, prefix = os.path.split(done.path)
+    folders.delete(f"{done.path}.")
     folders.move(directory, f"{prefix}.commit", directory, prefix + UNFINISHED)
     for name in done.files:  # names of this checkpoint's files, in this directory: `read_marker` has looked
         path = folders.inside(directory, name)

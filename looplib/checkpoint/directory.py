@@ -196,15 +196,17 @@ class RunDirectory:
 
     def check_lock(self) -> None:
         """Raises `UsageError` if the run directory is not this controller's any more."""
+        self.mirror.check()
         if self._lock is not None:
             self._lock.check()
-        self.mirror.check()
 
     def release(self) -> None:
         """Lets another process, or another controller of this one, write to the directory."""
-        self.mirror.end()
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            self.mirror.end()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     def _check_nothing_is_lost(self) -> None:
         """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it."""

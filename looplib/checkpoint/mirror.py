@@ -12,8 +12,11 @@ class Mirror:
     def refresh(self) -> None:
         """Fetches what is new, for a process that does not write checkpoints."""
 
-    def check(self) -> None:
-        """Raises `UsageError` if another process has taken the run."""
+    def check(self, saved: bool = False) -> None:
+        """Raises `UsageError` if nothing may be written any more, such as where another process has taken the run.
+
+        After a save, `saved`, also if the copy has ended by an error that nobody expected.
+        """
 
     def share(self, path: str) -> None:
         """Copies a file of a checkpoint that a worker other than the chief has written."""

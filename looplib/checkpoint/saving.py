@@ -152,6 +152,7 @@ class Checkpoints:
 
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps:  # newest first, so that a run which is killed in between resumes from the newest one left
+            folders.delete(f"{commits.path_of(self.directory, step)}.")
             place = commits.set_aside(self.directory, step)
             logging.warning("the checkpoint of step %d was superseded by this run; moved to %s", step, place)
 
@@ -178,9 +179,12 @@ class Checkpoints:
         commits.commit(path, step, positions)
         self.committed.append(path)
         self._prune()
-        if commits.list_is_foreign(self.directory):
-            return
-        # TensorFlow's text file that lists the checkpoints, for tf.train.latest_checkpoint and other tools.
+        if not commits.list_is_foreign(self.directory):
+            self._list()
+        self._mirror.check(saved=True)
+
+    def _list(self) -> None:
+        """Writes TensorFlow's text file that lists the checkpoints, for tf.train.latest_checkpoint and other tools."""
         names = [os.path.basename(done.path) for done in reversed(commits.committed(self.directory))]
         lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
         files.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")

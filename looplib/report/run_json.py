@@ -387,6 +387,7 @@ class RunReport:
             return
         with contextlib.suppress(UsageError, OSError):  # an earlier start may have written one
             self.check()
+            folders.delete(path)
             folders.remove(*os.path.split(path))
 
     def _write(self, path: str, text: str) -> None:

@@ -256,6 +256,7 @@ class ExportBest(_MetricWatcher):
         if event.controller.is_chief:
             for name in old:
                 if _is_export(os.path.join(folder, name)):
+                    folders.delete(os.path.join(folder, name, ""))
                     folders.remove(folder, name)
 
     def _is_there(self, event: Event, path: str) -> bool:

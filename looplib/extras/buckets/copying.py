@@ -1,4 +1,7 @@
-"""What is copied into an object store: the files of a checkpoint, what the run has reported until then, its marker."""
+"""What is copied into an object store: the files of a checkpoint, what the run has reported until then, its marker.
+
+What the run has deleted is deleted there too. What is only not here any more stays there.
+"""
 
 import contextlib
 import functools
@@ -31,7 +34,7 @@ class Copier:
         self._next_reports = 0.0
 
     def copy(self, everything: bool, patience: float) -> None:
-        """Copies new checkpoints, the newest first, and now and then what else has changed, and deletes what is gone.
+        """Copies new checkpoints, the newest first, now and then what else has changed, and deletes what the run has.
 
         Args:
           everything: whether files that were copied a short time ago are copied again.
@@ -39,13 +42,15 @@ class Copier:
 
         Raises:
           LockedError: if another writer has taken the run.
+          RunDirectoryError: if the local directory was moved or removed.
           StoreError: if the store does not answer.
         """
+        self._copy.check()
         for step in self.missing():
             self._copy_checkpoint(step, patience)
         if everything or time.monotonic() > self._next_reports:
             self._copy_reports(everything, patience)
-            self._delete_what_is_gone(patience)
+            self._delete(patience)
             self._next_reports = time.monotonic() + EVERY
 
     def missing(self) -> list[int]:
@@ -53,20 +58,20 @@ class Copier:
         return [step for step in self._copy.steps() if self._copy.has_changed(marker_of(step))]
 
     def _copy_checkpoint(self, step: int, patience: float) -> None:
-        marker = marker_of(step)
+        marker, deletions = marker_of(step), self._copy.deletions.count
         with self._held(os.path.join(self._copy.checkpoints, f"ckpt-{step}")) as held:
             if not held:  # the run has deleted it
                 return
             new = [name for name in held if name != marker and self._copy.has_changed(name, held[name])]
             if new and marker in self._copy.note.known:  # saved again after a rollback
-                self._lease.check(patience)
+                self._check(patience)
                 self._store.delete([marker], patience)
                 del self._copy.note.known[marker]
             for name in new:
-                self._send(name, held[name], patience)
+                self._send(name, held[name], patience, deletions)
             self._copy_reports(True, patience)
-            self._lease.check(patience, surely=True)
-            self._send(marker, held[marker], patience)
+            self._check(patience, surely=True)
+            self._send(marker, held[marker], patience, deletions)
         self._lease.steps = sorted({*self._lease.steps, step})
         self._lease.write(patience)
         self._copy.write_note()
@@ -91,7 +96,7 @@ class Copier:
 
     def _copy_reports(self, everything: bool, patience: float) -> None:
         for name in list(self._changed(everything)):
-            self._send(name, self._copy.path(name), patience)
+            self._send(name, self._copy.path(name), patience, self._copy.deletions.count)
 
     def _changed(self, everything: bool) -> Iterator[str]:
         """Yields the names of files outside of the checkpoints that are to be copied now; large ones less often."""
@@ -100,21 +105,28 @@ class Copier:
             if everything or time.monotonic() - self._sent_at.get(name, 0.0) > wait:
                 yield name
 
-    def _delete_what_is_gone(self, patience: float) -> None:
-        known = self._copy.note.known
-        kept = self._last_resort()
-        gone = [
-            name for name in list(known) if not os.path.lexists(self._copy.path(name)) and not name.startswith(kept)
-        ]
+    def _delete(self, patience: float) -> None:
+        """Deletes what the run has deleted."""
+        known, deletions = self._copy.note.known, self._copy.deletions
+        kept, count = self._last_resort(), deletions.count
+        gone = [name for name in known if deletions.has(name) and not os.path.lexists(self._copy.path(name))]
+        gone = [name for name in gone if not name.startswith(kept)]
         if not gone:
+            deletions.forget(known, count)
             return
-        self._lease.check(patience, surely=True)
+        self._check(patience, surely=True)
         markers = {name for name in gone if name.endswith(MARKER)}
         self._lease.steps = [step for step in self._lease.steps if marker_of(step) not in markers]
         for name in sorted(gone, key=lambda name: name not in markers):  # no marker without its files
             self._store.delete([name], patience)
             del known[name]
         self._copy.write_note()
+        deletions.forget(known, count)
+
+    def _check(self, patience: float, surely: bool = False) -> None:
+        """Raises an error if nothing may be written or deleted any more, see `LocalCopy.check` and `Lease.check`."""
+        self._copy.check()
+        self._lease.check(patience, surely)
 
     def _last_resort(self) -> tuple[str, ...]:
         """Returns how the names of a checkpoint begin that the store needs, although the run has deleted it.
@@ -127,10 +139,10 @@ class Copier:
             return ()
         return (f"{CHECKPOINTS}/ckpt-{there[0]}.",)
 
-    def _send(self, name: str, path: str, patience: float) -> None:
-        """Copies a file as it is now; one that the run has removed meanwhile is left out."""
+    def _send(self, name: str, path: str, patience: float, deletions: int) -> None:
+        """Copies a file as it is now, after so many deletions; one that was removed meanwhile is left out."""
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(path)
-            self._store.put(path, name, patience, functools.partial(self._lease.check, patience))
-            self._copy.remember(name, found)
+            self._store.put(path, name, patience, functools.partial(self._check, patience))
+            self._copy.remember(name, found, deletions)
             self._sent_at[name] = time.monotonic()

@@ -42,8 +42,8 @@ class Fetcher:
         For a run that this directory has, and nobody has written since. Arguments and result are those of `start_over`.
         """
         known = self._copy.note.known
-        # What is not here would be deleted there, as by the run.
-        for name in [name for name in known if not os.path.exists(self._copy.path(name))]:
+        gone = [name for name in known if not os.path.exists(self._copy.path(name))]
+        for name in (name for name in gone if not self._copy.deletions.has(name)):  # else it is deleted there, too
             del known[name]
             if not name.startswith(f"{CHECKPOINTS}/"):
                 self.fetch(name)
@@ -74,6 +74,7 @@ class Fetcher:
         self._copy.note.token = ""  # a start that is killed in here begins from nothing
         self._copy.note.known.clear()
         self._copy.note.versions.clear()
+        self._copy.deletions.forget((), self._copy.deletions.count)
         self._copy.write_note()
         had, earlier = self._copy.steps(), self._copy.folder(EARLIER)
         _move_all(self._copy.directory, earlier)

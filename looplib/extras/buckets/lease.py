@@ -21,7 +21,7 @@ from absl import logging
 
 from looplib import files
 from looplib.checkpoint.lock import LockKind
-from looplib.errors import LockedError, StoreError
+from looplib.errors import FileError, LockedError, StoreError
 from looplib.extras.buckets.stores import PATIENCE, Store
 from looplib.masks import masked_text
 
@@ -133,7 +133,7 @@ class Lease:
                 self.renew(SECONDS / 3)
             except LockedError as error:
                 return error
-            except StoreError:
+            except (StoreError, FileError, OSError):  # of the store, or of this machine
                 continue
         return None
 

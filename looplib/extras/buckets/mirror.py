@@ -8,13 +8,14 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from absl import logging
 
 from looplib import files
 from looplib.checkpoint import lock
 from looplib.checkpoint.mirror import Mirror
-from looplib.errors import LockedError, StoreError
+from looplib.errors import FileError, LockedError, RunDirectoryError, StoreError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.copying import EVERY, Copier
@@ -26,6 +27,7 @@ from looplib.extras.buckets.standing import Standing
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.health.preemption import notice
 from looplib.masks import masked_text
+from looplib.messages import gist
 
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _REFRESH = min(10.0, EVERY)  # seconds between two looks at the store, for a process that waits for news
@@ -33,6 +35,7 @@ _LAST = 600.0  # seconds that the end of a run waits for the store, and a worker
 _SLOWEST = 300  # seconds that a file may take
 _SHARE = 3.0  # seconds that a save waits for a store that does not answer, for the positions of other workers
 _AFTER_A_SIGNAL = 60.0  # seconds that the end of a run waits for a store that does not answer
+_PASSING = (StoreError, FileError, OSError)  # what the store says, or this machine lacks; tried again
 
 
 class StoreMirror(Mirror):
@@ -61,7 +64,9 @@ class StoreMirror(Mirror):
         self._ending, self._released = threading.Event(), threading.Event()
         self._worker = self._renewer = threading.Thread()
         self._later: list[int] = []  # steps of checkpoints that are to be fetched
-        self._lost: LockedError | None = None
+        self._lost: LockedError | RunDirectoryError | None = None  # nothing is written from then on
+        self._failed: StoreError | None = None  # an error that nobody expected
+        self._told = False
         self._refreshed = float("-inf")
         self._patience, self._share_patience = _LAST, _SHARE  # of the end, and of `share`
 
@@ -83,9 +88,11 @@ class StoreMirror(Mirror):
             with contextlib.suppress(StoreError):
                 self._lease.withdraw(0.0)
             raise
+        self._copy.hold()
         self._copier = Copier(self._store, self._copy, self._lease)
-        self._worker = threading.Thread(target=self._work, daemon=True)
-        self._renewer = threading.Thread(target=self._renew, daemon=True)
+        self._worker, self._renewer = (
+            threading.Thread(target=self._watched, args=(work,), daemon=True) for work in (self._work, self._renew)
+        )
         for thread in (self._worker, self._renewer):
             thread.start()
 
@@ -146,10 +153,14 @@ class StoreMirror(Mirror):
             if not (holder and holder.holds) and not (token and token == newest.get("token")):
                 self._fetcher.refresh(versions, newest, checkpoints)
 
-    def check(self) -> None:
-        """Raises `LockedError` if another process has taken the run."""
+    def check(self, saved: bool = False) -> None:
+        """See `Mirror.check`; the errors are `LockedError`, `RunDirectoryError` and `StoreError`."""
+        self._copy.check()
         if self._lost:
+            self._told = True
             raise self._lost
+        if saved and self._failed:
+            raise self._failed
 
     def share(self, path: str) -> None:
         """Copies a file of a checkpoint that a worker other than the chief has written.
@@ -171,7 +182,7 @@ class StoreMirror(Mirror):
         name = os.path.basename(path)
         try:
             found, reason = self._fetcher.fetch(f"{CHECKPOINTS}/{name}", patience=_SHARE), "it is not in the store"
-        except (StoreError, OSError) as error:
+        except _PASSING as error:
             found, reason = False, str(error)
         if not found:
             logging.warning("%s is left out of its checkpoint: %s", name, reason)
@@ -212,12 +223,16 @@ class StoreMirror(Mirror):
                         raise
 
     def _end(self, patience: float) -> None:
-        if self._copier is None or self._lost:
+        if self._copier is None:
             self._copy_outputs(patience)
             return
         self._ending.set()
         self._worker.join()
-        self.check()
+        if self._lost:
+            self._released.set()
+            if not self._told:
+                self.check()
+            return
         try:
             self._lease.check(patience, surely=True)
             self._copier.copy(everything=True, patience=patience)
@@ -226,10 +241,11 @@ class StoreMirror(Mirror):
             self._lease.release(patience)
             logging.log_first_n(logging.INFO, "all of the run is in %s", 1, self.standing.url)
             self.standing.error, self.standing.complete = "", time.time()
-        except LockedError as error:
-            self._lost = error
+        except (LockedError, RunDirectoryError) as error:
+            self._lost, self._told = error, True
+            self._released.set()
             raise
-        except (StoreError, OSError) as error:
+        except _PASSING as error:
             self.standing.error = str(error)
             raise StoreError(
                 f"{error}; what is missing in {self.standing.url} is in {self.directory}, and the same command "
@@ -238,6 +254,18 @@ class StoreMirror(Mirror):
         finally:
             self._copy.write_note()
             self._show()
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        """Does the work of a thread; an error that nobody expected ends the run, after its next save."""
+        try:
+            work()
+        except Exception as error:
+            logging.exception("the copy in %s has ended", self.standing.url)
+            self._failed = StoreError(
+                f"the copy in {self.standing.url} has ended by an error ({type(error).__name__}: "
+                f"{masked_text(gist(error))}); what is missing there is in {self.directory}, and the same command "
+                "copies it"
+            )
 
     def _renew(self) -> None:
         """Renews the lease until the end."""
@@ -254,9 +282,10 @@ class StoreMirror(Mirror):
                     self._fetcher.fetch_checkpoint(self._later[0])
                     self._later.pop(0)
                 tick = 0.0 if self._later else _TICK
-            except LockedError as error:
+            except (LockedError, RunDirectoryError) as error:
                 self._lost = error
-            except (StoreError, OSError) as error:
+                logging.error("%s", error)
+            except _PASSING as error:
                 self.standing.error, tick = _reason(error), min(max(_TICK, 2 * tick), _LONGEST_TICK)
             self._show()
 

@@ -1,14 +1,16 @@
-"""The local directory of a run in an object store, and the note beside it about what the store has of it."""
+"""The local directory of a run in an object store, and the notes beside it: what the store has, and should lose."""
 
 import contextlib
 import dataclasses
 import json
 import os
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 
 from looplib import files, folders
 from looplib.checkpoint import commits
-from looplib.errors import StoreError
+from looplib.errors import RunDirectoryError, StoreError
 from looplib.masks import masked_text
 
 CHECKPOINTS, MARKER = "checkpoints", ".commit"
@@ -16,6 +18,7 @@ LOCK = "lock"  # of a run; that of its predictions begins with "_"
 INCOMING, OUTGOING, EARLIER = "incoming", "outgoing", "earlier"  # folders beside the run directory
 _BUSY = "busy"  # the file that processes lock
 _NOTE, _MOST_BYTES = "mirror.json", 1 << 28
+_DELETIONS = "deletions.json"
 
 
 @dataclasses.dataclass
@@ -35,6 +38,55 @@ class Note:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+class Deletions:
+    """What the run has deleted by a decision of its own, see `folders.delete`, until the store has lost it too.
+
+    A file that is not here any more is not among them: somebody else may have removed it.
+
+    Args:
+      place: the folder with the list.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._path, self._lock = os.path.join(place, _DELETIONS), threading.Lock()
+        self._noted: dict[str, int] = {}  # by how the names begin: the number of the deletion
+        self._sent: dict[str, int] = {}  # by name: the number of deletions when it was copied last
+        self.count = 0  # of the deletions of this process
+        with contextlib.suppress(OSError, ValueError):
+            noted = files.typed(files.parse_json(files.read_text(self._path, _MOST_BYTES)), list[str])
+            self._noted, self.count = dict.fromkeys(noted, 1), 1
+
+    def note(self, start: str) -> None:
+        """Notes that the run is about to delete the files whose names begin in a way."""
+        with self._lock:
+            self.count += 1
+            self._noted[start] = self.count
+            self._write()
+
+    def copied(self, name: str, count: int | None = None) -> None:
+        """Notes that a file was here when it was copied, after so many deletions."""
+        self._sent[name] = self.count if count is None else count
+
+    def has(self, name: str) -> bool:
+        """Returns whether the run has deleted a file since it was copied."""
+        with self._lock:
+            return any(name.startswith(start) and self._sent.get(name, 0) < n for start, n in self._noted.items())
+
+    def forget(self, known: Iterable[str], count: int) -> None:
+        """Drops the first so many deletions, except those of which the store still has files."""
+        with self._lock:
+            before, known = len(self._noted), list(known)
+            for start in [start for start, number in self._noted.items() if number <= count]:
+                if not any(name.startswith(start) for name in known):
+                    del self._noted[start]
+            if len(self._noted) != before:
+                self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the next start fetches again what the store has not lost
+            files.write_whole(self._path, json.dumps(list(self._noted)), durable=False)
+
+
 class LocalCopy:
     """A local run directory, and `<directory>.mirror` beside it.
 
@@ -47,6 +99,7 @@ class LocalCopy:
       checkpoints: the folder of its checkpoints, which may not be there yet.
       place: what is beside it.
       note: the `Note`.
+      deletions: the `Deletions`.
 
     Raises:
       StoreError: if the directory holds something else.
@@ -61,6 +114,24 @@ class LocalCopy:
             folders.make_folder(folder)
         if not os.path.exists(os.path.join(self.place, _NOTE)):  # before anything else is there
             self.write_note()
+        self.deletions = Deletions(self.place)
+        self._held: int | None = None
+
+    def hold(self) -> None:
+        """Has `check` tell this directory from any other of its name, and notes what the run deletes from now on."""
+        self._held = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._held)
+        for name in filter(os.path.lexists, map(self.path, self.note.known)):  # so that nobody is deleting it
+            self.deletions.copied(os.path.relpath(name, self.directory))
+        folders.note_deletions(self.directory, self.deletions.note)
+
+    def check(self) -> None:
+        """Raises `RunDirectoryError` if the directory was moved or removed since `hold`."""
+        if self._held is not None and not files.is_at(self._held, os.path.realpath(self.directory)):
+            raise RunDirectoryError(
+                f"{self.directory} was moved or removed during the run; {self._url} keeps what it has, and nothing "
+                "more is copied or deleted there: run the same command again, which continues from it"
+            )
 
     def read_note(self) -> Note:
         """Returns the note as it is on the disk."""
@@ -116,10 +187,11 @@ class LocalCopy:
         wanted = [marker_of(steps[0])] if steps else self.note.known  # the run keeps the newest checkpoint
         return all(os.path.exists(self.path(name)) for name in wanted)
 
-    def remember(self, name: str, found: os.stat_result | None = None) -> None:
-        """Notes that the store has a file, as it is now or was."""
+    def remember(self, name: str, found: os.stat_result | None = None, deletions: int | None = None) -> None:
+        """Notes that the store has a file, as it is now, or was after so many deletions."""
         found = found or os.stat(self.path(name))
         self.note.known[name] = [found.st_size, found.st_mtime_ns]
+        self.deletions.copied(name, deletions)
 
     def has_changed(self, name: str, path: str | None = None) -> bool:
         """Returns whether a file, or another name of it, is there and is not as the store has it."""

@@ -1,10 +1,11 @@
 """Object stores: s3://, gs://, az://, memory:// and whatever else fsspec has a driver for."""
 
+import contextlib
 import copy
 import dataclasses
+import email.utils
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -12,11 +13,11 @@ from typing import Any, TypeVar
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import StoreError
+from looplib.errors import FileError, StoreError
 from looplib.extras.buckets import drivers
 from looplib.extras.buckets.drivers import Driver
 from looplib.masks import masked_text
-from looplib.messages import gist
+from looplib.messages import gist, with_cure
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
 _PAUSES = (0.3, 0.7, 1.5)  # seconds before it is believed that there is no bucket
@@ -79,12 +80,14 @@ class Store:
         doing: str,
         patience: float = PATIENCE,
         before: Callable[[], object] = lambda: None,
+        local: str | None = None,
     ) -> _Result:
         """Calls a function of the driver until it succeeds, or for `patience` seconds; `before` before each attempt.
 
         Raises:
           FileNotFoundError, FileExistsError: as the store answers.
           StoreError: if the store refuses, or does not answer in time.
+          FileError: if this machine lacks something for it, or cannot use `local`, a file or folder that it needs.
         """
         end, pause = time.monotonic() + patience, _FIRST_PAUSE
         while True:
@@ -94,10 +97,15 @@ class Store:
                 found = what()
                 self._driver.answered = True
                 return found
-            except (FileNotFoundError, FileExistsError):
-                self._driver.answered = True
-                raise
             except Exception as error:  # each driver has errors of its own
+                if files.fails_here(error, *filter(None, [local])):
+                    raise FileError(
+                        f"this machine cannot {doing} of {masked_text(self.url)}: {local + ': ' if local else ''}"
+                        f"{masked_text(with_cure(error, 'free memory'))}; then run the same command again"
+                    ) from error
+                if isinstance(error, (FileNotFoundError, FileExistsError)):
+                    self._driver.answered = True
+                    raise
                 said, refused = masked_text(gist(error)), drivers.refuses_credentials(error)
                 said = f"the credentials are missing, have expired or are not valid ({said})" if refused else said
                 # A run whose credentials expire waits for new ones; a start tells that it has none.
@@ -143,12 +151,21 @@ class Store:
         }
 
     def read(self, name: str, patience: float = PATIENCE) -> bytes:
-        """Returns the content of a small object; by a file, because drivers else ask for the object's size first."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "read")
-            self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}", patience)
-            with files.open_regular(path) as file:
-                return file.read(_MOST_BYTES)
+        """Returns the content of a small object, without a local file, which a full disk could not hold."""
+        return self.read_with_age(name, patience)[0]
+
+    def read_with_age(self, name: str, patience: float = PATIENCE) -> tuple[bytes, float | None]:
+        """Returns the content of a small object, and how many seconds ago it was written, by the clock of the store.
+
+        The age is None where the driver does not tell what time it is in the store.
+        """
+
+        def read() -> tuple[bytes, float | None]:
+            if drivers.protocol(self._files) == "s3":
+                return _read_from_s3(self._files, self._at(name))
+            return self._files.cat_file(self._at(name))[:_MOST_BYTES], None
+
+        return self.ask(read, f"read {name}", patience)
 
     @property
     def conditional(self) -> bool:
@@ -185,7 +202,8 @@ class Store:
         protocol = drivers.protocol(self._files)
         try:
             if protocol == "s3":
-                found = _read_from_s3(self._files, path, start, stop, version)
+                condition = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": f'"{version}"'}
+                found, _ = _read_from_s3(self._files, path, None, **condition)
             else:
                 condition = {"generation": version} if protocol == "gs" else {}
                 found = self._files.cat_file(path, start=start, end=stop, **condition)
@@ -202,7 +220,8 @@ class Store:
 
     def fetch(self, name: str, path: str, patience: float = PATIENCE) -> None:
         """Copies an object into a local file."""
-        self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}", patience)
+        folder = os.path.dirname(path)
+        self.ask(lambda: self._files.get_file(self._at(name), path), f"read {name}", patience, local=folder)
 
     def write(self, name: str, content: bytes, patience: float = PATIENCE) -> None:
         """Writes a small object, in place of one of that name."""
@@ -217,7 +236,7 @@ class Store:
         """
         try:
             self._write(lambda: self._files.put_file(path, self._at(name)), name, patience, before, path)
-        except StoreError:
+        except (StoreError, FileError):
             os.stat(path)
             raise
 
@@ -244,7 +263,7 @@ class Store:
                     raise
                 raise ConnectionError(str(error)) from error  # the bucket was there, and nobody removes it for a moment
 
-        self._in_a_bucket(lambda: self.ask(attempt, f"write {name}", patience, before), is_here)
+        self._in_a_bucket(lambda: self.ask(attempt, f"write {name}", patience, before, path), is_here)
         self._has_written = True
 
     def _in_a_bucket(self, ask: Callable[[], _Result], is_here: Callable[[], bool]) -> _Result:
@@ -273,20 +292,29 @@ class Store:
         return f"{self._root}/{name}"
 
 
-def _read_from_s3(driver: Any, path: str, start: int, stop: int, version: str) -> bytes:
-    """Returns a range of an object if it has this version; `cat_file` of s3fs takes no condition."""
+def _read_from_s3(
+    driver: Any, path: str, most: int | None = _MOST_BYTES, **condition: str
+) -> tuple[bytes, float | None]:
+    """Returns the content of an object, and its age; `cat_file` of s3fs takes no condition, and tells no time."""
     import fsspec.asyn
 
     bucket, key, _ = driver.split_path(path)
 
-    async def read() -> bytes:
-        answer = await driver._call_s3(
-            "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{stop - 1}", IfMatch=f'"{version}"'
-        )
+    async def read() -> tuple[bytes, float | None]:
+        answer = await driver._call_s3("get_object", Bucket=bucket, Key=key, **condition)
+        times = [answer["ResponseMetadata"]["HTTPHeaders"].get(name) for name in ("date", "last-modified")]
         async with answer["Body"] as body:
-            return await body.read()
+            return await body.read(most), _seconds_between(*times)
 
     return fsspec.asyn.sync(driver.loop, read)
+
+
+def _seconds_between(now: str | None, then: str | None) -> float | None:
+    """Returns the seconds between two times as HTTP writes them; None if one of them is missing, or no time."""
+    with contextlib.suppress(TypeError, ValueError):
+        seconds = email.utils.parsedate_to_datetime(now) - email.utils.parsedate_to_datetime(then)
+        return max(0.0, seconds.total_seconds())
+    return None
 
 
 def _version(entry: dict[str, Any]) -> str:

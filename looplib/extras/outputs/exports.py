@@ -192,6 +192,7 @@ def _appear(place: str, directory: str, named: str) -> None:
     parent, name = os.path.split(named)
     with new_folder(named) as earlier, alone(parent):  # others wait
         _check(directory)
+        folders.delete(os.path.join(directory, ""))
         if named != directory:
             for part in sorted(_NAMES.intersection(os.listdir(directory))):
                 folders.move(directory, part, earlier)

@@ -84,6 +84,7 @@ class TensorBoardWriter(Writer):
             contents = [value.metadata.plugin_data.content for event in _read(path) for value in event.summary.value]
             if any(name.encode() in content for content in contents):
                 return
+            folders.delete(path)
             folders.remove(self._directory, os.path.basename(path))  # TensorBoard keeps the first ones that it reads
         file = _EventFile(self._directory)
         file.write(Event(wall_time=time.time(), summary=tf.compat.v1.Summary.FromString(summary.SerializeToString())))

@@ -1,0 +1,136 @@
+"""What is not here is no order to delete it: a cleaner, a lost disk, a damaged file; what the run deletes is one."""
+
+import json
+import os
+import shutil
+
+import copied
+import pytest
+from clouds import said, wait_for
+
+from looplib.checkpoint import commits
+from looplib.errors import RunDirectoryError
+from looplib.extras.buckets import mirror
+
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.fixture
+def url():
+    """The URL of a run in this process's memory."""
+    yield "memory://absence/run"
+    fsspec.filesystem("memory").rm("/absence", recursive=True)
+
+
+def opened(url, folder):
+    """A start, and the folder of its checkpoints."""
+    found = mirror.open_mirror(url, str(folder))
+    found.begin(True)
+    return found, os.path.join(found.directory, "checkpoints")
+
+
+def there(url):
+    """{name: content} of what the store has of a run, but its leases."""
+    driver, root = fsspec.url_to_fs(url)
+    found = {path.removeprefix(f"{root}/"): driver.cat_file(path) for path in driver.find(root)}
+    return {name: content for name, content in found.items() if not name.startswith(".lease/")}
+
+
+def steps(url):
+    return sorted(int(name[len("checkpoints/ckpt-") : -len(".commit")]) for name in there(url) if ".commit" in name)
+
+
+def train(found, first, last, **more):
+    for step in range(first, last + 1):
+        copied.report(found.directory, step)
+        copied.save(found.directory, step, **more)
+
+
+def test_a_checkpoint_that_somebody_removes_stays_in_the_store_and_one_that_the_run_deletes_does_not(url, tmp_path):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 5)
+    run.end()
+    run, place = opened(url, tmp_path / "run")
+    for name in [name for name in os.listdir(place) if name.startswith(("ckpt-1.", "ckpt-2."))]:
+        os.unlink(os.path.join(place, name))
+    train(run, 6, 6)
+    commits.remove(commits.read_marker(os.path.join(place, "ckpt-3")))
+    run.end()
+    assert steps(url) == [1, 2, 4, 5, 6]
+    assert not [name for name in there(url) if "ckpt-3." in name]
+
+
+def test_what_was_deleted_before_a_kill_is_deleted_by_the_next_start_and_not_fetched_again(url, tmp_path):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 4)
+    run.end()
+    commits.remove(commits.read_marker(os.path.join(place, "ckpt-2")))  # and it is killed before the store knows
+    assert steps(url) == [1, 2, 3, 4]
+    run, place = opened(url, tmp_path / "run")
+    train(run, 5, 5)
+    run.end()
+    assert steps(url) == [1, 3, 4, 5] and not os.path.exists(os.path.join(place, "ckpt-2.commit"))
+
+
+def test_a_checkpoint_that_is_saved_again_is_not_deleted_when_its_files_vanish_later(url, tmp_path):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 3)
+    run.end()
+    for step in (3, 2):
+        commits.remove(commits.read_marker(os.path.join(place, f"ckpt-{step}")))
+    train(run, 2, 4, seed=1)
+    run.end()
+    for name in [name for name in os.listdir(place) if name.startswith("ckpt-2.")]:
+        os.unlink(os.path.join(place, name))
+    train(run, 5, 5)
+    run.end()
+    assert steps(url) == [1, 2, 3, 4, 5]
+    assert there(url)["checkpoints/ckpt-2.index"] == copied.content(2, 1, 1000)
+
+
+def test_a_checkpoint_that_is_damaged_here_stays_in_the_store(url, tmp_path):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 3)
+    run.end()
+    with open(os.path.join(place, "ckpt-3.index"), "r+b") as file:
+        file.write(b"damage")
+    run, place = opened(url, tmp_path / "run")
+    assert commits.newest_intact(place, tidy=True).step == 2
+    run.end()
+    assert steps(url) == [1, 2, 3] and there(url)["checkpoints/ckpt-3.index"] == copied.content(3, 0, 1000)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "made again"])
+def test_a_run_whose_local_directory_goes_ends_and_leaves_the_store_as_it_is(url, tmp_path, how):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 3)
+    wait_for(lambda: steps(url) == [1, 2, 3])
+    before = there(url)
+    if how == "moved":
+        os.rename(run.directory, tmp_path / "away")
+    else:
+        shutil.rmtree(run.directory)
+    if how == "made again":
+        os.makedirs(run.directory)
+        train(run, 4, 4)
+    with pytest.raises(RunDirectoryError, match="moved or removed"):
+        run.check()
+    run._copier._next_reports = 0.0
+    with pytest.raises(RunDirectoryError, match="moved or removed"):
+        run._copier.copy(everything=True, patience=1.0)
+    assert there(url) == before
+
+
+@pytest.mark.slow
+def test_a_run_whose_local_directory_is_removed_continues_from_the_store(cloud):
+    life = cloud.copied("--steps=1000", "--pause=0.1", "--keep=5")
+    wait_for(lambda: len(cloud.steps()) == 5)
+    shutil.rmtree(cloud.local())
+    assert life.code() == 1, life.output()
+    kept = cloud.steps()
+    assert len(kept) >= 5
+    life = cloud.copied(f"--steps={kept[-1] + 1}", "--keep=5")
+    assert life.code() == 0, life.output()
+    assert said(life)[0]["start"] == kept[-1]
+    lines = [json.loads(line)["step"] for line in cloud.read("metrics.jsonl").splitlines()]
+    assert lines == list(range(1, kept[-1] + 2))
