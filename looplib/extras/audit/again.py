@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.checkpoint.commits import Commit
-from looplib.errors import ReplayError, UsageError
+from looplib.errors import FileError, ReplayError, UsageError
 from looplib.extras.audit import order
 from looplib.extras.audit.intervals import AuditedRun, Interval
 from looplib.extras.tools import perturbation, rerun
@@ -20,7 +20,7 @@ from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.replay import copy_checkpoint
 from looplib.extras.tools.runs import say
 from looplib.extras.writers.newest import read_newest
-from looplib.messages import gist
+from looplib.messages import gist, with_cure
 from looplib.report.progress import format_seconds
 
 _LAST_LINES = 20  # of a process that failed
@@ -55,7 +55,7 @@ def secure(done: Commit, folder: str) -> Commit:
     Raises:
       GoneError: if it was removed meanwhile.
       DamagedError: if it does not read as it was written.
-      UsageError: if it cannot be read now.
+      UsageError: if it cannot be read, or copied, now.
     """
     try:
         copy_checkpoint(done, folder)
@@ -63,7 +63,12 @@ def secure(done: Commit, folder: str) -> Commit:
         reason = commits.verify(copy)
     except UsageError:  # it cannot be read now, or only by a newer version
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+        if files.fails_here(error, folder):
+            raise FileError(
+                f"the checkpoint of step {done.step:,} cannot be copied to {folder}: {with_cure(error)}, or set TMPDIR "
+                "to a folder on another one"
+            ) from error
         reason = gist(error)
     if not reason:
         return copy

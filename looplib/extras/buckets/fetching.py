@@ -12,7 +12,7 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.checkpoint import commits
-from looplib.errors import StoreError, UsageError
+from looplib.errors import FileError, StoreError, UsageError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, EARLIER, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
@@ -169,7 +169,7 @@ class Fetcher:
         except FileNotFoundError:  # deleted meanwhile, or its upload or deletion was cut short
             damage = "it is not complete"
         except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-            if isinstance(error, (files.CannotReadError, StoreError)):  # which prove no damage
+            if isinstance(error, (FileError, StoreError)):  # which prove no damage
                 raise
             damage = str(error)
         if damage:

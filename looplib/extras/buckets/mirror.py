@@ -85,7 +85,7 @@ class StoreMirror(Mirror):
             with self._copy.alone():
                 self._fetch_a_start()
         except BaseException:
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError, FileError):
                 self._lease.withdraw(0.0)
             raise
         self._copy.hold()
@@ -121,7 +121,7 @@ class StoreMirror(Mirror):
             try:
                 self._copy_outputs(PATIENCE)
                 self._look()
-            except StoreError as error:
+            except (StoreError, FileError) as error:
                 logging.warning("%s is looked at again later: %s", self.standing.url, _reason(error))
             self._refreshed = time.monotonic()
 
@@ -171,7 +171,7 @@ class StoreMirror(Mirror):
         try:
             self._store.put(path, f"{CHECKPOINTS}/{os.path.basename(path)}", self._share_patience)
             self._share_patience = _SHARE
-        except StoreError as error:
+        except (StoreError, FileError) as error:
             self._share_patience = 0.0  # training waits here, and the store may be down for long
             raise OSError(str(error)) from error
 
@@ -194,7 +194,7 @@ class StoreMirror(Mirror):
         while self._copy.id_of(checkpoint[0]) != checkpoint and time.monotonic() < end:
             url = self.standing.url
             logging.log_first_n(logging.INFO, "waiting until %s has the checkpoint of step %d", 1, url, checkpoint[0])
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError, FileError):
                 self._look()
             time.sleep(_TICK)
 

@@ -24,7 +24,7 @@ import numpy as np
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import StoreError, UsageError
+from looplib.errors import FileError, StoreError, UsageError
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.messages import gist
@@ -329,7 +329,7 @@ class Ranges:
                 return one.store.look_up(one.name, 0.0) != one.found
             except IsADirectoryError:
                 return True
-            except StoreError:
+            except (StoreError, FileError):
                 return False
             except FileNotFoundError:
                 if number == _TRIES - 1 or _is_ending():

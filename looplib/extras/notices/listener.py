@@ -14,7 +14,6 @@ from absl import logging
 
 from looplib.console import printable
 from looplib.errors import Preempted
-from looplib.extras.notices.metadata import ERRORS
 from looplib.extras.notices.sources import Announcement, AwsNotices, AzureNotices, GcpNotices, NoticeSource
 from looplib.extras.page.notice import Notice, iso_time, notices_of
 from looplib.health.preemption import notice as preemption
@@ -93,7 +92,7 @@ class NoticeListener(Action):
                     elif announced.kind not in logged:
                         logged.add(announced.kind)
                         logging.warning("%s announces: %s; the run continues", source.name, announced.kind)
-            except ERRORS as error:
+            except Exception as error:  # of any server, or of this machine; a thread that ends hears of nothing
                 if not warned and not ended.is_set():
                     text = "--notices=%s: %s gives no answer that is understood, and is asked again: %s"
                     logging.warning(text, source.name, source.server, printable(gist(error)))

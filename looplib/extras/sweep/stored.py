@@ -18,7 +18,7 @@ from types import TracebackType
 from absl import logging
 
 from looplib import folders
-from looplib.errors import LockedError, StoreError, SweepError
+from looplib.errors import FileError, LockedError, StoreError, SweepError, UsageError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.copies import fetch_runs
@@ -31,7 +31,7 @@ from looplib.extras.sweep.place import FILE, LOCKED, Place
 from looplib.extras.sweep.study import MOST_BYTES
 from looplib.extras.tools.runs import say
 from looplib.masks import masked_text
-from looplib.messages import join_names
+from looplib.messages import gist, join_names
 
 _LEASE = ".sweep"  # the folder of the leases; that of a run's would have readers take the sweep for a run
 _RESULTS = ("results.csv", "results.txt", "results.png")
@@ -40,6 +40,7 @@ _OF_A_TRIAL = re.compile(r"trial-\d{4,}/")
 _TICK, _LONGEST_TICK = 0.5, 15.0  # seconds between two looks at the local directory; the longer while the store fails
 _LAST = 600.0  # seconds that the end of a sweep waits for the store
 _BYTES_A_SECOND = 1 << 20  # a larger log waits longer
+_PASSING = (StoreError, FileError, OSError, sqlite3.Error)  # what the store says, or this machine lacks; tried again
 
 
 class StoredPlace(Place):
@@ -60,7 +61,7 @@ class StoredPlace(Place):
         self._steps: dict[str, int] = {}  # of the newest checkpoint in the store at the start, by run
         self._noted = self._copied = 0
         self._error, self._told = "", False
-        self._lost: LockedError | None = None
+        self._lost: UsageError | None = None  # another sweep has the place, or a thread has ended
         self._next = 0.0
         self._sent_at: dict[str, float] = {}
         self._awake, self._ending = threading.Event(), threading.Event()
@@ -88,11 +89,13 @@ class StoredPlace(Place):
             self._copy.note.token = self._lease.token
             self._copy.write_note()
         except BaseException:
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(StoreError, FileError):
                 self._lease.withdraw(0.0)
             raise
         self._begun = 1
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._work, self._renew)]
+        self._threads = [
+            threading.Thread(target=self._watched, args=(work,), daemon=True) for work in (self._work, self._renew)
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -150,7 +153,7 @@ class StoredPlace(Place):
         return False
 
     def check(self) -> None:
-        """Raises `LockedError` if another sweep has taken the place."""
+        """Raises `LockedError` if another sweep has taken the place, and `SweepError` if the copy has ended."""
         if self._lost:
             raise self._lost
 
@@ -172,10 +175,10 @@ class StoredPlace(Place):
             if self._noted:  # else nobody has looked at the database
                 self._copy_new(True, patience)
             self._release(patience)
-        except (LockedError, StoreError, OSError, sqlite3.Error) as failed:
+        except (LockedError, SweepError, *_PASSING) as failed:
             if error is not None:
                 return  # that is what the user should know
-            if isinstance(failed, LockedError):
+            if failed is self._lost or isinstance(failed, LockedError):
                 raise
             missing = join_names([name for name in (FILE, *self._names()) if self._copy.has_changed(name)])
             raise StoreError(
@@ -184,6 +187,17 @@ class StoredPlace(Place):
             ) from failed
         finally:
             self._copy.write_note()
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        """Does the work of a thread; an error that nobody expected ends the sweep."""
+        try:
+            work()
+        except Exception as error:
+            logging.exception("the copy in %s has ended", self.shown)
+            text = f"{type(error).__name__}: {masked_text(gist(error))}"
+            self._lost = SweepError(
+                f"the copy in {self.shown} has ended by an error ({text}); the same command continues from it"
+            )
 
     def _work(self) -> None:
         """Copies until the end."""
@@ -198,7 +212,7 @@ class StoredPlace(Place):
             except LockedError as error:
                 self._lost = error
                 return
-            except (StoreError, OSError, sqlite3.Error) as error:
+            except _PASSING as error:
                 self._error, tick = str(error), min(2 * tick, _LONGEST_TICK)
                 logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
 
@@ -290,7 +304,7 @@ class SharedStoredPlace(StoredPlace):
                 "another --dir"
             )
         self._begun = 1
-        self._threads = [threading.Thread(target=self._work, daemon=True)]
+        self._threads = [threading.Thread(target=self._watched, args=(self._work,), daemon=True)]
         self._threads[0].start()
         return self
 
