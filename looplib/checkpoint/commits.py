@@ -15,6 +15,7 @@ of them is looplib's own. Files without it and without a marker may be another p
 only when a checkpoint of their step is to be written.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -254,9 +255,10 @@ def _is_there(path: str, expected: FileChecksum) -> bool:
     return not reason
 
 
-def begin(path: str) -> None:
+def begin(path: str, where: str = "") -> None:
     """Notes that the files of a checkpoint are about to be written or moved; `commit` ends it."""
-    files.write_whole(path + UNFINISHED, "looplib was writing, moving or deleting the files of this checkpoint\n")
+    text = "looplib was writing, moving or deleting the files of this checkpoint\n"
+    files.write_whole(path + UNFINISHED, text + where)
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
@@ -429,11 +431,11 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
 def set_aside(directory: str, step: int) -> str:
     """Moves a checkpoint's files into `<directory>/set_aside`, which looplib ignores; returns their new path."""
     prefix = f"ckpt-{step}"
-    place = _free_place(directory, prefix)
-    folders.make_folder(directory, SET_ASIDE, os.path.basename(place))
     unfinished = path_of(directory, step) + UNFINISHED
-    if not os.path.exists(unfinished):
-        begin(path_of(directory, step))
+    place = _begun_place(directory, prefix) or _free_place(directory, prefix)
+    folders.make_folder(directory, SET_ASIDE, os.path.basename(place))
+    if not os.path.isdir(unfinished):
+        begin(path_of(directory, step), f"to {os.path.basename(place)}\n")
     # The marker goes first: at no moment is an incomplete checkpoint valid.
     names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
     for name in names:
@@ -450,6 +452,17 @@ def set_aside_before(directory: str) -> list[str]:
     folder = os.path.join(directory, SET_ASIDE)
     places = [os.path.join(folder, name.rstrip("/")) for name in sorted(_names(folder))]
     return [place for place in places if any(name.endswith(".commit") for name in _names(place))]
+
+
+def _begun_place(directory: str, prefix: str) -> str:
+    """Returns where a process that was killed has begun to set a checkpoint aside; "" for nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        *_, last = files.read_text(os.path.join(directory, prefix + UNFINISHED)).splitlines()
+        name = last.removeprefix("to ")
+        place = os.path.join(directory, SET_ASIDE, name)
+        if re.fullmatch(rf"{prefix}(\.\d+)?", name) and os.path.isdir(place) and not os.path.islink(place):
+            return place
+    return ""
 
 
 def _free_place(directory: str, name: str) -> str:

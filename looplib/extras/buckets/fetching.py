@@ -15,7 +15,7 @@ from looplib.checkpoint import commits
 from looplib.errors import FileError, StoreError, UsageError
 from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets.lease import Lease
-from looplib.extras.buckets.note import CHECKPOINTS, EARLIER, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
+from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.outputs import merge, newest, of_jobs
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.masks import masked_text
@@ -71,32 +71,25 @@ class Fetcher:
         Returns:
           The steps of older checkpoints, which may be fetched later.
         """
-        self._copy.note.token = ""  # a start that is killed in here begins from nothing
-        self._copy.note.known.clear()
-        self._copy.note.versions.clear()
-        self._copy.deletions.forget((), self._copy.deletions.count)
-        self._copy.write_note()
-        had, earlier = self._copy.steps(), self._copy.folder(EARLIER)
-        _move_all(self._copy.directory, earlier)
-        self._empty()
-        found = steps_of({*listed, *map(marker_of, lease.steps)})
-        lacks_all = bool(found)
-        while found and not self.fetch_checkpoint(found.pop(0), _PAUSES):
-            pass
-        if had and lacks_all and not self._copy.steps():
-            _move_all(earlier, self._copy.directory)
-            raise StoreError(
-                f"no checkpoint in {masked_text(self._store.url)} is intact; {self._copy.directory} has step {had[0]} "
-                "of an earlier start: copy its checkpoints there, or remove this directory"
-            )
-        for name in os.listdir(earlier):
-            folders.remove(earlier, name)
-        for name in (name for name in _REPORTS if has_run or name in listed):
-            self.fetch(name, _PAUSES if name in listed else ())
-        jobs = of_jobs(listed)
-        if not self._copy.steps():  # the run begins, so that they are of an earlier one
-            lease.since = max(lease.since, newest(jobs))
-        self._merge(lease, jobs)
+        had = self._copy.steps()
+        with self._copy.replaced() as before:
+            self._empty()
+            found = steps_of({*listed, *map(marker_of, lease.steps)})
+            lacks_all = bool(found)
+            while found and not self.fetch_checkpoint(found.pop(0), _PAUSES):
+                pass
+            if had and lacks_all and not self._copy.steps():
+                raise StoreError(
+                    f"no checkpoint in {masked_text(self._store.url)} is intact; {self._copy.directory} has step "
+                    f"{had[0]} of an earlier start: copy its checkpoints there, or remove this directory"
+                )
+            for name in (name for name in _REPORTS if has_run or name in listed):
+                self.fetch(name, _PAUSES if name in listed else ())
+            jobs = of_jobs(listed)
+            if not self._copy.steps():  # the run begins, so that they are of an earlier one
+                lease.since = max(lease.since, newest(jobs))
+            self._merge(lease, jobs)
+        self._copy.settle(before, lambda name: lacks_all or name in listed)
         return found
 
     def is_current(self, listed: Mapping[str, str]) -> bool:
@@ -148,6 +141,8 @@ class Fetcher:
         for name in _REPORTS:
             with contextlib.suppress(OSError, OverflowError, ValueError):
                 os.utime(self._copy.path(name), (renewed, renewed))
+                if name in self._copy.note.known:
+                    self._copy.remember(name)
 
     def fetch_checkpoint(self, step: int, pauses: tuple[float, ...] = ()) -> bool:
         """Fetches a checkpoint that is complete and undamaged in the store; returns whether it is here.
@@ -217,10 +212,3 @@ class Fetcher:
         incoming = self._copy.folder(INCOMING)
         for name in os.listdir(incoming):
             folders.remove(incoming, name)
-
-
-def _move_all(folder: str, to: str) -> None:
-    """Moves what is in a folder into another one, except the lock of this process."""
-    for name in set(os.listdir(folder)) - {LOCK}:
-        folders.remove(to, name)
-        folders.move(folder, name, to)

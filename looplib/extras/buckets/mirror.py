@@ -151,7 +151,12 @@ class StoreMirror(Mirror):
         with self._copy.alone():
             holder, token = lock.holder(self.directory), self._copy.note.token
             if not (holder and holder.holds) and not (token and token == newest.get("token")):
-                self._fetcher.refresh(versions, newest, checkpoints)
+                if not (token and newest.get("token")):
+                    self._fetcher.refresh(versions, newest, checkpoints)
+                    return
+                with self._copy.replaced() as before:  # what a run has left here that another one has continued
+                    self._fetcher.refresh(versions, newest, checkpoints)
+                self._copy.settle(before, listed.__contains__)
 
     def check(self, saved: bool = False) -> None:
         """See `Mirror.check`; the errors are `LockedError`, `RunDirectoryError` and `StoreError`."""

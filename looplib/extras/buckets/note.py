@@ -6,7 +6,9 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from absl import logging
 
 from looplib import files, folders
 from looplib.checkpoint import commits
@@ -15,10 +17,10 @@ from looplib.masks import masked_text
 
 CHECKPOINTS, MARKER = "checkpoints", ".commit"
 LOCK = "lock"  # of a run; that of its predictions begins with "_"
-INCOMING, OUTGOING, EARLIER = "incoming", "outgoing", "earlier"  # folders beside the run directory
+INCOMING, OUTGOING, EARLIER, KEPT = "incoming", "outgoing", "earlier", "kept"  # folders beside the run directory
 _BUSY = "busy"  # the file that processes lock
 _NOTE, _MOST_BYTES = "mirror.json", 1 << 28
-_DELETIONS = "deletions.json"
+_DELETIONS, _MOVE = "deletions.json", "move.json"
 
 
 @dataclasses.dataclass
@@ -36,6 +38,19 @@ class Note:
     token: str = ""
     known: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Move:
+    """A move of what is in a local directory into `EARLIER`, which a start that is killed leaves to the next one.
+
+    Attributes:
+      note: the `Note` of what is moved.
+      done: whether all of it was moved, so that what is in the directory comes from the store.
+    """
+
+    note: Note
+    done: bool
 
 
 class Deletions:
@@ -93,6 +108,7 @@ class LocalCopy:
     Args:
       url: the run directory in the store.
       directory: the local run directory.
+      names: returns the names of what there is replaced as a whole, see `replaced`; default all but the lock.
 
     Attributes:
       directory: the local run directory.
@@ -105,7 +121,8 @@ class LocalCopy:
       StoreError: if the directory holds something else.
     """
 
-    def __init__(self, url: str, directory: str) -> None:
+    def __init__(self, url: str, directory: str, names: Callable[[], Iterable[str]] | None = None) -> None:
+        self._names = names or (lambda: set(os.listdir(directory)) - {LOCK})
         self.directory, self._url = directory, masked_text(url)
         self.checkpoints = os.path.join(directory, CHECKPOINTS)
         self.place = f"{directory}.mirror"
@@ -149,7 +166,10 @@ class LocalCopy:
 
     def write_note(self) -> None:
         """Writes the note."""
-        files.write_whole(os.path.join(self.place, _NOTE), json.dumps(dataclasses.asdict(self.note)))
+        self._write(_NOTE, self.note)
+
+    def _write(self, name: str, value: Note | Move) -> None:
+        files.write_whole(os.path.join(self.place, name), json.dumps(dataclasses.asdict(value)))
 
     def path(self, name: str) -> str:
         """Returns the path of a file of the run."""
@@ -163,8 +183,75 @@ class LocalCopy:
     def alone(self) -> Iterator[None]:
         """Keeps other processes of this machine from fetching into the directory inside a `with` block."""
         with files.appending(os.path.join(self.place, _BUSY)):
+            self.move_back()
             self.note = self.read_note()
             yield
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[Note]:
+        """Moves what is here aside, to be fetched in the `with` block, or by an error, or the next start, moved back.
+
+        Yields:
+          The `Note` of what was moved, for `settle`.
+        """
+        before = self.note
+        self._keep(self.folder(EARLIER))  # of an older version
+        self._write(_MOVE, Move(before, False))
+        for name in sorted(self._names()):
+            folders.move(self.directory, name, self.folder(EARLIER))
+        self._write(_MOVE, Move(before, True))
+        self.note = Note(self._url)
+        self.deletions.forget((), self.deletions.count)
+        self.write_note()
+        try:
+            yield before
+        except BaseException:
+            self.move_back()
+            raise
+        self.write_note()
+        folders.remove(self.place, _MOVE)
+
+    def move_back(self) -> None:
+        """Undoes a move that was not finished."""
+        try:
+            move = files.typed(files.parse_json(files.read_text(os.path.join(self.place, _MOVE), _MOST_BYTES)), Move)
+        except FileNotFoundError:
+            return
+        for name in sorted(self._names()) if move.done else ():
+            folders.remove(self.directory, name)
+        self._write(_MOVE, Move(move.note, False))
+        _merge(self.folder(EARLIER), self.directory)
+        self.note = move.note
+        self.write_note()
+        folders.remove(self.place, _MOVE)
+
+    def settle(self, before: Note, is_stored: Callable[[str], bool]) -> None:
+        """Removes what `replaced` has moved aside, except what the store never had as it is, or has lost.
+
+        Args:
+          before: what `replaced` has yielded.
+          is_stored: returns whether the store has a file of a name, or had it until its run has deleted it.
+        """
+        kept = self._keep(self.folder(EARLIER))
+        for place, _, names in os.walk(kept or "", topdown=False):
+            for name in names:
+                found = os.lstat(path := os.path.join(place, name))
+                of_run = os.path.relpath(path, kept)
+                is_copied = before.known.get(of_run) == [found.st_size, found.st_mtime_ns] and is_stored(of_run)
+                if is_copied or name.lstrip("_") in (LOCK, "checkpoint") or files.is_new_name(name):
+                    folders.remove(place, name)
+            with contextlib.suppress(OSError):  # of what is kept
+                os.rmdir(place)
+        if kept and os.path.exists(kept):
+            logging.warning("what %s never had of an earlier start on this machine is kept in %s", self._url, kept)
+
+    def _keep(self, folder: str) -> str | None:
+        """Gives a folder that is not empty a name of its own; returns it."""
+        if not os.listdir(folder):
+            return None
+        kept = files.free_name(os.path.join(self.place, KEPT))
+        folders.move(*os.path.split(folder), *os.path.split(kept))
+        return kept
 
     def has(self, step: int) -> bool:
         """Returns whether the checkpoint of a step is here."""
@@ -211,6 +298,18 @@ class LocalCopy:
                 name = file if folder == "." else f"{folder}/{file}"
                 if file.lstrip("_") != LOCK and not files.is_new_name(file) and self.has_changed(name):
                     yield name
+
+
+def _merge(folder: str, to: str) -> None:
+    """Moves what is in a folder into another one, folders of one name into each other, and replaces nothing."""
+    for name in os.listdir(folder):
+        source, place = os.path.join(folder, name), os.path.join(to, name)
+        if not os.path.lexists(place):
+            folders.move(folder, name, to)
+        elif os.path.isdir(source) and os.path.isdir(place) and not os.path.islink(source) | os.path.islink(place):
+            _merge(source, place)
+            with contextlib.suppress(OSError):
+                os.rmdir(source)
 
 
 def marker_of(step: int) -> str:

@@ -20,7 +20,7 @@ from looplib.extras.outputs import facts
 from looplib.extras.outputs.card import Card
 from looplib.extras.outputs.formats import CARD, FORMATS, KERAS, SAVED_MODEL, check_export
 from looplib.extras.outputs.int8 import Int8Cost
-from looplib.extras.outputs.new_folder import alone, check_free, new_folder
+from looplib.extras.outputs.new_folder import alone, check_free, new_folder, put_in_place
 from looplib.extras.outputs.parts import Parts, WhatIsExported
 from looplib.extras.outputs.samples import ModelInputs, take_samples
 from looplib.extras.writers.mlflow_models import register
@@ -189,7 +189,7 @@ def _appear(place: str, directory: str, named: str) -> None:
     for folder, _, names in os.walk(place):
         for name in (*names, ""):
             files.make_durable(os.path.join(folder, name))
-    parent, name = os.path.split(named)
+    parent = os.path.dirname(named)
     with new_folder(named) as earlier, alone(parent):  # others wait
         _check(directory)
         folders.delete(os.path.join(directory, ""))
@@ -199,9 +199,7 @@ def _appear(place: str, directory: str, named: str) -> None:
             for part in sorted(os.listdir(place), key=_RECORD.__eq__):
                 folders.move(place, part, directory)
         else:
-            if os.path.lexists(directory):
-                folders.move(parent, name, earlier)
-            folders.move(*os.path.split(place), parent, name)
+            put_in_place(place, directory, earlier)
     files.make_durable(parent)
 
 

@@ -9,6 +9,7 @@ from looplib import files, folders
 from looplib.checkpoint.directory import CONTENTS
 from looplib.errors import RunDirectoryError
 
+_REPLACED = "replaced"  # what is moved out of the way, in a temporary directory
 _MARK = "looplib"  # a file in a temporary directory, whose name somebody else's may have too
 
 
@@ -26,6 +27,8 @@ def new_folder(path: str) -> Iterator[str]:
             continue
         found = os.listdir(left)  # of one that is held, and so not removed meanwhile by its own process
         if _MARK in found or all(files.is_new_name(part, _MARK) for part in found):
+            if os.path.lexists(os.path.join(left, _REPLACED)) and not os.path.lexists(path):
+                folders.move(left, _REPLACED, place, name)  # that process has not put anything there
             folders.remove(place, other)
         os.close(held)
     held = None
@@ -62,6 +65,25 @@ def check_free(directory: str, model_dir: str | None, own: str, splits: Iterable
             f"{directory} is in {os.path.join(model_dir, parts[0])}, which the run itself writes; name another "
             f"directory, such as {os.path.join(model_dir, own, 'mine')}"
         )
+
+
+def put_in_place(new: str, path: str, aside: str) -> None:
+    """Gives a folder its name; what has the name is moved aside before, and back if the new one cannot be moved.
+
+    Args:
+      new: the folder.
+      path: where it is to be.
+      aside: what `new_folder` has yielded for this path; the next `new_folder` moves back what a kill leaves there.
+    """
+    (place, name), left = os.path.split(path), os.path.dirname(aside)
+    if os.path.lexists(path):
+        folders.move(place, name, left, _REPLACED)
+    try:
+        folders.move(*os.path.split(new), place, name)
+    except BaseException:
+        if not os.path.lexists(path):
+            folders.move(left, _REPLACED, place, name)
+        raise
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from looplib.extras.buckets.copying import EVERY
 from looplib.extras.buckets.fetching import Fetcher
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import OUTGOING, LocalCopy, steps_of
-from looplib.extras.buckets.stores import Store
+from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.extras.sweep.place import FILE, LOCKED, Place
 from looplib.extras.sweep.study import MOST_BYTES
 from looplib.extras.tools.runs import say
@@ -69,7 +69,7 @@ class StoredPlace(Place):
 
     def prepare(self) -> None:
         """Notes whose copy the directory is, before anything else is written there."""
-        self._copy = LocalCopy(self._store.url, self.directory)
+        self._copy = LocalCopy(self._store.url, self.directory, self._replaced)
         self._fetcher = Fetcher(self._store, self._copy)
         if not os.path.lexists(os.path.join(self.directory, LOCKED.name)):  # else a sweep may be writing it
             self._copy.write_note()
@@ -82,10 +82,13 @@ class StoredPlace(Place):
         """
         self._lease = Lease(self._store, LOCKED, _LEASE)
         try:
+            self._copy.move_back()
             self._copy.note = self._copy.read_note()
             token = self._copy.note.token
             if not token or token != self._lease.before.get("token") or not os.path.exists(self._copy.path(FILE)):
-                self._start_over()
+                with self._copy.replaced() as before:
+                    there = self._start_over()
+                self._copy.settle(before, there.__contains__)
             self._copy.note.token = self._lease.token
             self._copy.write_note()
         except BaseException:
@@ -100,15 +103,13 @@ class StoredPlace(Place):
             thread.start()
         return self
 
-    def _start_over(self) -> None:
-        """Fetches the sweep as the store has it, in place of what an earlier start on this machine has left here."""
-        note = self._copy.note
-        note.token = ""  # a start that is killed in here begins anew
-        note.known.clear()
-        self._copy.write_note()
-        for name in os.listdir(self.directory):  # also a journal, which belongs to the database that goes
-            if name.startswith(FILE) or name in _RESULTS or _LOG.fullmatch(name):
-                folders.remove(self.directory, name)
+    def _replaced(self) -> list[str]:
+        """Returns the names of what a start replaces by that of the store."""
+        names = os.listdir(self.directory)  # also a journal, which belongs to the database that goes
+        return [name for name in names if name.startswith(FILE) or name in _RESULTS or _LOG.fullmatch(name)]
+
+    def _start_over(self) -> dict[str, StoredFile]:
+        """Fetches the sweep as the store has it, for an empty directory; returns what the store has, by name."""
         there = self._store.listed()
         with contextlib.suppress(FileNotFoundError):
             found = self._store.look_up(FILE).bytes  # also where the listing is old
@@ -121,6 +122,7 @@ class StoredPlace(Place):
         of_trials = {name: file for name, file in there.items() if _OF_A_TRIAL.match(name)}
         runs = fetch_runs(self._store, of_trials, self.directory, checkpoints=False)
         self._steps = {run: max(steps_of(objects), default=0) for run, objects in runs.items()}
+        return there
 
     def flags(self, folder: str) -> list[str]:
         """Returns the flags by which a run has its run directory, and its local one in that of the sweep."""
