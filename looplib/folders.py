@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import stat
-import time
+import tempfile
 from collections.abc import Callable
 
 from looplib import files
@@ -123,8 +123,17 @@ def remove_unfinished(folder: str, seconds: float = _UNFINISHED) -> None:
 
     By default those so old that no process writes them any more.
     """
-    for name in filter(files.is_new_name, os.listdir(folder) if os.path.isdir(folder) else []):
+    names = list(filter(files.is_new_name, os.listdir(folder) if os.path.isdir(folder) else []))
+    for name in names:
         with contextlib.suppress(OSError):  # written, or removed meanwhile
             found = os.lstat(os.path.join(folder, name))
-            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime >= seconds:
+            if stat.S_ISREG(found.st_mode) and (not seconds or _now(folder) - found.st_mtime >= seconds):
                 remove(folder, name)
+
+
+def _now(folder: str) -> float:
+    """Returns the time by the clock that dates the files of a folder, which may be that of a server."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(b"now")
+        file.flush()
+        return os.fstat(file.fileno()).st_mtime

@@ -208,6 +208,11 @@ class RunDirectory:
             if self._lock is not None:
                 self._lock.release()
 
+    def take_folder(self, path: str, as_it_is: bool) -> str:
+        """Takes a folder of outputs, if it is in the run directory, see `Mirror.take_folder`; for the chief."""
+        name = os.path.relpath(path, self.model_dir) if self.model_dir else os.pardir
+        return path if name.startswith(os.pardir) else self.mirror.take_folder(name, as_it_is)
+
     def _check_nothing_is_lost(self) -> None:
         """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it."""
         if self.starts_from or not self.trains or self.start.start_anew:

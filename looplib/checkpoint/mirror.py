@@ -1,5 +1,7 @@
 """The copy of a run directory in an object store, as the core sees it: a plug-in makes one for a URL."""
 
+import os
+
 
 class Mirror:
     """Mirrors a run directory in an object store. This base class is for a local directory, and copies nothing."""
@@ -28,8 +30,20 @@ class Mirror:
     def wait_for(self, checkpoint: tuple[int, int]) -> None:
         """Waits for a checkpoint of the chief, by `Commit.id`, and fetches it, unless it exists here."""
 
-    def take_folder(self, name: str) -> None:
-        """Fetches a folder of the run directory to which this job writes, unless it exists here."""
+    def take_folder(self, name: str, as_it_is: bool) -> str:
+        """Keeps other processes from a folder of the run directory to which this one writes, until `end`.
+
+        Args:
+          name: of the folder.
+          as_it_is: whether it is continued, and so fetched; else it is replaced as a whole.
+
+        Returns:
+          Where it is, for messages.
+
+        Raises:
+          UsageError: if another process writes it.
+        """
+        return os.path.join(self.directory, name)
 
     def end(self) -> None:
         """Copies what the store lacks; may be called again after further writes."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 from looplib import folders
 from looplib.checkpoint import commits
+from looplib.extras.buckets import held
+from looplib.extras.buckets.held import HeldFolders
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, MARKER, OUTGOING, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.stores import Store
@@ -26,10 +28,11 @@ class Copier:
       store: where the run is.
       copy: the `LocalCopy`.
       lease: of this writer, which is asked before anything is written.
+      folders_held: the folders of predictions and exports that it holds.
     """
 
-    def __init__(self, store: Store, copy: LocalCopy, lease: Lease) -> None:
-        self._store, self._copy, self._lease = store, copy, lease
+    def __init__(self, store: Store, copy: LocalCopy, lease: Lease, folders_held: HeldFolders) -> None:
+        self._store, self._copy, self._lease, self._held = store, copy, lease, folders_held
         self._sent_at: dict[str, float] = {}
         self._next_reports = 0.0
 
@@ -59,44 +62,49 @@ class Copier:
 
     def _copy_checkpoint(self, step: int, patience: float) -> None:
         marker, deletions = marker_of(step), self._copy.deletions.count
-        with self._held(os.path.join(self._copy.checkpoints, f"ckpt-{step}")) as held:
-            if not held:  # the run has deleted it
+        with self._linked(os.path.join(self._copy.checkpoints, f"ckpt-{step}")) as linked:
+            if not linked:  # the run has deleted it
                 return
-            new = [name for name in held if name != marker and self._copy.has_changed(name, held[name])]
+            new = [name for name in linked if name != marker and self._copy.has_changed(name, linked[name])]
             if new and marker in self._copy.note.known:  # saved again after a rollback
                 self._check(patience)
                 self._store.delete([marker], patience)
                 del self._copy.note.known[marker]
             for name in new:
-                self._send(name, held[name], patience, deletions)
+                self._send(name, linked[name], patience, deletions)
             self._copy_reports(True, patience)
             self._check(patience, surely=True)
-            self._send(marker, held[marker], patience, deletions)
+            self._send(marker, linked[marker], patience, deletions)
         self._lease.steps = sorted({*self._lease.steps, step})
         self._lease.write(patience)
         self._copy.write_note()
 
     @contextlib.contextmanager
-    def _held(self, path: str) -> Iterator[dict[str, str]]:
+    def _linked(self, path: str) -> Iterator[dict[str, str]]:
         """Yields paths of a checkpoint's files, by name, which stay while the run deletes it; none if it is gone."""
         outgoing = self._copy.folder(OUTGOING)
         for name in os.listdir(outgoing):  # of a start that was killed
             folders.remove(outgoing, name)
-        held: dict[str, str] = {}
+        linked: dict[str, str] = {}
         try:
             with contextlib.suppress(FileNotFoundError):
                 for name in (*commits.read_marker(path).files, os.path.basename(path) + MARKER):
                     folders.link(self._copy.checkpoints, name, outgoing)
-                    held[f"{CHECKPOINTS}/{name}"] = os.path.join(outgoing, name)
-            complete = any(name.endswith(MARKER) for name in held)  # the last
-            yield held if complete else {}
+                    linked[f"{CHECKPOINTS}/{name}"] = os.path.join(outgoing, name)
+            complete = any(name.endswith(MARKER) for name in linked)  # the last
+            yield linked if complete else {}
         finally:
-            for place in held.values():
+            for place in linked.values():
                 folders.remove(outgoing, os.path.basename(place))
 
     def _copy_reports(self, everything: bool, patience: float) -> None:
-        for name in list(self._changed(everything)):
-            self._send(name, self._copy.path(name), patience, self._copy.deletions.count)
+        names = list(self._changed(everything))
+        if self._held.take_for(names):  # all of such a folder is to be copied
+            names = list(self._changed(True))
+        for name in sorted(names, key=held.is_index):
+            if self._held.may_send(name, patience):
+                self._send(name, self._copy.path(name), patience, self._copy.deletions.count)
+        self._held.sent(patience)
 
     def _changed(self, everything: bool) -> Iterator[str]:
         """Yields the names of files outside of the checkpoints that are to be copied now; large ones less often."""

@@ -99,13 +99,14 @@ class Fetcher:
         wanted += of_jobs(listed)
         return not self._copy.note.token and all(listed[name] and known.get(name) == listed[name] for name in wanted)
 
-    def refresh(self, listed: Mapping[str, str], writer: dict[str, Any], checkpoints: bool) -> None:
+    def refresh(self, listed: Mapping[str, str], writer: dict[str, Any], checkpoints: bool, age: float | None) -> None:
         """Fetches what is new in the store.
 
         Args:
           listed: dict from the names in the store to their versions.
           writer: what the newest lease says, as of checkpoints that an old listing does not have.
           checkpoints: whether those are wanted too.
+          age: seconds since that lease was renewed, by the clock of the store; None if not known.
         """
         versions, before = self._copy.note.versions, dict(self._copy.note.versions)
         there = steps_of({*listed, *map(marker_of, leases.steps_of(writer))}) if checkpoints else []
@@ -127,20 +128,26 @@ class Fetcher:
                 versions[name] = version
         for name in merge(self._copy, jobs, leases.text_of(writer, "since"), leases.text_of(writer, "jobs")):
             self._copy.remember(name)
-        self._note_writer(writer)
+        is_news = any(versions.get(name) != listed[name] for name in listed if name.startswith(f"{leases.FOLDER}/"))
+        self._note_writer(writer, 0.0 if age is None and is_news else age)
         versions.update({name: version for name, version in listed.items() if name.startswith(f"{leases.FOLDER}/")})
         if versions != before or not self._copy.note.token:
             self._copy.write_note()
 
-    def _note_writer(self, writer: dict[str, Any]) -> None:
-        """Notes who writes in the store, and since when there is no news, where a reader of this copy looks for it."""
-        host, pid, renewed = writer.get("host"), writer.get("pid"), writer.get("renewed")
-        if not isinstance(host, str) or type(pid) is not int or not isinstance(renewed, float):
+    def _note_writer(self, writer: dict[str, Any], age: float | None) -> None:
+        """Notes who writes in the store, and since when there is no news, where a reader of this copy looks for it.
+
+        Args:
+          writer: what the newest lease says.
+          age: seconds without news; None for as long as this machine has seen none.
+        """
+        host, pid = writer.get("host"), writer.get("pid")
+        if age is None or not isinstance(host, str) or type(pid) is not int:
             return
         files.write_whole(self._copy.path(LOCK), json.dumps({"pid": pid, "host": f"{host}, in the store"}))
-        for name in _REPORTS:
-            with contextlib.suppress(OSError, OverflowError, ValueError):
-                os.utime(self._copy.path(name), (renewed, renewed))
+        for name in (*_REPORTS, LOCK):
+            with contextlib.suppress(OSError):
+                os.utime(self._copy.path(name), times=(time.time() - age,) * 2)
                 if name in self._copy.note.known:
                     self._copy.remember(name)
 

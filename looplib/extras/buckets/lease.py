@@ -2,7 +2,7 @@
 
 A lease is an object `.lease/<number>`, which a writer creates with the store's conditional write, so that one of two
 that try gets it. The highest number is the one that holds. A writer renews its own; whoever finds one that was not
-renewed for `SECONDS`, by its own clock, or whose process is gone, creates the next. The writer asks whether there is a
+renewed for `SECONDS` while it looked, or whose process is gone, creates the next. The writer asks whether there is a
 higher one before each commit and each deletion, and before anything else is written unless it has renewed its own just
 before; it ends if there is one.
 """
@@ -63,6 +63,7 @@ class Lease:
     def __init__(self, store: Store, kind: LockKind = LockKind(), folder: str = FOLDER) -> None:
         self.token, self._store, self._kind, self._folder = secrets.token_hex(8), store, kind, folder
         self.before: dict[str, Any] = {}
+        self._renewed = 0
         number, self.steps = highest_of(store.listed(folder), folder), []
         while True:
             while newer := self._holder(number + 1):  # an old listing; a single object is always the newest
@@ -114,7 +115,8 @@ class Lease:
             "host": socket.gethostname(),
             "released": released,
         }
-        return json.dumps({**note, "boot": _boot(), "renewed": time.time()}).encode()
+        self._renewed += 1  # counted, and no time: the clocks of two machines differ
+        return json.dumps({**note, "boot": _boot(), "renewed": self._renewed}).encode()
 
     def _name(self, number: int) -> str:
         return _name(self._folder, number)
@@ -173,15 +175,22 @@ def _name(folder: str, number: int) -> str:
 
 def read(store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER) -> dict[str, Any]:
     """Returns what a lease says; empty if there is none."""
+    return read_with_age(store, number, patience, folder)[0]
+
+
+def read_with_age(
+    store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER
+) -> tuple[dict[str, Any], float | None]:
+    """Returns what a lease says, and how many seconds ago it was renewed, see `Store.read_with_age`."""
     try:
-        content = store.read(_name(folder, number), patience)
+        content, age = store.read_with_age(_name(folder, number), patience)
     except FileNotFoundError:
-        return {}
+        return {}, None
     try:
         found = files.parse_json(content)
     except ValueError:
-        return {"token": ""}  # damaged, so nobody's
-    return found if isinstance(found, dict) else {"token": ""}
+        return {"token": ""}, age  # damaged, so nobody's
+    return (found if isinstance(found, dict) else {"token": ""}), age
 
 
 def steps_of(holder: dict[str, Any]) -> list[int]:

@@ -20,9 +20,11 @@ from looplib.extras.buckets import lease as leases
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.copying import EVERY, Copier
 from looplib.extras.buckets.fetching import Fetcher
+from looplib.extras.buckets.held import HeldFolders
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, LocalCopy, steps_of
-from looplib.extras.buckets.outputs import Outputs
+from looplib.extras.buckets.outputs import Outputs, of_jobs
+from looplib.extras.buckets.outputs import newest as newest_job
 from looplib.extras.buckets.standing import Standing
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.health.preemption import notice
@@ -61,6 +63,7 @@ class StoreMirror(Mirror):
         self._copier: Copier | None = None
         self._lease: Lease | None = None
         self._outputs: Outputs | None = None
+        self._held = HeldFolders(store, self._copy)
         self._ending, self._released = threading.Event(), threading.Event()
         self._worker = self._renewer = threading.Thread()
         self._later: list[int] = []  # steps of checkpoints that are to be fetched
@@ -77,8 +80,10 @@ class StoreMirror(Mirror):
           UsageError: if another process trains there, or the store does not answer.
         """
         if not trains:
-            self._look()
-            self._outputs = Outputs(self._store, self._copy)
+            listed = self._look()
+            newest = leases.read(self._store, leases.highest_of(listed))
+            known = [leases.text_of(newest, "jobs"), leases.text_of(newest, "since"), newest_job(of_jobs(listed))]
+            self._outputs = Outputs(self._store, self._copy, self._held, known)
             return
         self._lease = Lease(Store(self._store.url))
         try:
@@ -89,7 +94,7 @@ class StoreMirror(Mirror):
                 self._lease.withdraw(0.0)
             raise
         self._copy.hold()
-        self._copier = Copier(self._store, self._copy, self._lease)
+        self._copier = Copier(self._store, self._copy, self._lease, self._held)
         self._worker, self._renewer = (
             threading.Thread(target=self._watched, args=(work,), daemon=True) for work in (self._work, self._renew)
         )
@@ -125,11 +130,12 @@ class StoreMirror(Mirror):
                 logging.warning("%s is looked at again later: %s", self.standing.url, _reason(error))
             self._refreshed = time.monotonic()
 
-    def _look(self) -> None:
-        self.update(self._store.listed())
+    def _look(self) -> dict[str, StoredFile]:
+        self.update(listed := self._store.listed())
         self._refreshed = time.monotonic()
         if self._outputs is not None:
             self._outputs.note_fetched()
+        return listed
 
     def _copy_outputs(self, patience: float) -> None:
         if self._outputs is not None:
@@ -147,15 +153,15 @@ class StoreMirror(Mirror):
         versions = {name: file.version for name, file in listed.items()}
         if not checkpoints and self._fetcher.is_current(versions):
             return
-        newest = leases.read(self._store, leases.highest_of(listed))
+        newest, age = leases.read_with_age(self._store, leases.highest_of(listed))
         with self._copy.alone():
             holder, token = lock.holder(self.directory), self._copy.note.token
             if not (holder and holder.holds) and not (token and token == newest.get("token")):
                 if not (token and newest.get("token")):
-                    self._fetcher.refresh(versions, newest, checkpoints)
+                    self._fetcher.refresh(versions, newest, checkpoints, age)
                     return
                 with self._copy.replaced() as before:  # what a run has left here that another one has continued
-                    self._fetcher.refresh(versions, newest, checkpoints)
+                    self._fetcher.refresh(versions, newest, checkpoints, age)
                 self._copy.settle(before, listed.__contains__)
 
     def check(self, saved: bool = False) -> None:
@@ -203,10 +209,11 @@ class StoreMirror(Mirror):
                 self._look()
             time.sleep(_TICK)
 
-    def take_folder(self, name: str) -> None:
-        """See `Outputs.take_folder`."""
-        if self._outputs is not None:
-            self._outputs.take_folder(name, self._fetcher.fetch)
+    def take_folder(self, name: str, as_it_is: bool) -> str:
+        """See `Mirror.take_folder` and `HeldFolders.take`."""
+        if self._copier is None:
+            self._held.take(name, self._fetcher.fetch if as_it_is else None)
+        return f"{self.standing.url}/{name}"
 
     def end(self) -> None:
         """Copies the rest, and lets others take the run; called again, what was written since.
@@ -230,6 +237,7 @@ class StoreMirror(Mirror):
     def _end(self, patience: float) -> None:
         if self._copier is None:
             self._copy_outputs(patience)
+            self._held.release(patience)
             return
         self._ending.set()
         self._worker.join()
@@ -243,6 +251,7 @@ class StoreMirror(Mirror):
             self._copier.copy(everything=True, patience=patience)
             self._released.set()
             self._renewer.join()
+            self._held.release(patience)
             self._lease.release(patience)
             logging.log_first_n(logging.INFO, "all of the run is in %s", 1, self.standing.url)
             self.standing.error, self.standing.complete = "", time.time()

@@ -195,7 +195,7 @@ class LocalCopy:
           The `Note` of what was moved, for `settle`.
         """
         before = self.note
-        self._keep(self.folder(EARLIER))  # of an older version
+        self.keep(self.folder(EARLIER))  # of an older version
         self._write(_MOVE, Move(before, False))
         for name in sorted(self._names()):
             folders.move(self.directory, name, self.folder(EARLIER))
@@ -232,7 +232,7 @@ class LocalCopy:
           before: what `replaced` has yielded.
           is_stored: returns whether the store has a file of a name, or had it until its run has deleted it.
         """
-        kept = self._keep(self.folder(EARLIER))
+        kept = self.keep(self.folder(EARLIER))
         for place, _, names in os.walk(kept or "", topdown=False):
             for name in names:
                 found = os.lstat(path := os.path.join(place, name))
@@ -245,7 +245,7 @@ class LocalCopy:
         if kept and os.path.exists(kept):
             logging.warning("what %s never had of an earlier start on this machine is kept in %s", self._url, kept)
 
-    def _keep(self, folder: str) -> str | None:
+    def keep(self, folder: str) -> str | None:
         """Gives a folder that is not empty a name of its own; returns it."""
         if not os.listdir(folder):
             return None

@@ -6,12 +6,14 @@ fetches the run adds the records of `evaluations/<job>/` to its local files.
 
 import json
 import os
+import re
 import secrets
-import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 from looplib import files, folders
 from looplib.checkpoint import lock
+from looplib.extras.buckets import held
+from looplib.extras.buckets.held import HeldFolders
 from looplib.extras.buckets.note import LocalCopy
 from looplib.extras.buckets.stores import Store
 from looplib.report.records import Record, RecordFile, each_record
@@ -20,7 +22,6 @@ _RECORDS = ("metrics.jsonl", "media.jsonl")
 FOLDER = "evaluations"
 _OF_THE_TRAINING = (*_RECORDS, "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "config.yaml", "code.diff",
                     "report.html", "train/")  # fmt: skip
-_INDEX = "/_index.json"  # of a folder of predictions
 _MOST_JOBS = 10_000
 
 
@@ -71,16 +72,20 @@ def merge(copy: LocalCopy, names: Iterable[str], since: str, known_jobs: str) ->
 
 
 class Outputs:
-    """Copies what a process that does not train has written, without a lease: nobody else writes these objects.
+    """Copies what a process that does not train has written. Nobody else writes these objects, or it holds a lease.
 
     Args:
       store: where the run is.
       copy: its local directory, as fetched.
+      held: the folders that it holds.
+      known: the newest jobs that are known.
     """
 
-    def __init__(self, store: Store, copy: LocalCopy) -> None:
-        self._store, self._copy = store, copy
-        self._job = f"{int(time.time()):011}-{secrets.token_hex(4)}"
+    def __init__(self, store: Store, copy: LocalCopy, held: HeldFolders, known: Iterable[str]) -> None:
+        self._store, self._copy, self._held = store, copy, held
+        # A number that counts up, and no time: the clocks of two machines differ.
+        number = max((int(found[0]) for job in known if (found := re.match(r"\d{11}(?=-)", job))), default=0) + 1
+        self._job = f"{number:011}-{secrets.token_hex(4)}"
         self._own: dict[str, list[Record]] = {name: [] for name in _RECORDS}
         self._seen: dict[str, set[str]] = {}
         self.note_fetched()
@@ -91,50 +96,30 @@ class Outputs:
             self._seen[name] = {_text(record) for record in each_record(self._copy.path(name))}
 
     def copy(self, patience: float) -> None:
-        """Copies what is new, unless a training of this machine works in the directory, which copies it too.
+        """Copies what is new, unless a training of this machine works in the directory, which copies most of it too.
 
         Raises:
+          LockedError: if another process has taken a folder.
           StoreError: if the store does not answer.
         """
         holder = lock.holder(self._copy.directory)
-        if holder and holder.holds:
-            return
-        for file in _RECORDS:
+        trains = holder is not None and bool(holder.holds)
+        for file in () if trains else _RECORDS:
             self._gather(file)
         sent = False
-        for name in sorted(self._copy.changed(), key=lambda name: name.endswith(_INDEX)):  # the index after the pieces
-            if not name.startswith(_OF_THE_TRAINING):
-                found = os.stat(self._copy.path(name))
-                self._store.put(self._copy.path(name), name, patience)
-                self._copy.remember(name, found)
-                if name.endswith(_INDEX):
-                    self._copy.note.versions[name] = self._store.look_up(name, patience).version
-                sent = True
-        if sent:
+        for name in sorted(self._copy.changed(), key=held.is_index):
+            of_training = not name.startswith(held.FOLDERS) if trains else name.startswith(_OF_THE_TRAINING)
+            if of_training or not self._held.may_send(name, patience):
+                continue
+            found = os.stat(self._copy.path(name))
+            self._store.put(self._copy.path(name), name, patience, lambda name=name: self._held.check(name, patience))
+            self._copy.remember(name, found)
+            sent = True
+        self._held.sent(patience)
+        if sent and not trains:
             self._copy.write_note()
-
-    def take_folder(self, name: str, fetch: Callable[[str], object]) -> None:
-        """Has a folder of predictions here be that of the store, if another machine was the last to write it.
-
-        One that was removed here since is removed there too, as is one without an index, of a job that was killed.
-
-        Args:
-          name: of the folder.
-          fetch: copies a file of a name from the store.
-        """
-        there, note = self._store.listed(name), self._copy.note
-        index = f"{name}{_INDEX}"
-        version = there[index].version if index in there else ""
-        if version and note.versions.get(index) != version:
-            folders.remove(*os.path.split(self._copy.path(name)))
-            for each in there:
-                fetch(each)
-        elif not os.path.exists(self._copy.path(name)):
-            self._store.delete(there)
-            for each in there:
-                note.known.pop(each, None)
-        note.versions[index] = version
-        self._copy.write_note()
+        for error in self._held.lost.values():
+            raise error
 
     def _gather(self, file: str) -> None:
         """Writes the records of this process into a file of its own."""

@@ -84,6 +84,7 @@ def export(
     check_free(directory, checkpointer.directory.model_dir, _INNER, loops.evaluations)
     if chief:
         _check(directory)
+        checkpointer.directory.take_folder(directory, as_it_is=False)
     # A mounted directory has to stay where it is, as has one whose parent this user may not write.
     stays = os.path.isdir(directory) and (
         os.path.ismount(directory) or not os.access(os.path.dirname(directory), os.W_OK)
@@ -192,7 +193,6 @@ def _appear(place: str, directory: str, named: str) -> None:
     parent = os.path.dirname(named)
     with new_folder(named) as earlier, alone(parent):  # others wait
         _check(directory)
-        folders.delete(os.path.join(directory, ""))
         if named != directory:
             for part in sorted(_NAMES.intersection(os.listdir(directory))):
                 folders.move(directory, part, earlier)

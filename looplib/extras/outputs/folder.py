@@ -122,6 +122,7 @@ class PredictionFolder:
     Args:
       path: the folder, which this process alone writes.
       check: called before something is written; raises `UsageError` if another process may write there.
+      shown: what to remove to begin anew, such as its URL in a store.
 
     Attributes:
       path: the folder.
@@ -131,8 +132,8 @@ class PredictionFolder:
       UsageError: for a folder of other files.
     """
 
-    def __init__(self, path: str, check: Callable[[], None]) -> None:
-        self.path, self._check = path, check
+    def __init__(self, path: str, check: Callable[[], None], shown: str) -> None:
+        self.path, self._check, self._shown = path, check, shown
         self._index = os.path.join(path, "_index.json")
         self._buffer: list[Record] = []
         self._source: PredictionSource | None = None
@@ -156,7 +157,7 @@ class PredictionFolder:
             return files.typed(index, Index)
         except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError) as error:
             raise PredictionError(
-                f"{self._index} cannot be read ({gist(error)}); remove {self.path}, or name another --predictions"
+                f"{self._index} cannot be read ({gist(error)}); remove {self._shown}, or name another --predictions"
             ) from error
 
     def _others(self) -> list[str]:
@@ -183,8 +184,8 @@ class PredictionFolder:
         if different := [name for name in now if earlier and earlier[name] != now[name]]:
             changes = ", ".join(f"{name} was {earlier[name]!r:.80} and is {now[name]!r:.80}" for name in different)
             raise PredictionError(
-                f"the predictions in {self.path} were begun with another source ({changes}); remove the directory, or "
-                "name another --predictions"
+                f"the predictions in {self.path} were begun with another source ({changes}); remove "
+                f"{self._shown}, or name another --predictions"
             )
         self._source = source
         folders.remove_unfinished(self.path, 0.0)  # of processes that are gone, as this one has the folder
@@ -236,7 +237,7 @@ class PredictionFolder:
     def _refuse(self) -> None:
         raise PredictionError(
             f"the data set is not the one that the predictions in {self.path} were begun with: its examples differ "
-            f"at record {self.finished.records}; remove the directory, or name another --predictions"
+            f"at record {self.finished.records}; remove {self._shown}, or name another --predictions"
         )
 
     def _write_piece(self) -> None:

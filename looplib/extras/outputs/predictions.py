@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from looplib import files, folders
 from looplib.checkpoint.checkpointer import Checkpointer
+from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.lock import LockKind, acquire
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
@@ -67,9 +68,9 @@ def predict(
     found = {}
     for name, task in able.items():
         check_free(os.path.join(*place, name), run_directory.model_dir, "predictions", loops.evaluations)
-        if directory is None and run_directory.workers.is_chief:
-            run_directory.mirror.take_folder(f"predictions/{name}")
-        folder_of = _opened((*place, name)) if run_directory.workers.is_chief else contextlib.nullcontext()
+        folder_of = (
+            _opened((*place, name), run_directory) if run_directory.workers.is_chief else contextlib.nullcontext()
+        )
         with folder_of as folder:
             if not _predict_into(loops, run_directory.workers, reporter, name, task, folder, kind, piece):
                 checkpointer.leave(int(loops.global_step))
@@ -78,16 +79,17 @@ def predict(
 
 
 @contextlib.contextmanager
-def _opened(place: Sequence[str]) -> Iterator[PredictionFolder]:
+def _opened(place: Sequence[str], run_directory: RunDirectory) -> Iterator[PredictionFolder]:
     """Makes a folder of predictions, below a directory by names, and holds it for this process."""
     path = os.path.join(*place)
+    shown = run_directory.take_folder(path, as_it_is=True)
     try:
         folders.make_folder(*place)
     except OSError as error:
         raise unwritable(path, error) from error
     lock = acquire(path, functools.partial(_refuse_two, path), _LOCKED)
     try:
-        yield PredictionFolder(path, lock.check)
+        yield PredictionFolder(path, lock.check, shown)
     finally:
         lock.release()
 

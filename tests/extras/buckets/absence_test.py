@@ -123,12 +123,12 @@ def test_a_run_whose_local_directory_goes_ends_and_leaves_the_store_as_it_is(url
 
 @pytest.mark.slow
 def test_a_run_whose_local_directory_is_removed_continues_from_the_store(cloud):
-    life = cloud.copied("--steps=1000", "--pause=0.1", "--keep=5")
-    wait_for(lambda: len(cloud.steps()) == 5)
+    life = cloud.copied("--steps=1000", "--pause=0.4", "--keep=5")
+    wait_for(lambda: len(cloud.steps()) >= 3)
     shutil.rmtree(cloud.local())
     assert life.code() == 1, life.output()
     kept = cloud.steps()
-    assert len(kept) >= 5
+    assert len(kept) >= 3
     life = cloud.copied(f"--steps={kept[-1] + 1}", "--keep=5")
     assert life.code() == 0, life.output()
     assert said(life)[0]["start"] == kept[-1]

@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
 import shutil
+import time
 
 import pytest
 from clouds import wait_for
 
 from looplib import folders
+from looplib.errors import EXIT_DONE
 from looplib.extras.buckets.note import LocalCopy
-from looplib.extras.buckets.outputs import merge, of_jobs
+from looplib.extras.buckets.outputs import Outputs, merge, newest, of_jobs
+from looplib.extras.page import run_status
+from looplib.extras.tools.status import status
 from looplib.report.records import read_jsonl
 
 SMALL = ("--config.data=pipeline", "--eval_interval=10")
@@ -117,7 +122,11 @@ def test_predictions_of_two_checkpoints_are_never_in_one_folder(cloud):
         "predict", "four", code=1
     )
     assert predicted() == first
-    shutil.rmtree(cloud.local("four") / "predictions")  # as the error says
+    shutil.rmtree(cloud.local("four") / "predictions")  # which says nothing of the store
+    assert cloud.url("run/predictions/eval") in ended("predict", "four", code=1)
+    assert predicted() == first
+    for name in first:  # as the error says
+        cloud.delete(name)
     ended("predict", "four")
     here = cloud.local("four")
     assert predicted() == {
@@ -166,3 +175,62 @@ def test_a_reader_takes_the_weights_of_the_run_that_is_there_now(cloud):
         names = [{path.name for path in place.iterdir() if path.is_file()} for place in (here, there)]
         assert names[0] == names[1] and f"ckpt-{steps}.index" in names[0]
         assert all((here / name).read_bytes() == (there / name).read_bytes() for name in names[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["predict", "export"])
+def test_two_jobs_that_write_one_folder_never_mix_their_files(cloud, s3, mode):
+    life = cloud.run("--mode=train", "--train_steps=4", "--checkpoint_interval=2", *SMALL)
+    assert life.code() == 0, life.output()
+    flags = (f"--mode={mode}", *SMALL, *(["--checkpoint=4"] if mode == "export" else []))
+    folder = {"predict": "predictions/", "export": "export/"}[mode]
+    cloud.proxy.faults.delay = 2.0
+
+    def is_put(request):
+        return request.method == "PUT" and f"/run/{folder}" in request.path
+
+    cloud.proxy.faults.only = is_put
+    first = cloud.run(*flags, *(["--checkpoint=2"] if mode == "predict" else []), machine="one")
+    wait_for(lambda: any(map(is_put, cloud.proxy.requests)), 60)
+    second = cloud.run(*flags, machine="two", environment={"AWS_ENDPOINT_URL": s3.url})
+    assert second.code() == 1 and "LockedError" in second.output() and folder in second.output(), second.output()
+    assert first.code() == 0, first.output()
+    cloud.proxy.clear()
+    here = cloud.local("one")
+    there = {name: cloud.read(name) for name in cloud.names() if name.startswith(folder)}
+    assert there and there == {
+        str(path.relative_to(here)): path.read_bytes()
+        for path in (here / folder).rglob("*")
+        if path.is_file() and path.name != "_lock"
+    }
+    again = cloud.run(*flags, machine="two")  # once the first has ended
+    assert again.code() == (1 if mode == "predict" else 0), again.output()  # the predictions are of another step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_status_has_ages_of_the_store_however_far_two_clocks_are_apart(cloud, monkeypatch, capsys, hours):
+    life = cloud.run("--train_steps=100000", "--config.slow_step=0.05", "--checkpoint_interval=10", *SMALL)
+    wait_for(lambda: len(cloud.steps()) > 1, 60)
+    for name, value in cloud.environment("reads").items():
+        if name != "PYTHONPATH":
+            monkeypatch.setenv(name, value)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * hours)
+    assert status([cloud.url()]) == EXIT_DONE
+    assert " running " in capsys.readouterr().out
+    life.kill()
+    life.code()
+    time.sleep(4.0)
+    monkeypatch.setattr(run_status, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(run_status, "_SILENT_REPORTS", 0.0)
+    assert status([cloud.url()]) == EXIT_DONE
+    assert " silent " in (row := capsys.readouterr().out) and re.search(r" [1-9]?\d(\.\d)? s ago", row), row
+
+
+def test_jobs_are_numbered_in_their_order_whatever_the_clocks_of_their_machines(tmp_path):
+    copy = LocalCopy("s3://bucket/run", str(tmp_path / "run"))
+    jobs = ["01764360000-aa", "01764360007-bb"]
+    made = Outputs(None, copy, None, jobs)._job
+    assert made.startswith("01764360008-") and newest([f"evaluations/{one}/x" for one in (*jobs, made)]) == made
+    assert Outputs(None, copy, None, ["", "no number"])._job.startswith("00000000001-")
