@@ -2,14 +2,15 @@
 
 `stores` asks a store through fsspec's `drivers`, `lease` keeps a second writer away, and `mirror` is the copy of a run
 directory, which `copying` and `fetching` keep equal, `note` remembers and `standing` describes. `copies` fetches what
-tools read, `outputs` copies what evaluation jobs write, and `ranges` reads pieces of objects, for records. The core
-sees the local directory alone.
+tools read, `outputs` copies what evaluation jobs write, `held` keeps two jobs from one folder of outputs, and `ranges`
+reads pieces of objects, for records. The core sees the local directory alone.
 
 Names that other rooms use:
     copies: fetched
     copying: none
     drivers: none
     fetching: none
+    held: none
     lease: none
     mirror: open_mirror
     note: none
