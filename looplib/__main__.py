@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from looplib import plugins
 from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
-from looplib.masks import masked_text
+from looplib.masks import mask_tracebacks, masked, masked_text
 from looplib.messages import cure_of, with_cure
 
 _GROUP = "looplib.commands"
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    masked(argv)  # so that no text has its secrets from now on
     split = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(prog="python -m looplib", description="Tools for looplib's binaries and run directories.")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
@@ -103,4 +104,5 @@ def _import_tensorflow() -> None:
 
 
 if __name__ == "__main__":
+    mask_tracebacks()
     sys.exit(main())

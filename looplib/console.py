@@ -17,6 +17,8 @@ from typing import Any, TextIO
 
 import absl.logging
 
+from looplib.masks import masked_text
+
 STALL_SECONDS = 5.0  # that a text waits for its reader, once; later texts are dropped until the reader is back
 LAST_SECONDS = 2.0  # that the end of a process waits for its last line
 _GAP = b"\n(looplib: text is missing here: there was no reader)\n"
@@ -42,13 +44,13 @@ def noting_errors(name: str = "the console") -> Iterator[None]:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Prints a line on a stream, standard error by default; an error of printing is noted and not raised."""
+    """Prints a line on a stream, standard error by default, secrets masked; an error of it is noted and not raised."""
     stream = stream or sys.stderr
     if stream is None:  # it was closed before the process started
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     with noting_errors(getattr(stream, "name", "the console")):
-        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        print(masked_text(line).encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
 
 
 def last_line(line: str) -> None:
@@ -56,7 +58,7 @@ def last_line(line: str) -> None:
 
     `print` could wait: another thread may hold the lock of the stream, and the reader may have stopped.
     """
-    stdout = sys.stdout or io.StringIO()
+    stdout, line = sys.stdout or io.StringIO(), masked_text(line)
     for action in (stdout.flush, lambda: os.write(2, f"{line}\n".encode())):
         thread = threading.Thread(target=_try, args=(action,), daemon=True)
         thread.start()
@@ -197,5 +199,6 @@ def _ready(descriptor: int, seconds: float) -> bool:
 
 
 def printable(text: str) -> str:
-    """Escapes what a terminal would take for a command; a run directory may come from somebody else."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    """Masks secrets, and escapes what a terminal would take for a command; a run directory may come from anybody."""
+    shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in masked_text(text))
+    return "".join(shown)

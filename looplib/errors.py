@@ -3,6 +3,8 @@
 Each kind of error that a user can fix is a class, whose name ends the last line of a binary and which docs/ explains.
 """
 
+from looplib.masks import masked_text
+
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
 EXIT_CODES = {  # of a binary
     EXIT_DONE: "Done.",
@@ -22,8 +24,11 @@ TOOL_EXIT_CODES = {
 class UsageError(ValueError):
     """Something that the user can fix; the base of the errors that have a name.
 
-    Binaries print it as one last line, without a stack trace, and exit with `EXIT_FAILED`.
+    Binaries print it as one last line, without a stack trace, and exit with `EXIT_FAILED`. Its text has secrets masked.
     """
+
+    def __str__(self) -> str:
+        return masked_text(super().__str__())
 
     @property
     def line(self) -> str:

@@ -25,7 +25,7 @@ from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
 from looplib.health.guards import Guards
 from looplib.health.preemption import notice
-from looplib.masks import masked
+from looplib.masks import mask_tracebacks, masked
 from looplib.outcome import Session, failed
 from looplib.report import run_json
 from looplib.report.writers import DEFAULT_WRITERS
@@ -78,6 +78,7 @@ def run(
     if settings is None and config is not None and (isinstance(config, type) or not dataclasses.is_dataclass(config)):
         what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
         raise TypeError(f"config is {what}; expected an instance of a dataclass, such as Config()")
+    masked(argv or sys.argv)  # so that no text has its secrets from now on
     if experiments and (settings or config is None):
         raise TypeError("launch.run got experiments without a config, of which they are variants")
     shared = command_line.all_flags()
@@ -97,6 +98,7 @@ def run(
     for flag in (*shared, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     console.guarded()  # to the end of the process
+    mask_tracebacks()
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
     binary = _Binary(build, config, read, started, actions or (), modes or {})
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)

@@ -15,6 +15,7 @@ from typing import Any
 
 from looplib import errors
 from looplib.errors import SettingError
+from looplib.masks import masked_text
 
 # Kinds of errors with sentences of looplib's, which ops raise as others.
 OURS = frozenset({name for name, kind in vars(errors).items() if isinstance(kind, type)} | {"BadRecordError"})
@@ -64,7 +65,7 @@ def is_utf8(text: str) -> bool:
 def shown(value: object) -> str:
     """Returns a value that may come from anywhere as Python writes it, shortened for a sentence."""
     try:
-        text = _REPR.repr(value)
+        text = _REPR.repr(masked_text(value) if isinstance(value, str) else value)  # before it is cut
     except Exception:  # of a number of more than 4300 digits, or a __repr__ of any class
         return f"a value of the type {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
@@ -140,10 +141,10 @@ class ErrorGist:
 
 
 def parse_error(error: BaseException) -> ErrorGist:
-    """Returns the `ErrorGist` of an error."""
-    kind, text = type(error).__name__, str(getattr(error, "message", error))
+    """Returns the `ErrorGist` of an error, with secrets masked."""
+    kind, text = type(error).__name__, masked_text(str(getattr(error, "message", error)))
     if isinstance(error, KeyError) and len(error.args) == 1 and not _WRAPPED.search(str(error.args[0])):
-        return ErrorGist(kind, repr(error.args[0]))
+        return ErrorGist(kind, masked_text(repr(error.args[0])))
     for _ in range(_LAYERS):  # each may hold another
         kind, inner = _unwrapped(kind, text)
         if inner == text:

@@ -333,7 +333,7 @@ class RunReport:
         began = time.monotonic()
         standing, settings, computation = self.standing(), self.settings, self.computation
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
-        ends |= {"error": masked_text(error)} if error else {}
+        ends |= {"error": error} if error else {}
         ends |= {"console": console.first_fault()} if console.first_fault() else {}
         points = [dataclasses.asdict(point) for point in self.points.points]
         own = {**self._start, **self._noted, **ends, "points": points, "seconds": self.clock.seconds()}

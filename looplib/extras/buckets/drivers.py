@@ -1,7 +1,6 @@
 """The driver of a store, which fsspec finds for a URL, and what its errors mean."""
 
 import logging as loggers
-import re
 import threading
 import time
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from absl import logging
 
 from looplib.errors import PluginError, StoreError
-from looplib.masks import masked_text
+from looplib.masks import MASK, masked_text
 from looplib.messages import gist
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -49,8 +48,8 @@ class Driver:
         scheme, _, place = url.partition("://")
         if not place.strip("/"):
             raise StoreError(f"{url} names no bucket; expected a URL such as {scheme}://bucket/run")
-        if re.match(r"[^/]*:[^/]*@", place):  # a driver would show it in its errors
-            raise StoreError(f"{masked_text(url)} has a password; give it where the driver looks for credentials")
+        if f"{MASK}@" in (shown := masked_text(url)):  # a driver would show it in its errors
+            raise StoreError(f"{shown} has a user or a password; give it where the driver looks for credentials")
         self._url, self._seconds, self._lock, self.answered = url, seconds, threading.Lock(), False
         self.files, self.root = _found(url, seconds)
         self._made = time.monotonic()

@@ -18,7 +18,7 @@ _PLACES = frozenset({"model_dir", "local_dir", "export", "predictions", "config_
 _ALWAYS = frozenset({"global_batch_size", "train_steps", "seed"})  # also those that are defaults
 _PLAIN = re.compile(r"[\w.+, ()\[\]'=-]{1,200}")
 _NUMBERS_OF_HOST = re.compile(r"\d+\.\d+\.\d+")
-_SECRET = re.compile(r"(?i)auth|pass|pwd|secret|token$|credential|cookie|e?mail|user|\bhost|address")
+_PERSONAL = re.compile(r"(?i)e?mail|user|\bhost|address")
 _OF_THE_JOB = frozenset({"mode", "export_averages", "export_formats", "export_license", "checkpoint"})
 
 
@@ -66,8 +66,8 @@ def settings(checkpointer: Checkpointer, reporter: Reporter) -> dict[str, Settin
         for name, value in found.items()
         if name not in _PLACES | _OF_THE_JOB
         and value not in ("None", "")
-        and _is_plain(value)
-        and not _SECRET.search(name)
+        and _is_plain(value)  # which a mask is not
+        and not _PERSONAL.search(name)
     }
 
 

@@ -15,6 +15,7 @@ from looplib.extras.page.notice import notices_of
 from looplib.extras.page.slow_workers import stragglers_of
 from looplib.extras.writers.newest import read_newest
 from looplib.extras.writers.numbers import headline
+from looplib.masks import masked_text
 from looplib.report import run_json
 from looplib.report.records import Record
 
@@ -92,7 +93,7 @@ def read_status(folder: str, report: run_json.Report | None = None) -> RunStatus
     life = goodput(starts) if len(starts) > 1 else None
     share = life.share if life else None
     shown, copy = _metrics(records, report), standing_of(folder)
-    return RunStatus(state, detail, step, final, end, rate, pace, age, shown, share, copy)
+    return RunStatus(state, masked_text(detail), step, final, end, rate, pace, age, shown, share, copy)
 
 
 def _pace(start: Any) -> float | None:

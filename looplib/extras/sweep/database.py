@@ -15,7 +15,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from looplib.console import printable
 from looplib.errors import PluginError, SweepError
 from looplib.extras.sweep.study import cause_of
-from looplib.masks import MASK, masked, masked_text
+from looplib.masks import masked
 from looplib.messages import gist
 
 _EXAMPLE = "postgresql+psycopg://USER@HOST/DATABASE"
@@ -82,12 +82,7 @@ def parse(text: str | None, study: str | None) -> Database | None:
         ) from None
     if dialect.is_async:
         raise SweepError(f"--storage names the driver {dialect.driver}, which is asynchronous; use {_EXAMPLE}")
-    masked({"password": url.password, **url.query})  # so that no message has one from now on
-    if url.password and f":{MASK}@" not in masked(text):
-        raise SweepError(
-            "the password in --storage has a character such as / or a quote, which would show it in messages; write it "
-            "as %2F or the like, or leave the password to PGPASSFILE"
-        )
+    masked([text, {"password": url.password, **url.query}])  # so that no message has one from now on
     return Database(url, study)
 
 
@@ -133,7 +128,7 @@ def connect(database: Database) -> optuna.storages.RDBStorage:
 
 
 def _cause(error: BaseException) -> str:
-    return printable(masked_text(gist(cause_of(error))))
+    return printable(gist(cause_of(error)))
 
 
 def wait_for(engine: sqlalchemy.Engine, until: Callable[[], float]) -> None:

@@ -24,7 +24,7 @@ from looplib.extras.sweep.space import Parameter
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Study, SweepPlan, cause_of, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
-from looplib.masks import masked, masked_text
+from looplib.masks import masked
 from looplib.messages import with_cure
 from looplib.task.metric_names import mode_of
 
@@ -151,7 +151,7 @@ def _sentences(database: str) -> Iterator[None]:
         raise SweepError(f"{with_cure(error, 'mend that')}; then the same command resumes the sweep") from error
     except (SQLAlchemyError, optuna.exceptions.OptunaError) as error:
         raise SweepError(
-            f"{database} cannot be read or written ({masked_text(str(cause_of(error)))}); mend that, and run "
+            f"{database} cannot be read or written ({cause_of(error)}); mend that, and run "
             "the same command: no trial that has ended is lost, and the others resume"
         ) from error
 

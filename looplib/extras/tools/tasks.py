@@ -11,6 +11,7 @@ from typing import TextIO
 
 from looplib import errors
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNKNOWN, CommandError, UsageError
+from looplib.masks import masked_text
 
 _LONGEST_PAUSE = 60.0
 # What may be otherwise at the next start: other machines, the network, a disk, a store.
@@ -89,7 +90,7 @@ def check_options(counts: Iterable[tuple[str, int, int]], seconds: Iterable[tupl
 
 def say(text: str) -> None:
     """Prints a line of the launcher itself."""
-    print(f"looplib: {text}", file=sys.stderr, flush=True)
+    print(masked_text(f"looplib: {text}"), file=sys.stderr, flush=True)
 
 
 def outcome(tasks: Sequence[Task], grace: float) -> str:

@@ -2,12 +2,14 @@
 
 import importlib.util
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from looplib.command_line import TRAINING_MODES, FlagPlugin
 from looplib.errors import FlagError, PluginError
 from looplib.extras.writers.prometheus_writer import ALL_ADDRESSES, PrometheusWriter
+from looplib.messages import gist
 from looplib.report.writers import Writer
 from looplib.settings import Flag
 
@@ -22,10 +24,17 @@ class MetricsPortFlag(FlagPlugin):
     )  # fmt: skip
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raises `UsageError` for what is no port, a job that does not train, or a missing package."""
+        """Raises `UsageError` for what is no port, an unknown host, a job that does not train, or a missing package."""
         if not (text := values["metrics_port"]):
             return
-        _parse(text)
+        host, _ = _parse(text)
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as error:  # a name that can be none is the latter
+            raise FlagError(
+                f"--metrics_port names the host {host:.100}, which is not known here ({gist(error)}); name an address "
+                "of this machine, or the port alone"
+            ) from error
         if values["mode"] not in TRAINING_MODES:
             mode = values["mode"]
             raise FlagError(f"--metrics_port is for trainings, and --mode={mode} does not train; leave it out")

@@ -1,5 +1,6 @@
 """PrometheusWriter: the newest metrics of a training, served to Prometheus by HTTP."""
 
+import errno
 import math
 import os
 import threading
@@ -8,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from looplib.errors import WriterError
-from looplib.messages import with_cure
+from looplib.messages import gist
 from looplib.report.progress import Progress
 from looplib.report.writers import Writer
 
@@ -34,7 +35,7 @@ class PrometheusWriter(Writer):
       host: the address that it has; default "0.0.0.0", all of this machine's (of IPv4).
 
     Raises:
-      UsageError: when a training starts, if the port cannot be had.
+      UsageError: when a training starts, if the port cannot be had, or the address is not of this machine.
 
     Attributes:
       port: the port, once it is served.
@@ -96,7 +97,9 @@ class PrometheusWriter(Writer):
         try:
             self._server, self._thread = prometheus_client.start_http_server(self.port, self._host, self._registry)
         except OSError as error:
+            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            cure = "a port that no other program has" if is_port else "an address of this machine, or the port alone"
             raise WriterError(
-                f"--metrics_port={self.port} cannot be had: {with_cure(error)}; name a port that no other program has"
+                f"--metrics_port={self._host}:{self.port} cannot be had: {gist(error)}; name {cure}"
             ) from error
         self.port = self._server.server_port

@@ -1,5 +1,6 @@
 """Alerts by `--alert` and `watch`: what happens to a run is told once, and costs it nothing."""
 
+import base64
 import contextlib
 import http.server
 import json
@@ -9,8 +10,10 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+import urllib.parse
 
 import pytest
 from faults.lives import ROOT
@@ -29,13 +32,14 @@ class Inbox:
     """A webhook, whose server may be told to fail."""
 
     def __init__(self):
-        self.alerts, self.status, self.tries = [], 200, 0
+        self.alerts, self.status, self.tries, self.authorizations = [], 200, 0, []
         inbox = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 inbox.tries += 1
+                inbox.authorizations.append(self.headers["Authorization"])
                 if inbox.status == 200:
                     inbox.alerts.append(body)
                 self.send_response(inbox.status)
@@ -243,10 +247,27 @@ def test_an_address_that_hangs_keeps_no_other_one_waiting_and_a_redirection_is_a
     wait_until(lambda: any("HTTP 302" in sentence for sentence in said))
 
 
-@pytest.mark.parametrize("url", ["", "x", "http://", "https:///path", "http://h:port/", "//host"])
+@pytest.mark.parametrize("url", ["", "x", "http://", "https:///path", "http://h:port/", "//host", "http://h/s3cr3t x",
+                                 "http://h/s3cr3t\t", "http://h/\ns3cr3t", "http://h/s3cr3tü", "http://h/\x7fs3cr3t"])  # fmt: skip
 def test_what_is_no_address_is_refused_without_showing_it(url):
-    with pytest.raises(FlagError, match="--alert has a value that is no URL"):
+    with pytest.raises(FlagError, match="--alert has a value that is no URL") as refusal:
         check_url(url)
+    assert "s3cr3t" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("user", ["me:s3cr3t%40%2Fx", "me:s3cr3t@x", "t0ps3cr3t"])
+def test_a_user_and_a_password_are_sent_and_shown_nowhere(user, inbox, monkeypatch):
+    monkeypatch.setattr(sending, "_FIRST_WAIT", 0.05)
+    said, name = [], urllib.parse.unquote(user)
+    inbox.status = 500
+    sender = Sender(inbox.url.replace("//", f"//{user}@"), said.append)
+    sender.add(Alert("failed", "run", 1, f"no access to {inbox.url} by {name}"))
+    wait_until(lambda: inbox.tries >= 2)
+    inbox.status = 200
+    wait_until(lambda: sender.is_done)
+    expected = f"Basic {base64.b64encode(f'{name}:'.encode() if ':' not in name else name.encode()).decode()}"
+    assert set(inbox.authorizations) == {expected}
+    assert said and "s3cr3t" not in f"{said} {inbox.alerts}" and "no access to http" in inbox.alerts[0]["sentence"]
 
 
 def test_a_service_needs_apprise(monkeypatch):
@@ -261,8 +282,20 @@ def test_apprise_takes_an_alert(inbox):
     sender.add(Alert("done", "run", 5, "the training has reached its end"))
     wait_until(lambda: sender.is_done)
     assert inbox.alerts[0]["title"] == "run: done at step 5"
-    with pytest.raises(UsageError, match="no address that apprise knows"):
-        check_url("nosuchservice://x")
+    with pytest.raises(UsageError, match="nosuchservice that apprise does not know"):
+        check_url("nosuchservice://s3cr3t/x")
+
+
+@pytest.mark.slow
+def test_apprise_does_not_print_an_address():
+    pytest.importorskip("apprise")
+    program = (
+        "from absl import logging; logging.use_absl_handler(); "
+        "from looplib.extras.alerts.sending import check_url; check_url('nosuchservice://s3cr3t/x')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    error = done.stderr.replace(program, "")
+    assert "Unparseable URL <masked>" in error and "s3cr3t" not in error
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ REFUSED = {
     "dialect": (lambda server: f"redis://:{SECRET}@127.0.0.1/0", "no URL of a database that SQLAlchemy knows"),
     "no URL": (lambda server: f"me:{SECRET}@127.0.0.1", "no URL of a database that SQLAlchemy knows"),
     "port of text": (lambda server: f"postgresql+psycopg://me:x@host:{SECRET}/x", "no URL of a database"),
-    "slash": (lambda server: f"postgresql+psycopg://me:{SECRET}/x@127.0.0.1/x", "write it as %2F"),
+    "slash": (lambda server: f"postgresql+psycopg://me:'{SECRET}/x@127.0.0.1:1/x", "127.0.0.1:1/x cannot be used ("),
     "option": (lambda server: f"{server.url()}?password={SECRET}&nothing=1", "cannot be used ("),
 }  # fmt: skip
 

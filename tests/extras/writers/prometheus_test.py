@@ -13,6 +13,7 @@ import looplib
 from looplib.errors import FlagError, PluginError, WriterError
 from looplib.extras.writers import metrics_port
 from looplib.extras.writers.metrics_port import MetricsPortFlag
+from looplib.report.progress import Progress
 from looplib.report.records import read_jsonl
 
 prometheus = pytest.importorskip("prometheus_client")
@@ -69,7 +70,21 @@ def test_a_binary_whose_port_is_taken_ends_with_a_sentence(nursery, tmp_path):
             tmp_path / "run", f"--metrics_port=127.0.0.1:{port}", "--train_steps=2", "--config.state_mb=0.01"
         )
         assert life.code() == 1
-    assert f"--metrics_port={port} cannot be had" in life.output().splitlines()[-1]
+    line = life.output().splitlines()[-1]
+    assert f"--metrics_port=127.0.0.1:{port} cannot be had" in line and "a port that no other program has" in line
+
+
+@pytest.mark.parametrize("host", ["nohost.invalid", "x" * 70, "a..b"])
+def test_an_unknown_host_is_refused_before_a_run_starts(host):
+    with pytest.raises(FlagError, match=f"the host {host}, which is not known here"):
+        MetricsPortFlag().check({"metrics_port": f"{host}:9100", "mode": "train"})
+
+
+def test_the_address_of_another_machine_is_not_called_a_port_that_is_taken(tmp_path):
+    from looplib.extras.writers.prometheus_writer import PrometheusWriter
+
+    with pytest.raises(WriterError, match="192.0.2.1:9100 cannot be had: .*; name an address of this machine"):
+        PrometheusWriter(str(tmp_path), 9100, "192.0.2.1").progress(Progress(step=1))
 
 
 @pytest.mark.parametrize("text", ["x", "0", "70000", "host:", ":", "a b:80", "9100:host", "-1"])
