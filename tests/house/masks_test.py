@@ -131,6 +131,12 @@ def through_log(text):
     return stream.getvalue()
 
 
+def through_log_of_another_package(text):
+    record = loggers.getLogger("another").makeRecord("another", loggers.ERROR, "", 1, "at %s", (text,), None)
+    assert logging.get_absl_handler().python_handler.filter(record)
+    return record.getMessage()
+
+
 def through_say(text):
     stream = io.StringIO()
     console.say(text, stream)
@@ -143,6 +149,7 @@ DOORS = {
     "the gist of a KeyError": lambda text: messages.gist(KeyError(text)),
     "a value in a sentence": lambda text: messages.shown(text),
     "a log": through_log,
+    "a log of another package": through_log_of_another_package,
     "a line": through_say,
     "a printed line": console.printable,
 }

@@ -295,7 +295,7 @@ def test_apprise_does_not_print_an_address():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     error = done.stderr.replace(program, "")
-    assert "Unparseable URL <masked>" in error and "s3cr3t" not in error
+    assert "Unparseable URL" in error and "s3cr3t" not in error
 
 
 @pytest.mark.parametrize(
