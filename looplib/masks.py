@@ -23,10 +23,11 @@ _NAME = (
     r"(?:[A-Za-z0-9_.-]{0,80}(?:[_.-]|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])))?"
     r"(?i:pass(?:words?|wd|phrase|code)?|pwd|pw|secrets?|jwt|sas|"
     r"credentials?|cookies?|auth(?:orization)?|dsn|webhooks?(?:[_-]?urls?)?|connection[_-]?string|"
-    r"(?:api|access|secret|private|account|signing|encryption|storage|shared|master|client|service|license|ssh|wandb)"
+    r"(?:api|access|secret|private|account|signing|encryption|storage|shared|master|client|service|license|ssh|wandb|openai|google|azure|aws|gcp|hmac)"
     r"[_-]?keys?(?:[_-]?id)?|shared[_-]?access[_-]?signature|"
     r"(?:access|api|auth|bearer|refresh|session|security|id)[_-]?tokens?|(?<!pad.)(?<!eos.)(?<!bos.)(?<!unk.)(?<!cls.)"
     r"(?<!sep.)(?<!mask.)(?<!start.)(?<!end.)(?<!special.)(?<!invalid)(?<!expired)token)"
+    r"(?i:[_-]?\d{1,3}(?!\w)|[_-](?:base|read|write|prod|dev|test|old|new|value))?"
 )
 _ALERT = r"(?:[A-Za-z0-9_.-]{0,80}[_.-])?(?i:alert)"  # whose URL holds a secret as a part of its path
 _IS_SECRET = re.compile(rf"{_ALERT}|{_NAME}")
@@ -45,10 +46,12 @@ _IN_TEXT = re.compile(
     rf"(?!(?:-|and|are|as|by|cannot|for|has|in|is|it|must|needs?|of|or|that|to|was|which|with)\b))){_WORD}"
     rf"|(?P<alert>(?<![A-Za-z0-9_.-])--?alert(?:=|[ \t]+))(?=['\"]?[a-z]+://){_WORD}"
     rf"|(?P<name>(?<![A-Za-z0-9_.-]){_NAME}\\?['\"]?[ \t]*(?::[ \t]*(?:str|bytes)[ \t]*(?==))?"
-    rf"(?:=(?!=)|:|is(?=[ \t]*['\"])){_NO_VALUE}[ \t]*)(?:{_SHOWN}|{_LITERAL}|(?<==){_WORD}|[^\n]+)"
-    r"|(?P<parameter>[?&][\w.~%-]{1,80}=)\S+"
+    rf"(?::?=>?(?![=>])|:|%3[ADad]|(?:is|,)(?=[ \t]*['\"])){_NO_VALUE}[ \t]*)"
+    rf"(?:{_SHOWN}|[|>][^\s\w]?[ \t]*(?:\n[ \t]+[^\n]*)+|{_LITERAL}|(?<==){_WORD}|[^\n]+)"
+    rf"|(?P<tag><{_NAME}>)[^<\n]+|(?P<login>(?<!\S)(?:-u|--user)[ =])[^\s:]+:\S+"
+    r"|(?P<encoded>(?i:%3A%2F%2F))(?=\S*%40)\S+|(?P<parameter>[?&][\w.~%-]{1,80}=)\S+"
     r"|(?P<scheme>(?i:\bbearer)[ \t]+(?!tokens?\b|auth)|\bBasic[ \t]+(?=[\w+/-]*[A-Z0-9=+]))[^\s'\"]+"
-    r"|(?<![\w.%+/@:-])[\w.%+-]{1,80}:(?!//)[^\s'\"]{3,200}(?=@[\w\[])"  # user:password@host without a scheme
+    r"|(?<![\w.%+@:-])[\w.%+-]{1,80}:(?!//)[^\s'\"]{3,200}(?=@[\w\[])"  # user:password@host without a scheme
     r"|\b(?:(?:AKIA|ASIA)[A-Z0-9]{12,}|gh[opsur]_\w{6,}|github_pat_\w{6,}|glpat-[\w-]{6,}|xox[a-z]-[\w-]{6,}"
     r"|(?:hf_|sk-|AIza|ya29\.)[\w-]{16,}|eyJ[\w-]{6,}\.[\w.-]+|(?:bot)?\d{6,}:[\w-]{20,})"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"
@@ -156,6 +159,7 @@ def mask_tracebacks() -> None:
 
 
 # What these have as secrets is in no text from now on; a path, as of a file of credentials, is none.
-masked([{name: value for name, value in os.environ.items() if not os.path.exists(value)}, sys.argv])
+_environment = {name: value for name, value in os.environ.items() if not (is_secret(name) and os.path.exists(value))}
+masked([_environment, sys.argv])
 for _place in (logging.get_absl_logger(), logging.get_absl_handler().python_handler, loggers.lastResort):
     _place.addFilter(_mask_record)  # the handlers print what other packages log too, such as an address

@@ -44,13 +44,14 @@ FORMS = {
         "password: {}",
         "  aws_secret_access_key = {}",
         "Authorization: Basic {}",
-        "proxy-authorization: {}",
+        "proxy-authorization: {}", "password: |\n  {}\nlr: 1", "token => {}", "PASSWORD_2: {}", "OPENAI_KEY: {}",
     ],
     WORD: [
         "https://h/x?key={} failed", "https://h/x?sv=1&sig={}", "https://h/x#access_token={}", "GET /x?code={} HTTP/1.1",
         "https://h/x?X-Amz-Credential=AKIA&X-Amz-Signature={}", "https://hooks.slack.com/services/T0/B0/{} is gone",
         "https://discord.com/api/webhooks/1/{}", "https://api.telegram.org/bot{}/sendMessage", "Bearer {} is wrong",
         "'headers': 'bearer {}'", "HF_TOKEN={} python x", "--api_key={} --a=b", "run --token {} --step=3", "me:{}@host",
+        "token%3D{}", "//me:{}@host", "<password>{}</password>", "curl -u me:{} x",
         "Server=db;Password={};a=b", "DefaultEndpointsProtocol=https;AccountKey={}==", "SharedAccessKey={}", "wandb_key={}",
         "SharedAccessSignature={}", "--auth {}", "--alert https://{}", "AWSAccessKeyId={}", "https://h/x;password={}",
     ],
@@ -64,11 +65,13 @@ WRITTEN = [  # as programs write any text
     lambda secret: repr({"api_key": secret, "loss": 1}),
     lambda secret: f"Config(n=1, secret={secret!r})",
     lambda secret: f"db_password: str = {secret!r}",
+    lambda secret: repr([("password", secret), ("loss", 1)]),
     lambda secret: f"the token is {secret!r}, which is wrong",
     lambda secret: shlex.join(["prog", "--token", secret, "--step=3"]),
     lambda secret: shlex.join(["prog", f"--config.db.password={secret}"]),
     lambda secret: repr(["prog", "--token", secret]),
     lambda secret: f"password: '{secret.replace(chr(39), 2 * chr(39))}'",  # YAML
+    lambda secret: f"next=https%3A%2F%2Fme%3A{urllib.parse.quote(secret, safe='')}%40host",
     lambda secret: f"pg://me:{urllib.parse.quote(secret, safe='')}@host/db",
 ]
 
