@@ -28,6 +28,8 @@ ALLOWED = {
         "looplib/extras/writers/tensorboard_writer.py",
         "io.TFRecordWriter",
     ): "a new name, below a folder that was checked",
+    ("looplib/extras/buckets/note.py", "os.open"): "the run directory, which was made or checked, to know it again",
+    ("looplib/extras/buckets/note.py", "os.rmdir"): "empty folders that a walk below the mirror's own has found",
     ("looplib/extras/buckets/fetching.py", "os.utime"): "files of a copy, which this class has written",
     ("looplib/extras/buckets/ranges.py", "os.utime"): "blocks of the cache, by names that this class has made",
     ("looplib/extras/audit/machine.py", "open, to read"): "/proc/cpuinfo",
