@@ -2,17 +2,19 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from looplib import files
 from looplib.extras.alerts.alert import Alert, Condition
 from looplib.extras.page import values
+from looplib.extras.page.goodput import restored_step
 from looplib.extras.page.run_status import RunStatus, read_status
 from looplib.report import run_json
 from looplib.report.records import Record, parse_line
 
 ENDED = ("done", "failed", "preempted", "killed")
 _MOST_BYTES = 1 << 22  # of records for one look
+_MOST_TAIL = 256  # bytes before the end of what was read, by which a file is known again
 _NAMES = ("step", "split")  # of a record, which are no metrics
 _SENTENCES = {
     "done": "the training has reached its end",
@@ -26,6 +28,8 @@ class RunObserver:
     """Finds what is new about a run.
 
     The first look finds nothing about starts that have ended before it, except about the process that `process` names.
+    A start, a rollback and a new run in the directory begin anew: a metric that is still bad is told again, and so are
+    steps that are trained again. What the run has kept is not.
 
     Args:
       folder: the run directory, whose contents may be anything.
@@ -62,21 +66,19 @@ class RunObserver:
             self._looked, self._state, self._start = True, status.state, (newest.get("started"), pid)
             self._process_ended = True
             return [Alert("killed", self._folder, status.step, "its process has ended before it wrote a report")]
-        start = (newest.get("started"), pid)
-        is_new = start != self._start
         first, self._looked = not self._looked, True
-        if is_new:
-            self._start, self._state, self._rollbacks, self._process_ended = start, "", 0, False
-            self._bad.clear()
         known = first and self._process is None
-        found = [] if known else [*self._of_records(self._records.read())]
+        found = self._of_starts(report.get("starts", []), known)
         if known:
             self._records.skip()
-        found += self._of_rollbacks(newest, known)
-        return found + self._of_state(status, known)
+        elif first:
+            self._records.know(restored_step(newest))  # an earlier process has told of them
+        return [*([] if known else self._of_records(self._records.read())), *found, *self._of_state(status, known)]
 
     def _of_state(self, status: RunStatus, known: bool) -> list[Alert]:
         state = status.state
+        if state == "unknown":  # no report can be read at the moment
+            return []
         if state == "killed" and not self._missing and not known:
             self._missing = True  # a run that ends writes its report and lets go of its lock in two steps
             return []
@@ -94,10 +96,28 @@ class RunObserver:
             return [Alert("recovered", self._folder, status.step, "the run reports again")]
         return []
 
-    def _of_rollbacks(self, start: Any, known: bool) -> list[Alert]:
-        rollbacks = [values.mapping(each) for each in values.items(start.get("rollbacks"))]
-        new, self._rollbacks = rollbacks[self._rollbacks :], len(rollbacks)
-        return [] if known else [self._rollback(each) for each in new]
+    def _of_starts(self, starts: Sequence[Any], known: bool) -> list[Alert]:
+        """Returns the rollbacks since the last look; notes where the run has begun anew."""
+        names = [(start.get("started"), start.get("process", {}).get("pid")) for start in starts]
+        place = names.index(self._start) if self._start in names else -1
+        if place < 0 and self._start and starts:
+            self._records.go_back(-1)  # another run
+        found = []
+        for number in range(max(place, 0), len(starts)):
+            if number > place:
+                self._start, self._state, self._rollbacks, self._process_ended = names[number], "", 0, False
+                self._begin_anew(restored_step(starts[number]))
+            rollbacks = [values.mapping(each) for each in values.items(starts[number].get("rollbacks"))]
+            for rollback in rollbacks[self._rollbacks :]:
+                self._begin_anew(values.whole(rollback.get("to")))
+                found.append(self._rollback(rollback))
+            self._rollbacks = len(rollbacks)
+        return [] if known else found
+
+    def _begin_anew(self, step: int | None) -> None:
+        self._bad.clear()
+        self._met.clear()
+        self._records.go_back(step or 0)
 
     def _rollback(self, noted: dict[str, Any]) -> Alert:
         reason = values.text(noted.get("reason")) or "no reason is known"
@@ -136,32 +156,57 @@ def _is_alive(process: int) -> bool:
 
 
 class _NewRecords:
-    """The records that were added to a `metrics.jsonl` since the last read, also of one that a start has replaced."""
+    """The records that were added to a `metrics.jsonl` since the last read.
+
+    Of a file that a start or a rollback has replaced, these are those after the last known step of their split, at most
+    the step that the run has gone back to.
+    """
 
     def __init__(self, path: str) -> None:
-        self._path, self._file, self._at = path, (0, 0), 0
-        self._steps: dict[str, int] = {}  # the last step of each split
+        self._path, self._file, self._at, self._tail = path, (0, 0, 0), 0, b""
+        self._old = 0  # the size of the file when it was found replaced
+        self._steps: dict[str, int] = {}  # the last known step of each split
+        self._known = -1  # the same of the others
+
+    def know(self, step: int | None) -> None:
+        """Notes before the first read that the records up to a step are known."""
+        self._known = -1 if step is None else step
+
+    def go_back(self, step: int) -> None:
+        """Notes that the run has gone back to a step: records of later ones are new when they come again."""
+        self._steps = {split: min(step, last) for split, last in self._steps.items()}
+        self._known = min(step, self._known)
 
     def read(self) -> list[Record]:
         """Returns the records of the next whole lines, of at most 4 MiB."""
         try:
             with files.open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
-                if (found.st_dev, found.st_ino) != self._file or found.st_size < self._at:
-                    self._file, self._at = (found.st_dev, found.st_ino), 0  # a start has taken records out
+                if self._is_replaced(file, found):
+                    self._at, self._tail, self._old = 0, b"", found.st_size
                 file.seek(self._at)
-                text = file.read(_MOST_BYTES)
+                text = file.read(min(_MOST_BYTES, found.st_size - self._at))
         except (OSError, files.NotRegularError):
             return []
-        end = text.rfind(b"\n") + 1 or (len(text) if len(text) == _MOST_BYTES else 0)
-        self._at += end
-        records = [record for line in text[:end].splitlines() if (record := parse_line(line))]
+        is_old, self._file = self._at < self._old, (found.st_dev, found.st_ino, found.st_mtime_ns)
+        text = text[: text.rfind(b"\n") + 1 or (len(text) if len(text) == _MOST_BYTES else 0)]
+        self._at, self._tail = self._at + len(text), (self._tail + text)[-_MOST_TAIL:]
         new = []
-        for record in records:
-            if record["step"] > self._steps.get(record["split"], -1):
-                self._steps[record["split"]] = record["step"]
+        for record in filter(None, map(parse_line, text.splitlines())):
+            step, last = record["step"], self._steps.get(record["split"], self._known)
+            if step > last or not is_old:
+                self._steps[record["split"]] = max(step, last)
                 new.append(record)
         return new
+
+    def _is_replaced(self, file: BinaryIO, found: os.stat_result) -> bool:
+        """Returns whether it is another file, which may have the number of one that was removed."""
+        if (found.st_dev, found.st_ino) != self._file[:2] or found.st_size < self._at:
+            return True
+        if found.st_size == self._at and found.st_mtime_ns != self._file[2]:
+            return True
+        file.seek(self._at - len(self._tail))
+        return file.read(len(self._tail)) != self._tail
 
     def skip(self) -> None:
         """Reads all records that there are."""

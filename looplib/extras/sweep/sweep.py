@@ -327,7 +327,7 @@ class _Sweep:
         for step in sorted(found.keys() - known.keys()):
             if step >= 0:
                 job.trial.report(found[step], step)
-        if job.trial.should_prune():
+        if max(found) >= max(known, default=0) and job.trial.should_prune():  # else by what a rollback has taken back
             job.stop()
 
     def _fail(self, job: Job, sentence: str) -> None:

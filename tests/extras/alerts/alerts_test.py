@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from looplib.extras.alerts import sending
 from looplib.extras.alerts.alert import Alert, Condition
 from looplib.extras.alerts.observer import RunObserver
 from looplib.extras.alerts.sending import Sender, check_url
+from looplib.report.records import JsonlWriter
 
 SMALL = ("--config.state_mb=0.01", "--loop=eager", "--config.noisy=False", "--checkpoint_interval=5")
 ENDLESS = (*SMALL, "--train_steps=100000", "--config.slow_step=0.02", "--steps_per_loop=5", "--mode=train")
@@ -202,6 +204,98 @@ def test_a_metric_is_told_once_when_it_gets_bad_and_again_after_it_was_good(tmp_
     assert observer.look() == []
     write(run, "done", [{"step": 15, "split": "eval", "loss": 4}])
     assert kinds(observer.look()) == [("worse", 15)]
+
+
+class Watched:
+    """A run whose report and records are written as a training writes them, and its observer."""
+
+    def __init__(self, folder, condition="eval/loss>2.5"):
+        self.folder, self.starts = folder, []
+        self.begin()
+        self.observer = RunObserver(str(folder), [Condition.parse(condition)])
+        assert self.observer.look() == []
+
+    def begin(self, restored=None):
+        """Begins a start, which continues from a step or from none."""
+        self.folder.mkdir(exist_ok=True)
+        number = f"{len(self.starts):02}" if self.starts else f"{time.time_ns()}"
+        path = restored and f"{self.folder}/checkpoints/ckpt-{restored}"
+        process = {"pid": os.getpid(), "host": socket.gethostname()}
+        self.starts.append({"started": number, "status": "running", "process": process, "restored_from": path})
+        self.note()
+        self.writer = JsonlWriter(str(self.folder / "metrics.jsonl"))
+        self.writer.resume(restored or 0, {"train": restored or 0, "eval": restored or 0})
+
+    def go_back(self, to):
+        self.starts[-1].setdefault("rollbacks", []).append({"step": to + 7, "to": to, "reason": "a spike"})
+        self.note()
+        self.writer.resume(to, {"train": to, "eval": to})
+
+    def note(self):
+        report = {"status": "running", "step": 0, "starts": self.starts}
+        (self.folder / "run.json").write_text(json.dumps(report))
+
+    def told(self, **losses):
+        """Writes evaluations, such as `s100=3.0`; returns what is told of metrics."""
+        for step, loss in losses.items():
+            self.writer.write(int(step[1:]), "eval", {"loss": loss})
+        return [(alert.kind, alert.step) for alert in self.observer.look() if alert.kind in ("worse", "not_finite")]
+
+
+@pytest.mark.parametrize("looked", [True, False])
+@pytest.mark.parametrize("how", ["new", "resumed", "rolled back"])
+def test_steps_that_a_run_trains_again_are_told_again_and_those_that_it_has_kept_are_not(how, looked, tmp_path):
+    run = Watched(tmp_path / "run")
+    assert run.told(s100=9.0, s200=1.0, s300=9.0, s900=math.nan, s1000=1.0) == [
+        ("worse", 100), ("worse", 300), ("not_finite", 900)
+    ]  # fmt: skip
+    if how == "new":
+        shutil.rmtree(run.folder)
+        run.starts = []
+        run.begin()
+    elif how == "resumed":
+        run.begin(restored=200)
+    else:
+        run.go_back(200)
+    assert not looked or run.told() == []
+    kept = {"s100": 9.0, "s200": 1.0}  # as before, which a run that was kept has in its file already
+    again = run.told(**(kept if how == "new" else {}), s300=9.0, s400=1.0, s500=math.nan)
+    assert again == [("worse", 100)] * (how == "new") + [("worse", 300), ("not_finite", 500)]
+    assert run.told(s900=math.nan, s1100=9.0) == [("worse", 1100)]
+    assert run.told() == []
+
+
+def test_a_run_that_is_the_same_again_to_the_byte_is_told_again(tmp_path):
+    run = Watched(tmp_path / "run")
+    assert run.told(s100=9.0) == [("worse", 100)]
+    shutil.rmtree(run.folder)
+    run.starts = []
+    run.begin()
+    assert run.told(s100=9.0) == [("worse", 100)]
+
+
+def test_an_evaluation_of_an_earlier_step_that_comes_later_is_news(tmp_path):
+    run = Watched(tmp_path / "run")
+    assert run.told(s1000=1.0) == []
+    assert run.told(s500=9.0) == [("worse", 500)]
+
+
+def test_the_process_of_a_resumed_start_tells_nothing_of_what_the_start_has_kept(tmp_path):
+    run = Watched(tmp_path / "run")
+    run.told(s100=9.0, s200=1.0)
+    run.begin(restored=200)
+    run.observer = RunObserver(str(run.folder), [Condition.parse("eval/loss>2.5")], process=os.getpid())
+    assert run.told(s300=9.0) == [("worse", 300)]
+
+
+def test_a_report_that_cannot_be_read_for_a_moment_is_no_other_run(tmp_path):
+    run = Watched(tmp_path / "run")
+    run.go_back(0)
+    assert kinds(run.observer.look())[:1] == [("rollback", 7)]
+    (run.folder / "run.json").write_text("{")
+    assert run.observer.look() == []
+    run.note()
+    assert [kind for kind, _ in kinds(run.observer.look()) if kind == "rollback"] == []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"starts": [3]}', '{"starts": [{"rollbacks": 5, "process": []}]}'])

@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 
 import optuna
 import pytest
@@ -24,10 +25,11 @@ from looplib import UsageError
 from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError
 from looplib.extras.sweep import space
-from looplib.extras.sweep.jobs import result
+from looplib.extras.sweep.jobs import Job, result
 from looplib.extras.sweep.study import Study, SweepPlan
+from looplib.extras.sweep.sweep import _Sweep
 from looplib.extras.tools.compare import compare
-from looplib.report.records import read_jsonl
+from looplib.report.records import JsonlWriter, read_jsonl
 
 TESTS = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
@@ -389,6 +391,44 @@ def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
         found = row["state"], run["status"], run["step"] < 30
         assert found == (("stopped", "preempted", True) if hopeless else ("done", "done", False)), (number, row)
     assert any(row["state"] == "stopped" for row in rows)  # else the order of the grid is another
+
+
+def test_no_trial_is_stopped_by_a_value_that_a_rollback_has_taken_back(tmp_path):
+    study = optuna.create_study(direction="maximize", pruner=optuna.pruners.MedianPruner(0))
+    other, trial = study.ask(), study.ask()
+    for step in (100, 200):
+        other.report(0.5, step)
+    study.tell(other, 0.5)
+    job = Job(trial, 0, str(tmp_path), str(tmp_path), [])
+    writer = JsonlWriter(str(tmp_path / "metrics.jsonl"))
+    one = types.SimpleNamespace(_plan=types.SimpleNamespace(metric="eval/score"), _study=Trials(study))
+    writer.write(100, "eval", {"score": math.nan})
+    writer.write(200, "eval", {"score": math.nan})
+    trial.report(math.nan, 100)
+    trial.report(math.nan, 200)
+    assert trial.should_prune()
+    writer.resume(0, {"eval": 0})
+    writer.write(100, "eval", {"score": 0.9})
+    _Sweep._report(one, job)
+    assert job.stopped is None
+    writer.write(200, "eval", {"score": 0.1})
+    writer.write(300, "eval", {"score": 0.1})
+    other = study.ask()
+    other.report(0.5, 300)
+    study.tell(other, 0.5)
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as job._process:
+        _Sweep._report(one, job)
+    assert job.stopped is not None
+
+
+class Trials:
+    """What a sweep asks a study for."""
+
+    def __init__(self, study):
+        self._study = study
+
+    def all(self):
+        return self._study.get_trials(deepcopy=False)
 
 
 @pytest.mark.slow(most=1)
