@@ -599,7 +599,17 @@ def test_a_full_disk_raises_and_spoils_nothing(kind, tmp_path):
 
 @pytest.mark.slow(spread=2)
 @pytest.mark.parametrize(
-    "value, text", [(1797, "1797"), (0.98333, "0.9833"), (12345.6, "12346"), (1.2e-5, "1.2e-05"), (math.nan, "nan")]
+    "value, text",
+    [
+        (1797, "1797"),
+        (0.98333, "0.9833"),
+        (12345.6, "12346"),
+        (1.2e-5, "1.2e-05"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (1.25e308, "1.25e+308"),
+        (-(10**15), "-1e+15"),
+    ],
 )
 def test_numbers_for_people(value, text):
     assert format_number(value) == text

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import datetime
 import hashlib
+import http.client
 import http.server
 import os
 import threading
@@ -12,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib.console import printable
-from looplib.errors import EXIT_DONE, CommandError, RunDirectoryError, UsageError
+from looplib.errors import EXIT_DONE, CommandError, RunDirectoryError
+from looplib.extras.page import values
 from looplib.extras.page.command import MOST_RUNS, page_of, runs_in
 from looplib.extras.page.html import shell_of
 from looplib.extras.tools.options import path
-from looplib.messages import with_cure
+from looplib.messages import gist, with_cure
 from looplib.plugins import Command
 
 _ADDRESS = "127.0.0.1"
@@ -94,7 +96,9 @@ class BoardServer(http.server.ThreadingHTTPServer):
         self._lock = threading.Lock()
         self._made, self._page = -every, b""
         super().__init__((_ADDRESS, port), _Handler)
-        self.hosts = {f"{name}:{self.server_port}" for name in (_ADDRESS, "localhost")}
+        names = (_ADDRESS, "localhost")
+        self.hosts = {f"{name}:{self.server_port}" for name in names}
+        self.hosts |= {*names} if self.server_port == http.client.HTTP_PORT else set()  # which browsers leave out
 
     def page(self) -> bytes:
         """Returns the page of the runs.
@@ -123,7 +127,7 @@ def _newest(folders: Sequence[str]) -> datetime.datetime:
         for name in ("run.json", "metrics.jsonl"):
             with contextlib.suppress(OSError):
                 times.append(os.lstat(os.path.join(folder, name)).st_mtime)
-    return datetime.datetime.fromtimestamp(max(times, default=0.0), datetime.timezone.utc)
+    return values.utc(max(times, default=0.0))
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -143,8 +147,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self._answer(404, b"there are / and /page")
         try:
             page = self.server.page()
-        except UsageError as error:
-            return self._answer(503, str(error).encode(errors="replace"))
+        except Exception as error:  # such as of a disk, which may be well at the next request
+            return self._answer(503, gist(error).encode(errors="replace"))
         tag = f'"{hashlib.sha256(page).hexdigest()[:32]}"'
         if self.headers.get("If-None-Match") == tag:
             return self._answer(304, b"", headers={"ETag": tag})

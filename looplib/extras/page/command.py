@@ -13,7 +13,8 @@ from looplib import files
 from looplib.console import printable
 from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
 from looplib.extras.page.html import FILE, page
-from looplib.extras.page.read import read_run
+from looplib.extras.page.read import not_shown, read_run
+from looplib.extras.page.run import Run
 from looplib.extras.tools.options import path, reports
 from looplib.messages import with_cure
 from looplib.plugins import Command
@@ -83,9 +84,17 @@ def runs_in(directories: Sequence[str]) -> list[str]:
 
 def page_of(shown: Sequence[str], directories: Sequence[str], written: datetime.datetime | None = None) -> str:
     """Returns the page of run directories that were found in some directories; for `written` see `html.page`."""
-    runs = [read_run(directory, name) for directory, name in zip(shown, _names(shown))]
+    runs = [_read(directory, name) for directory, name in zip(shown, _names(shown))]
     title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
     return page(runs, title if len(directories) == 1 else "Comparison", written)
+
+
+def _read(directory: str, name: str) -> Run:
+    try:
+        os.scandir(directory).close()
+        return read_run(directory, name)
+    except Exception as error:  # one run takes no page from the others
+        return not_shown(directory, name, error)
 
 
 def _runs_in(directory: str) -> list[str]:
@@ -106,8 +115,15 @@ def _runs_in(directory: str) -> list[str]:
 
 
 def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[str]:
-    """Yields the run directories in a directory; for a sweep, the trials alone."""
-    names = {name.rstrip("/") for name in os.listdir(directory)}
+    """Yields the run directories in a directory; for a sweep, the trials alone. One that cannot be read may be one."""
+    try:
+        names = set(os.listdir(directory))
+    except FileNotFoundError:  # gone meanwhile
+        return
+    except OSError:
+        if not depth:
+            raise
+        names = {"run.json"}
     if {"run.json", "metrics.jsonl"} & names:
         yield directory
         return

@@ -71,7 +71,7 @@ def goodput(starts: list[dict[str, Any]]) -> Goodput | None:
     parts: list[_Part] = []
     ended: float | None = None
     for start in starts:
-        spent, began = values.numbers(start.get("seconds")), _time(start.get("started"))
+        spent, began = values.durations(start.get("seconds")), _time(start.get("started"))
         wall = spent.pop("wall", sum(spent.values()))
         if began is None:
             return None
@@ -139,7 +139,7 @@ def _moments(start: dict[str, Any], spent: dict[str, float]) -> list[tuple[dict[
     found = []
     for name in ("points", "rollbacks"):
         for each in map(values.mapping, values.items(start.get(name))):
-            step, seconds = values.whole(each.get("step")), values.numbers(each.get("seconds"))
+            step, seconds = values.whole(each.get("step")), values.durations(each.get("seconds"))
             to = step if name == "points" else values.whole(each.get("to"))
             if step is not None and to is not None and seconds:
                 found.append((seconds, step, to))

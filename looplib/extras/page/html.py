@@ -10,12 +10,12 @@ import importlib.resources
 import json
 import os
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from looplib import files
 from looplib.extras.page import curves
-from looplib.extras.page.read import read_run
+from looplib.extras.page.read import not_shown, read_run
 from looplib.extras.page.run import Run
 from looplib.extras.page.verdict import findings
 
@@ -74,13 +74,13 @@ def page(runs: Sequence[Run], title: str, written: datetime.datetime | None = No
     assets = importlib.resources.files(__package__) / "assets"
     style, script = _style(), _script()
     written = written or datetime.datetime.now(datetime.timezone.utc)
-    data = {"title": title, "written": written.isoformat(timespec="seconds"), "runs": _drawn(runs)}
+    data = _json({"title": title, "written": written.isoformat(timespec="seconds")})
     return string.Template((assets / "page.html").read_text("utf-8")).substitute(
         policy=policy_of([style], [script]),
         title=html.escape(title.encode(errors="replace").decode()),
         style=style,
         script=script,
-        data=_json(data),
+        data=f'{data[:-1]},"runs":[{",".join(_drawn(runs))}]}}',
     )
 
 
@@ -131,11 +131,15 @@ def _json(data: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def _drawn(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns what the scripts in `assets/` read: the fields of each `Run`, with thinned curves and its findings."""
+def _drawn(runs: Sequence[Run]) -> Iterator[str]:
+    """Yields what the scripts in `assets/` read, as JSON: the fields of each `Run`, thinned curves and its findings."""
     count = sum(len(run.curves) for run in runs)
     most = min(_MOST_POINTS_OF_A_CURVE, _MOST_POINTS // max(count, 1))
-    return [_of_run(run, most, whole=len(runs) == 1) for run in runs]
+    for run in runs:
+        try:
+            yield _json(_of_run(run, most, whole=len(runs) == 1))
+        except Exception as error:  # one run takes no page from the others
+            yield _json(_of_run(not_shown(run.directory, run.name, error), most, whole=True))
 
 
 def _of_run(run: Run, most: int, whole: bool) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Notice: the word that the machine or the job of a run goes soon, as `run.json` and messages have it."""
 
 import dataclasses
-import datetime
 from typing import Any
 
 from looplib.extras.page import values
@@ -42,4 +41,4 @@ def notices_of(start: Any) -> list[Notice]:
 
 def iso_time(seconds: float) -> str:
     """Returns a time in ISO 8601, from the seconds since 1970."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
+    return values.utc(seconds).isoformat(timespec="seconds")

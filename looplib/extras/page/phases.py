@@ -55,7 +55,7 @@ def _of_start(start: dict[str, Any]) -> Iterator[TimeSpan]:
     before: dict[str, float] = {}
     for point in values.items(start.get("points")):
         point = values.mapping(point)
-        step, seconds = values.whole(point.get("step")), values.numbers(point.get("seconds"))
+        step, seconds = values.whole(point.get("step")), values.durations(point.get("seconds"))
         if step is None:
             continue
         passed = {name: max(0.0, total - before.get(name, 0.0)) for name, total in list(seconds.items())[:_MOST_PHASES]}

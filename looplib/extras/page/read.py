@@ -65,7 +65,7 @@ def read_run(directory: str, name: str) -> Run:
     settings = {key: values.shown(value) for key, value in {**flags, **config}.items()}
     metric, mode = marks.best_metric(flags.get("keep_best"), found)
     saved = marks.with_best(_checkpoints(directory, notes), metric, mode)
-    seconds = values.numbers(report.get("seconds"))
+    seconds = values.durations(report.get("seconds"))
     wall = seconds.pop("wall", sum(seconds.values()))
     model, speed = values.mapping(report.get("model")), values.mapping(report.get("speed"))
     changed = report.get("not_default")
@@ -113,6 +113,12 @@ def read_run(directory: str, name: str) -> Run:
     )
 
 
+def not_shown(directory: str, name: str, error: Exception) -> Run:
+    """Returns a run of which nothing is shown but a sentence that says why."""
+    note = f"This directory cannot be shown: {gist(error)}."
+    return Run(values.text(name, 200), values.text(directory, 1000), notes=[values.text(note, 500)])
+
+
 def _text(directory: str, name: str) -> str:
     try:
         return files.read_text(os.path.join(directory, name))
@@ -157,7 +163,7 @@ def _start(report: dict[str, Any]) -> ShownStart:
         trained=not idle or any(point is not None and point > begun for point in points),
         command=_command(report),
         commit=_program(report).get("commit", "")[:12],
-        seconds=values.numbers(report.get("seconds")),
+        seconds=values.durations(report.get("seconds")),
         verdict=values.text(report.get("verdict"), 500),
         error=values.text(report.get("error")),
         note=values.text(report.get("note"), 200),

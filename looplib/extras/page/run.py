@@ -119,41 +119,41 @@ class Run:
 
     name: str
     directory: str
-    status: str
-    step: int | None
-    final_step: int | None
-    started: str
-    error: str
-    verdict: str
-    strategy: str
-    rollbacks: int
-    seconds: dict[str, float]
-    wall: float
-    best_metric: str
-    best_mode: str
-    starts: list[ShownStart]
-    marks: list[Mark]
-    curves: list[Curve]
-    checkpoints: list[SavedCheckpoint]
-    model: list[Variable]
-    totals: dict[str, float]
-    speed: dict[str, float]
-    dtype: str
-    traceback: str
-    spans: list[TimeSpan]
-    life: dict[str, float]
-    stragglers: list[Straggler]
-    settings: dict[str, str]
-    changed: list[Change] | None
-    versions: dict[str, str]
-    program: dict[str, str]
-    diff: str
-    ops: list[Op]
-    profiled: str
-    samples: Samples
-    int8: list[ShownInt8]
-    copy: Standing | None
-    notes: list[str]
+    status: str = "unknown"
+    step: int | None = None
+    final_step: int | None = None
+    started: str = ""
+    error: str = ""
+    verdict: str = ""
+    strategy: str = ""
+    rollbacks: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    wall: float = 0.0
+    best_metric: str = ""
+    best_mode: str = ""
+    starts: list[ShownStart] = dataclasses.field(default_factory=list)
+    marks: list[Mark] = dataclasses.field(default_factory=list)
+    curves: list[Curve] = dataclasses.field(default_factory=list)
+    checkpoints: list[SavedCheckpoint] = dataclasses.field(default_factory=list)
+    model: list[Variable] = dataclasses.field(default_factory=list)
+    totals: dict[str, float] = dataclasses.field(default_factory=dict)
+    speed: dict[str, float] = dataclasses.field(default_factory=dict)
+    dtype: str = ""
+    traceback: str = ""
+    spans: list[TimeSpan] = dataclasses.field(default_factory=list)
+    life: dict[str, float] = dataclasses.field(default_factory=dict)
+    stragglers: list[Straggler] = dataclasses.field(default_factory=list)
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    changed: list[Change] | None = None
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    program: dict[str, str] = dataclasses.field(default_factory=dict)
+    diff: str = ""
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    profiled: str = ""
+    samples: Samples = Samples([], [], [], 0)
+    int8: list[ShownInt8] = dataclasses.field(default_factory=list)
+    copy: Standing | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def curve(self, metric: str) -> Curve | None:
         """Returns the curve of "<split>/<name>", or None."""

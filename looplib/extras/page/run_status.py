@@ -101,7 +101,7 @@ def _pace(start: Any) -> float | None:
     first, last = values.mapping((values.items(start.get("points")) or [{}])[0]), values.mapping(start)
     steps = (values.whole(last.get("step")) or 0) - (values.whole(first.get("step")) or 0)
     began, now = (
-        sum(spent for name, spent in values.numbers(each.get("seconds")).items() if name not in _OF_NO_STEP)
+        sum(spent for name, spent in values.durations(each.get("seconds")).items() if name not in _OF_NO_STEP)
         for each in (first, last)
     )
     return (now - began) / steps if first and steps > 0 and now > began else None

@@ -1,5 +1,6 @@
 """Values of a file that somebody else may have written, as the page takes them: of the right type, finite and short."""
 
+import datetime
 import json
 import math
 from typing import Any
@@ -9,6 +10,9 @@ from looplib.report.records import Record, read_jsonl
 _LONGEST_TEXT = 4000  # characters
 _MOST_ITEMS = 2000  # of a list or an object
 _LARGEST_INT = 2**53  # a browser has doubles
+_LONGEST_SECONDS = 1e12  # of a duration; sums of these are finite
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+_FIRST, _LAST = -62_135_596_800, 253_402_300_799  # seconds of the years 1 to 9999, which `datetime` has
 
 
 def text(value: Any, longest: int = _LONGEST_TEXT) -> str:
@@ -47,6 +51,16 @@ def numbers(value: Any) -> dict[str, float]:
     """Returns the finite numbers of a dict."""
     found = {name: number(item) for name, item in mapping(value).items()}
     return {name: item for name, item in found.items() if item is not None}
+
+
+def durations(value: Any) -> dict[str, float]:
+    """Returns the numbers of a dict that can be seconds of a run, in either direction."""
+    return {name: item for name, item in numbers(value).items() if abs(item) <= _LONGEST_SECONDS}
+
+
+def utc(seconds: float) -> datetime.datetime:
+    """Returns the time that is so many seconds after 1970, or the nearest one that `datetime` has."""
+    return _EPOCH + datetime.timedelta(seconds=min(max(seconds, _FIRST), _LAST))
 
 
 def shown(value: Any) -> str:

@@ -37,8 +37,9 @@ def findings(run: Run, alone: bool = True) -> list[Remark]:
       alone: whether the page has no other run. In a comparison, which is about metrics and settings, each run would say
         the same about its time.
     """
-    found = [*_of_the_end(run), *_of_warnings(run), *_of_values(run), *_of_learning(run), *_of_int8(run)]
-    found += [*_of_time(run), *_of_the_rate(run)] if alone else []
+    with np.errstate(over="ignore", invalid="ignore"):  # of values whose sums or differences are infinite
+        found = [*_of_the_end(run), *_of_warnings(run), *_of_values(run), *_of_learning(run), *_of_int8(run)]
+        found += [*_of_time(run), *_of_the_rate(run)] if alone else []
     return sorted(found, key=lambda one: ("bad", "note", "good").index(one.kind))
 
 
@@ -54,7 +55,7 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
         text = f"The run had not ended when this page was written; its last report is of step {run.step or 0:,}."
         silent = "It has reported nothing for long; python -m looplib status names its process."
         yield Remark("note", text, silent if run.status == "silent" else "")
-    if run.final_step is not None:
+    if run.final_step is not None and run.step is not None:
         text = f"The run trained to step {run.step:,} and went back to the checkpoint of step {run.final_step:,}"
         yield Remark("note", f"{text}, which evaluations, predictions and exports take.")
     killed = sum(start.status == "killed" for start in run.starts)
@@ -79,7 +80,7 @@ def _of_values(run: Run) -> Iterator[Remark]:
         text = f"The run went back to an earlier checkpoint {_times(run.rollbacks)}{where}."
         yield Remark("note", text, "If it happens again, lower the learning rate, clip gradients or check the data.")
     skipped = run.curve("train/skipped_steps")
-    count = int(skipped.finite[1].sum()) if skipped else 0
+    count = int(np.clip(skipped.finite[1].sum(), 0, 2**53)) if skipped else 0
     if count:
         text = f"{_count(count, 'step')} had values that were not finite and changed nothing."
         yield Remark("note", text, "Lower the learning rate, clip gradients, or check the data of these steps.")

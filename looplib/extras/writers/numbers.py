@@ -1,12 +1,12 @@
 """Numbers and metrics formatted for people."""
 
-import math
 import re
 from collections.abc import Mapping
 
 from looplib.report.progress import Progress, format_seconds, format_share
 
 _NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
+_LARGEST_WHOLE = 1e15  # that is written with all its digits
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -18,7 +18,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def format_number(value: float) -> str:
-    """Formats a number for a person: whole numbers as they are, others with four significant digits.
+    """Formats a number for a person: whole numbers up to 15 digits as they are, others with four significant digits.
 
     Args:
       value: int or float.
@@ -26,7 +26,7 @@ def format_number(value: float) -> str:
     Returns:
       str, such as `1797`, `0.9833`, `1.2e-05`.
     """
-    if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
+    if (isinstance(value, int) or abs(value) >= 1000) and abs(value) < _LARGEST_WHOLE:
         return f"{value:.0f}"
     return f"{value:.4g}"
 
