@@ -18,6 +18,10 @@ from looplib.masks import masked_text
 
 _OF_A_RUN = re.compile(r"(?:(.*)/)?(?:run\.json|metrics\.jsonl|\.lease/\d+)")
 _INSIDE_A_RUN = re.compile(r"(.*?)((?:/checkpoints(?:/ckpt-\d+)?)?(?:@[^/@]*)?)")
+_WEIGHTS = re.compile(  # files of weights in a folder, checkpoints and a SavedModel; what is below the latter is a part
+    r"(?:checkpoints/)?(?:checkpoint|[^/]+\.(?:index|commit|data-\d+-of-\d+))|(?:saved_model|fingerprint)\.pb"
+    r"|[^/]+\.(?:safetensors|h5|keras|safetensors\.index\.json|weights\.json)|(?P<part>(?:variables|assets)/.*)"
+)
 _TOGETHER = 16  # runs that are asked for at the same time
 _DEEPEST = 3  # folders between a URL and the runs below it
 
@@ -31,21 +35,25 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
       unchecked: whether all files are fetched again, and as they are, also those of damaged checkpoints.
 
     Raises:
-      StoreError: if there is nothing, or the store cannot be used.
+      StoreError: if there is nothing, neither runs nor weights, or the store cannot be used.
     """
     place, inside = _INSIDE_A_RUN.fullmatch(url.rstrip("/")).groups()
     store = Store(place)
     place, there = store.url, store.listed()
-    runs = () if unchecked else _runs_among(there)
-    if "" in runs:
+    runs = _runs_among(there)
+    if "" in runs and not unchecked:
         local = stores.cache("runs", place)
         StoreMirror(store, local).update(there, checkpoints)
         return local + inside
+    wanted = there if "" in runs else _weights_among(there) if checkpoints else {}
+    if there and not wanted and (unchecked or not runs):  # somebody's data, which may be large
+        what = "is neither a run nor weights" if checkpoints else f"holds no run, up to {_DEEPEST} folders deep"
+        raise StoreError(f"{masked_text(url)} {what}; name a run directory, as --model_dir does")
     local = stores.cache("copies", place)
     if unchecked:
         local = tempfile.mkdtemp(prefix="unchecked-", dir=folders.make_folder(stores.cache_directory()))
         atexit.register(folders.remove, *os.path.split(local))
-    if runs:
+    if runs and not unchecked:
         fetch_runs(store, there, local, checkpoints)
         return local
     if not there:  # an object, and no folder
@@ -58,7 +66,7 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
         if kind := kind_of(name):
             _fetch_shards(place[: -len(name) - 1], path, kind)
         return path
-    for name in there:
+    for name in wanted:
         *below, last = name.split("/")
         try:
             store.fetch(name, os.path.join(folders.make_folder(local, *below), last))
@@ -66,6 +74,12 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
             if not unchecked:
                 raise StoreError(f"{masked_text(url)}/{name} was deleted just now; run the command again") from None
     return local + inside
+
+
+def _weights_among(names: Mapping[str, StoredFile]) -> dict[str, StoredFile]:
+    """Returns those of the objects in a folder that a model may be loaded from; {} if there is nothing but parts."""
+    found = {name: match for name in names if (match := _WEIGHTS.fullmatch(name))}
+    return {name: names[name] for name in found} if any(match["part"] is None for match in found.values()) else {}
 
 
 def _runs_among(names: Mapping[str, StoredFile]) -> set[str]:

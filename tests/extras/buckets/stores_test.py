@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import threading
 
 import copied
@@ -92,6 +93,28 @@ def test_a_second_writer_is_refused_and_an_expired_one_is_followed(url, tmp_path
     second.check(1.0, surely=True)
     with pytest.raises(LockedError, match="taken"):
         first.check(1.0, surely=True)
+
+
+def test_of_a_folder_without_runs_nothing_is_fetched_but_files_of_weights(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path / "cache"))
+    files = fsspec.filesystem("memory")
+    photos = [f"{folder}/{number}.png" for folder in ("assets", "photos/a", "photos/b") for number in range(3)]
+    for name in photos:
+        files.pipe_file(f"/tests/data/{name}", b"photo")
+    for more in ({}, {"checkpoints": False}, {"unchecked": True}):
+        with pytest.raises(StoreError, match="memory://tests/data (is neither a run nor weights|holds no run)"):
+            fetched(f"{memory}/data", **more)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    of_weights = ["saved_model.pb", "variables/variables.index", "variables/variables.data-00000-of-00001"]
+    for name in of_weights:
+        files.pipe_file(f"/tests/data/{name}", b"weights")
+    found = pathlib.Path(fetched(f"{memory}/data"))
+    names = {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()}
+    assert names == {*of_weights, *(name for name in photos if name.startswith("assets"))}
+    with pytest.raises(StoreError, match="holds no run, up to 3 folders deep"):
+        fetched(f"{memory}/data", checkpoints=False)
+    files.pipe_file("/tests/data/a/b/c/run.json", b"{}")
+    assert os.path.exists(os.path.join(fetched(f"{memory}/data", checkpoints=False), "a/b/c/run.json"))
 
 
 def test_one_file_is_fetched_by_its_url(memory, tmp_path, monkeypatch):
