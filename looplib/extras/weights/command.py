@@ -75,7 +75,12 @@ def _compare(
 
     layers = _layers(here)
     rows, free, lacking = [("name", "shape", "type", f"in {to}")], {}, dict(here)
-    whole = [name for name, one in there.items() if one.number and _fits_by_number(name, there, ruled, layers)]
+    shapes = {}
+    for one in there.values():
+        shapes.setdefault(one.layer, []).append(one.shape)
+    whole = {
+        name for name, one in there.items() if one.number and _fits_by_number(name, shapes[one.layer], ruled, layers)
+    }
     for name, one in there.items():
         form = ruled.get(name, rules.RuledName(name))
         if form.name is None:
@@ -126,15 +131,21 @@ def _layers(here: Mapping[str, StoredTensor]) -> dict[str, dict[str, tuple[int, 
 
 def _fits_by_number(
     name: str,
-    there: Mapping[str, StoredTensor],
+    shapes: list[tuple[int, ...]],
     ruled: Mapping[str, rules.RuledName],
     layers: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> bool:
-    """Returns whether the layer here has as many variables of the same shapes; the model's layer knows their order."""
+    """Returns whether the layer here has as many variables of the same shapes; the model's layer knows their order.
+
+    Args:
+      name: of a value.
+      shapes: of all values of its layer.
+      ruled: what rules make of names.
+      layers: the variables here by layer.
+    """
     form = ruled.get(name, rules.RuledName(name))
-    same = [one.shape for one in there.values() if one.layer == there[name].layer]
     wanted = layers.get((form.name or "").rpartition("/")[0], {})
-    return sorted(same) == sorted(wanted.values())
+    return sorted(shapes) == sorted(wanted.values())
 
 
 def _new(name: str, ruled: Mapping[str, rules.RuledName]) -> str:

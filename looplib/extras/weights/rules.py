@@ -1,9 +1,12 @@
 """Where weights come from, and the rules that give their names and shapes the form of the model here."""
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from looplib import files
@@ -13,6 +16,7 @@ from looplib.messages import join_names, shown, with_cure
 
 _ENDINGS = (".yaml", ".yml")
 _MOST_BYTES = 1 << 20  # of a file of rules
+_LEAST_SECONDS, _SECONDS_OF_A_MATCH = 5.0, 1e-4  # for all matches
 _FIELDS = "to, transpose and reshape"
 _FORM = (
     "expected the new text of the name, null (None) to leave the value out, or a mapping (looplib.WeightRule) with "
@@ -110,22 +114,29 @@ def apply(rules: Mapping[str, str | WeightRule | None], names: Iterable[str], pa
     """Returns what the rules make of the names that one of them matches, by saved name.
 
     Raises:
-      WarmStartError: if a rule matches nothing, or two transpose one value in ways that do not fit.
+      WarmStartError: if a rule matches nothing or takes too long, or two transpose one value in ways that do not fit.
     """
     found: dict[str, RuledName] = {}
-    idle = dict.fromkeys(rules)
-    names = list(names)
-    for saved in names:
-        now = RuledName(saved)
-        touched = False
-        for pattern, rule in rules.items():
-            if now.name is None or not re.search(pattern, now.name):
-                continue
-            touched = True
-            idle.pop(pattern, None)
-            now = _after(now, pattern, rule, saved, path)
-        if touched:
-            found[saved] = now
+    idle, names, saved, pattern = dict.fromkeys(rules), list(names), "", ""
+    compiled = {pattern: re.compile(pattern) for pattern in rules}
+    try:
+        with _ended_after(_LEAST_SECONDS + _SECONDS_OF_A_MATCH * len(rules) * len(names)):
+            for saved in names:
+                now = RuledName(saved)
+                touched = False
+                for pattern, rule in rules.items():
+                    if now.name is None or not compiled[pattern].search(now.name):
+                        continue
+                    touched = True
+                    idle.pop(pattern, None)
+                    now = _after(now, compiled[pattern], rule, saved, path)
+                if touched:
+                    found[saved] = now
+    except TimeoutError:
+        raise WarmStartError(
+            f"the rule {pattern!r:.300} for weights takes too long for {saved!r:.300} of {path}; write its pattern "
+            "without a repetition inside a repetition, such as (a+)+"
+        ) from None
     if idle:
         raise WarmStartError(
             f"no name in {path}, as the rules before have made it, matches {join_names([*map(repr, idle)], most=4)}; "
@@ -134,10 +145,28 @@ def apply(rules: Mapping[str, str | WeightRule | None], names: Iterable[str], pa
     return found
 
 
-def _after(now: RuledName, pattern: str, rule: str | WeightRule | None, saved: str, path: str) -> RuledName:
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Ends a `with` block of matches by a `TimeoutError`; in the main thread alone, where Python has signals."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler, (left, _) = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _after(now: RuledName, pattern: re.Pattern[str], rule: str | WeightRule | None, saved: str, path: str) -> RuledName:
     if rule is None:
         return RuledName(None)
-    name = re.sub(pattern, _text(rule), now.name or "")
+    name = pattern.sub(_text(rule), now.name or "")
     if isinstance(rule, str):
         return dataclasses.replace(now, name=name)
     axes = rule.transpose or now.transpose

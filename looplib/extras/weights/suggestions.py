@@ -1,9 +1,10 @@
 """Rules that may be missing: for values whose shape and name agree with one variable alone. They are text to copy."""
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from looplib.checkpoint.names import groups
 from looplib.extras.weights.rules import WeightRule
@@ -16,8 +17,10 @@ _ALIKE = {
 }  # fmt: skip
 _OF_PYTORCH = {2: (1, 0), 3: (2, 1, 0), 4: (2, 3, 1, 0)}  # its kernels of Linear and of convolutions, for Keras
 _MOST = 5_000  # names on a side that are compared
+_ANY = "*"  # for the last part of a name that is only a number
 
-Shapes = Mapping[str, tuple[int | None, ...]]
+Shape = tuple[int | None, ...]
+Shapes = Mapping[str, Shape]
 Rules = dict[str, str | WeightRule]
 
 
@@ -56,83 +59,128 @@ def suggest(there: Shapes, here: Shapes, others: Iterable[str]) -> Rules:
     pairs: list[Suggestion] = []
     while found := _with_their_layers(_pairs(there, here), there, here):  # what is left may fit one alone
         pairs += found
-        there = {name: shape for name, shape in there.items() if name not in {pair.there for pair in found}}
-        here = {name: shape for name, shape in here.items() if name not in {pair.here for pair in found}}
+        done = {pair.there for pair in found}, {pair.here for pair in found}
+        there = {name: shape for name, shape in there.items() if name not in done[0]}
+        here = {name: shape for name, shape in here.items() if name not in done[1]}
     return _as_rules(pairs, names)
 
 
 def _pairs(there: Shapes, here: Shapes) -> list[Suggestion]:
     """Returns the values and variables each of which is the only best partner of the other."""
-    forward = {name: _best(name, there[name], here, _form) for name in there}
-    backward = {
-        name: _best(name, here[name], there, lambda one, shape, other, of: _form(other, of, one, shape))
-        for name in here
-    }
-    return [
-        pair for name, pair in forward.items() if pair and backward.get(pair.here) and backward[pair.here].there == name
-    ]
+    forms = {name: _forms(name, shape) for name, shape in there.items()}
+    places = {name: _places(name, shape) for name, shape in here.items()}
+    of_here, of_there = _Partners(places), _Partners(forms)
+    forward = {name: of_here.best(name, wanted) for name, wanted in forms.items()}
+    backward = {name: of_there.best(name, wanted) for name, wanted in places.items()}
+    pairs = (
+        _form(one, there[one], name, here[name]) for one, name in forward.items() if name and backward[name] == one
+    )
+    return [pair for pair in pairs if pair]
+
+
+class _Partners:
+    """The names of a side, by what a best partner has in common with them, so that no two names are compared.
+
+    Args:
+      keys: the keys of each name: a name of the other side fits if it has one of them too.
+    """
+
+    def __init__(self, keys: Mapping[str, Iterable[Hashable]]) -> None:
+        self._names: dict[Hashable, dict[str, None]] = {}
+        self._parts: dict[Hashable, dict[str, list[str]]] = {}
+        self._known: dict[Hashable, tuple[str | None, int]] = {}
+        for name, own in keys.items():
+            for key in own:
+                for place in _ends(key, name):
+                    self._names.setdefault(place, {})[name] = None
+
+    def best(self, name: str, keys: Iterable[Hashable]) -> str | None:
+        """Returns the only best partner of a name: of equal numbers, and the most equal parts, at the end first."""
+        places = zip(*(_ends(key, name) for key in keys))
+        fitting = ([place for place in several if place in self._names] for several in places)
+        best = next(filter(None, fitting), None)
+        found = [self._most_equal(place, {*_parts(name)[:-1]}) for place in best or ()]  # a name fits by one key alone
+        most = max((count for _, count in found), default=0)
+        names = [one for one, count in found if count == most]
+        return names[0] if len(names) == 1 else None
+
+    def _most_equal(self, place: Hashable, parts: set[str]) -> tuple[str | None, int]:
+        """Returns the only name at a place that has the most of some parts, None if several have; and how many."""
+        if place not in self._parts:
+            self._parts[place] = {}
+            for name in self._names[place]:
+                for part in {*_parts(name)[:-1], ""}:
+                    self._parts[place].setdefault(part, []).append(name)
+        own = frozenset(parts & self._parts[place].keys())
+        if (place, own) not in self._known:
+            counts = collections.Counter(name for part in own or {""} for name in self._parts[place][part])
+            (first, most), *second = counts.most_common(2)
+            self._known[place, own] = None if second and second[0][1] == most else first, most * bool(own)
+        return self._known[place, own]
+
+
+def _ends(key: Hashable, name: str) -> list[Hashable]:
+    """Returns places with a key, the closest first: with the numbers of a name or any, and with ever fewer parts."""
+    parts = tuple(_parts(name)[:-1])
+    ends = [parts[start:] for start in range(len(parts) + 1)]
+    return [(key, numbers, end) for numbers in (tuple(_numbers(name)), None) for end in ends]
 
 
 def _with_their_layers(pairs: list[Suggestion], there: Shapes, here: Shapes) -> list[Suggestion]:
     """Adds the values beside one that was paired, such as a bias, which alone may fit many."""
     layers = {_layer(pair.here): _layer(pair.there) for pair in pairs}
     done = {pair.here for pair in pairs} | {pair.there for pair in pairs}
-    beside = groups((name for name in there if name not in done), _layer)
+    beside: dict[Hashable, list[str]] = {}
+    for name in there.keys() - done:
+        for form in _forms(name, there[name]):
+            beside.setdefault((_layer(name), form), []).append(name)
     added = []
     for name in here:
-        if name not in done and _layer(name) in layers:
-            found = [_form(one, there[one], name, here[name]) for one in beside.get(layers[_layer(name)], ())]
-            added += fitting if len(fitting := [one for one in found if one]) == 1 else []
-    return pairs + added
+        if name not in done and (layer := layers.get(_layer(name))) is not None:
+            fitting = {one for place in _places(name, here[name]) for one in beside.get((layer, place), ())[:2]}
+            added += [_form(one, there[one], name, here[name]) for one in fitting if len(fitting) == 1]
+    return pairs + [one for one in added if one]
 
 
 def _layer(name: str) -> str:
     return re.split(r"[./](?=[^./]*$)", name)[0]
 
 
-def _form(there: str, shape: tuple[int | None, ...], here: str, of: tuple[int | None, ...]) -> Suggestion | None:
-    """Returns how a value would be in the form of a variable; None if it does not fit."""
-    if _last(there) != _last(here) and not there.rpartition("/")[2].isdigit():
-        return None
-    if here.endswith("kernel") and "embed" in "".join(_parts(there)[-2:]):
-        return None  # a table of embeddings fits a small kernel by chance
-    axes = ()
-    if there.endswith("weight") and here.endswith("kernel"):
-        axes = _OF_PYTORCH.get(len(shape), ())
-    now = tuple(shape[axis] for axis in axes) if axes else shape
-    if now == of:
-        return Suggestion(there, here, axes)
-    splits = len(now) == 2 and len(of) == 3 and None not in of and (
-        (now[0] == of[0] and now[1] == of[1] * of[2]) or (now[1] == of[2] and now[0] == of[0] * of[1])
-    )  # fmt: skip
-    split_bias = len(now) == 1 and len(of) == 2 and None not in of and now[0] == math.prod(of)
-    return Suggestion(there, here, axes, reshape=True) if splits or split_bias else None
-
-
-def _best(
-    name: str, shape: tuple[int | None, ...], others: Shapes, form: Callable[..., Suggestion | None]
-) -> Suggestion | None:
-    """Returns the only best partner of a name: of fitting shape, equal numbers, and the most equal parts at the end."""
-    scored = [
-        (_numbers(name) == _numbers(other), *_agreement(name, other), found)
-        for other, of in others.items()
-        if (found := form(name, shape, other, of))
+def _forms(name: str, shape: Shape) -> list[Hashable]:
+    """Returns what a variable for a value has as one of its `_places`."""
+    last = _ANY if name.rpartition("/")[2].isdigit() else _last(name)
+    kernels = [True] * ("embed" not in "".join(_parts(name)[-2:]))  # such a table fits a small kernel by chance
+    return [
+        (last, is_kernel, tuple(shape[axis] for axis in _axes(name, shape, is_kernel)))
+        for is_kernel in (*kernels, False)
     ]
-    scored.sort(key=lambda one: one[:3], reverse=True)
-    if not scored or (len(scored) > 1 and scored[0][:3] == scored[1][:3]):
+
+
+def _places(name: str, shape: Shape) -> list[Hashable]:
+    """Returns the forms of values for a variable: its own shape, and two or three axes as fewer."""
+    shapes = {shape}
+    if len(shape) in (2, 3) and None not in shape:
+        shapes |= {(math.prod(shape),)} if len(shape) == 2 else _without_an_axis(*shape)
+    return [(last, name.endswith("kernel"), one) for last in (_last(name), _ANY) for one in shapes]
+
+
+def _without_an_axis(a: int, b: int, c: int) -> set[Shape]:
+    return {(a, b * c), (a * b, c)}
+
+
+def _axes(name: str, shape: Shape, is_kernel: bool) -> tuple[int, ...]:
+    """Returns the order of the axes of a value for a variable."""
+    axes = _OF_PYTORCH.get(len(shape), ()) if is_kernel and name.endswith("weight") else ()
+    return axes or tuple(range(len(shape)))
+
+
+def _form(there: str, shape: Shape, here: str, of: Shape) -> Suggestion | None:
+    """Returns how a value would be in the form of a variable; None if it does not fit."""
+    if not {*_forms(there, shape)} & {*_places(here, of)}:
         return None
-    return scored[0][3]
-
-
-def _agreement(one: str, other: str) -> tuple[int, int]:
-    """Returns how many parts before the last are equal at the end of two names, and how many anywhere."""
-    parts = [_parts(name)[:-1] for name in (one, other)]
-    same = 0
-    for ours, theirs in zip(*map(reversed, parts)):
-        if ours != theirs:
-            break
-        same += 1
-    return same, len(set(parts[0]) & set(parts[1]))
+    axes = _axes(there, shape, here.endswith("kernel"))
+    moved = () if axes == tuple(range(len(shape))) else axes
+    return Suggestion(there, here, moved, tuple(shape[axis] for axis in axes) != of)
 
 
 def _parts(name: str) -> list[str]:
@@ -152,17 +200,28 @@ def _as_rules(pairs: list[Suggestion], names: set[str]) -> Rules:
     """Returns few rules for pairs: of a prefix, of names that differ in numbers, and else one for each."""
     rules: Rules = {}
     left = pairs
-    for spell in (_by_prefix, _by_number, _alone):
+    for spell, alike in ((_by_prefix, _first), (_by_number, _without_numbers), (_alone, str)):
         rest = []
+        matched = groups(names, alike)
         spelled = groups(((spell(pair), pair) for pair in left), lambda one: one[0])
         for rule, found in spelled.items():
             wanted = {pair.there for _, pair in found}
-            if rule and {name for name in names if re.search(rule[0], name)} == wanted:
+            if rule and {*matched[alike(found[0][1].there)]} == wanted:
                 rules[rule[0]] = rule[1]
             else:
                 rest += [pair for _, pair in found]
         left = rest
     return rules
+
+
+def _first(name: str) -> str:
+    """Returns what names have in common that a rule of a prefix matches."""
+    return re.sub("/.*", "/", name, flags=re.DOTALL)
+
+
+def _without_numbers(name: str) -> str:
+    """Returns what names have in common that a rule of numbers matches."""
+    return re.sub(r"\d+", "\0", name)
 
 
 def _by_prefix(pair: Suggestion) -> tuple[str, str | WeightRule] | None:

@@ -1,6 +1,8 @@
 """Rules map the names and axes of other libraries, and whatever they name has to fit."""
 
 import math
+import signal
+import time
 
 import keras
 import numpy as np
@@ -10,7 +12,7 @@ from written import by_path, filled, same, write_safetensors
 
 import looplib
 from looplib.errors import SettingError, WarmStartError
-from looplib.extras.weights import values
+from looplib.extras.weights import rules, values
 
 HIDDEN, LAYERS, WORDS, PLACES, INNER, HEADS = 8, 2, 11, 6, 16, 2
 
@@ -274,3 +276,20 @@ def test_a_number_that_is_too_large_for_its_variable_is_refused(value):
     wide[...] = [np.inf] if wide.ndim == 1 else np.inf  # as the file has it
     values.assign(variable, wide)
     assert np.isinf(variable.numpy()).all()
+
+
+def test_a_pattern_that_never_ends_is_a_sentence_and_the_next_alarm_is_the_callers(monkeypatch):
+    monkeypatch.setattr(rules, "_LEAST_SECONDS", 0.3)
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    try:
+        with pytest.raises(
+            WarmStartError, match=r"the rule '\^\(a\+\)\+\$' for weights takes too long for 'aaa.*of w.h5"
+        ):
+            rules.apply({"b": "c", "^(a+)+$": "x"}, ["b", "a" * 40 + "!"], "w.h5")
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert rules.apply({"b": "c"}, ["b"], "w.h5") == {"b": rules.RuledName("c")}
+        time.sleep(0.5)
+        assert rung == [1]
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -1,5 +1,8 @@
 """`python -m looplib weights`: what is in a file, beside what a model wants, and the rules that are missing."""
 
+import re
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -74,6 +77,21 @@ def test_it_says_what_a_run_takes_and_what_has_no_place(tmp_path, capsys):
     assert cli(["weights", other, "--to", run]) == 1
     out = capsys.readouterr().out
     assert "of the shape (4, 6)" in out and "only in" in out and "head/bias" in out
+
+
+def test_thousands_of_names_are_paired_without_comparing_each_with_each():
+    names = range(2000)
+    there = {f"enc.{n}.weight": (1,) for n in names} | {f"enc.{n}.bias": (2,) for n in names}
+    here = {f"layer_{n}/kernel": (1,) for n in names} | {f"layer_{n}/bias": (2,) for n in names}
+    began = time.monotonic()
+    rules = suggest(there, here, ["other.7.weight"])
+    assert time.monotonic() - began < 20  # 16 million comparisons take five minutes
+    assert {name: re.sub(*rule, name) for rule in rules.items() for name in there if re.search(rule[0], name)} == {
+        name: name.replace("enc.", "layer_").replace(".weight", "/kernel").replace(".bias", "/bias") for name in there
+    }
+    alike = {f"a/{n}": (3,) for n in names}
+    assert suggest({"a/x": (5,), **alike}, {"b/x": (5,), **alike}, []) == {"^a/x$": "b/x"}
+    assert time.monotonic() - began < 40
 
 
 @pytest.mark.slow
