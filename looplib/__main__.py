@@ -62,11 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return EXIT_UNKNOWN if tool.has_verdict else EXIT_DONE  # 0 would say that runs are equal
     except Exception as error:
-        if not isinstance(error, UsageError) and not cure_of(error):
+        is_missing = isinstance(error, ModuleNotFoundError) and not (error.name or "looplib").startswith("looplib")
+        if not isinstance(error, UsageError) and not cure_of(error) and not is_missing:
             raise
         from looplib.console import printable, say
 
-        text = error.line if isinstance(error, UsageError) else with_cure(error)
+        text = error.line if isinstance(error, UsageError) else with_cure(error, "install the package that has it")
         say(f"looplib: error: {printable(text[:_MOST_SHOWN])}")
         return EXIT_UNKNOWN
     except KeyboardInterrupt:

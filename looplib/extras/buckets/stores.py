@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import email.utils
+import glob
 import hashlib
 import os
 import time
@@ -181,7 +182,12 @@ class Store:
 
     def matching(self, pattern: str, patience: float = PATIENCE) -> dict[str, StoredFile]:
         """Returns the objects of a folder whose names match a pattern, by name; a request per 1,000 of the folder."""
-        found = self.ask(lambda: self._files.glob(self._at(pattern), detail=True), f"list {pattern}", patience)
+        if any("**" in part and part != "**" for part in pattern.split("/")):
+            raise StoreError(
+                f"{pattern!r} has ** beside other characters; expected ** as a folder of its own, or one *"
+            )
+        full = f"{glob.escape(self._root)}/{pattern}"
+        found = self.ask(lambda: self._files.glob(full, detail=True), f"list {pattern}", patience)
         start = len(self._root.strip("/")) + 1
         return {
             path.strip("/")[start:]: StoredFile(int(entry["size"]), _version(entry))

@@ -73,8 +73,9 @@ def _check_name(parent: str, name: str) -> None:
             f"{os.path.join(parent, suggested)}"
         )
     found = importlib.util.find_spec(name)
-    if name in _FOLDERS or (found and found.origin):  # a folder that is no package has no origin
-        what = "a folder in each project" if name in _FOLDERS else f"the module {found.origin}"
+    own = {*_FOLDERS, *_FILES}
+    if name in own or (found and found.origin):  # a folder that is no package has no origin
+        what = "a file or folder in each project" if name in own else f"the module {found.origin}"
         raise CommandError(f"{name!r} is the name of {what}; use another name for the package")
 
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import h5py
 import numpy as np
 import tensorflow as tf
 
@@ -160,6 +159,8 @@ class Parts:
             self._leave_out(name, f"it is for Keras models, and this is a {type(model).__name__}")
             return
         try:
+            import h5py  # here, as other formats do not need it
+
             model.save_weights(path)
             with h5py.File(path) as file:
                 places = [("/".join((*place.path, "vars")), place.own) for place in LayerWalk(model).found]

@@ -50,8 +50,11 @@ def _sweep(options: argparse.Namespace) -> int:
     try:
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
+        import sqlalchemy  # noqa: F401
     except ImportError as error:
-        raise PluginError(f"a sweep needs {error.name}; install it with pip install 'looplib[sweep]'") from error
+        raise PluginError(
+            f"a sweep needs {error.name or 'other packages'}; install it with pip install 'looplib[sweep]'"
+        ) from error
     from looplib.extras.sweep.database import parse
     from looplib.extras.sweep.study import SweepPlan
     from looplib.extras.sweep.sweep import sweep

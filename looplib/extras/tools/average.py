@@ -1,5 +1,6 @@
 """`python -m looplib average DIR OUTPUT`: the mean of successive checkpoints of a run."""
 
+import itertools
 import os
 import tempfile
 from typing import Any
@@ -12,10 +13,11 @@ from looplib.checkpoint import choice, commits
 from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.names import SavedVariables
 from looplib.compat import tensorflow as _tf
-from looplib.errors import EXIT_DONE, CommandError, MismatchError, NoCheckpointError, RunDirectoryError
+from looplib.errors import EXIT_DONE, CommandError, FileError, MismatchError, NoCheckpointError, RunDirectoryError
+from looplib.extras.outputs.new_folder import new_folder
 from looplib.extras.tools.player import Order
 from looplib.extras.tools.replay import Replayable
-from looplib.messages import whole_number
+from looplib.messages import whole_number, with_cure
 from looplib.task.record import RunRecord
 
 _MOVING = "/moving_variance"  # in the key of a statistic of batch normalization
@@ -68,8 +70,7 @@ def average(
             f"{directory} has {len(found)} intact checkpoints{up_to}, and --last is {last}; keep more of them in the "
             "training (--keep_last), or average fewer"
         )
-    if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
-        raise RunDirectoryError(f"{output} is not empty; name a new directory for the average")
+    output = _free(output)
     values, note = _mean([done.path for done in found]), ""
     values |= _moving_averages(found[-1].path, values) if averages else {}
     if run:
@@ -79,10 +80,36 @@ def average(
         note = ", with the statistics of batch normalization of the last weights; --statistics_steps=N computes others"
     elif any(_MOVING in key for key in values):
         note = ", also of the statistics of batch normalization; --statistics_steps=N computes them from data"
-    path = _write(output, found[-1].step, values)
+    try:
+        with new_folder(output) as place:
+            path = _write(place, found[-1].step, values)
+            folders.move(*os.path.split(place), *os.path.split(output))
+    except OSError as error:
+        reason = OSError(error.errno, error.strerror)  # without a temporary name, which nobody knows
+        raise FileError(f"{output} cannot be made: {with_cure(reason, 'name another directory')}") from error
+    path = os.path.join(output, os.path.relpath(path, place))
     what = "moving averages" if averages else "mean"
     print(f"wrote the {what} of {', '.join(os.path.basename(done.path) for done in found)} to {path}{note}")
     return EXIT_DONE
+
+
+def _free(output: str) -> str:
+    """Returns the path of a new or empty directory, without links.
+
+    Raises:
+      UsageError: if it is something else, or among the checkpoints of a run.
+    """
+    path = os.path.realpath(output)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise RunDirectoryError(f"{output} is a file; name a new directory for the average")
+    if os.path.isdir(path) and os.listdir(path):
+        raise RunDirectoryError(f"{output} is not empty; name a new directory for the average")
+    for above in itertools.accumulate(path.split(os.sep)[1:-1], os.path.join, initial=os.sep):
+        if os.path.isdir(above) and commits.newest(above):
+            raise RunDirectoryError(
+                f"{output} is in {above}, which has the checkpoints of a run; name a directory outside of it"
+            )
+    return path
 
 
 def _moving_averages(path: str, values: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:

@@ -21,11 +21,12 @@ import ml_dtypes
 import numpy as np
 
 from looplib import files
-from looplib.extras.weights import hdf5_contents
+from looplib.errors import PluginError
 from looplib.extras.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
 from looplib.messages import is_utf8
 
-_LIST = "layers"
+_CONTENTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hdf5_contents.py")  # a program of its own
+_LIST, _VARIABLES = "layers", "vars"
 _OWNED = frozenset({"optimizer", "metrics", "optimizer_weights"})
 SECONDS = 60  # of computing, for the names in a file
 _PATIENCE = 600.0  # seconds, where a disk is slow
@@ -157,7 +158,7 @@ class Hdf5Weights:
 
     def _newer(self, path: str, one: Hdf5Numbers) -> StoredTensor:
         *layer, of, number = one.path if len(one.path) > 1 else ("", *one.path)
-        if of != hdf5_contents.VARIABLES:
+        if of != _VARIABLES:
             raise refusal(path, f"{'/'.join(one.path)[-100:]!r} is in no group of variables (vars)")
         name = "/".join([*chain(layer, self._layers, self.names is NamesOfLayers.ALL), number])
         listed = frozenset(index for index in range(len(layer)) if tuple(layer[:index]) not in self._holders)
@@ -188,8 +189,12 @@ class Hdf5Weights:
 
 def _contents(file: BinaryIO, path: str, start: int, size: int) -> Hdf5Contents:
     """Returns what is in a file, found by another process, which a damaged file may hang or crash."""
+    try:
+        import h5py  # noqa: F401
+    except ImportError as error:
+        raise PluginError(f"{path} is a file of HDF5, which h5py reads; install it with pip install h5py") from error
     numbers = (start, size, MOST_TENSORS, MOST_HEADER, SECONDS)
-    command = [sys.executable, os.path.abspath(hdf5_contents.__file__), *map(str, numbers)]
+    command = [sys.executable, _CONTENTS, *map(str, numbers)]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # whose stacks are memory
     try:
         done = subprocess.run(command, stdin=file, capture_output=True, timeout=_PATIENCE, env=environment)

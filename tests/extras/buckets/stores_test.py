@@ -117,6 +117,17 @@ def test_of_a_folder_without_runs_nothing_is_fetched_but_files_of_weights(memory
     assert os.path.exists(os.path.join(fetched(f"{memory}/data", checkpoints=False), "a/b/c/run.json"))
 
 
+def test_brackets_in_the_name_of_a_folder_are_no_pattern(memory):
+    files, names = fsspec.filesystem("memory"), ["a-1", "a-2", "b[1]"]
+    for name in names:
+        files.pipe_file(f"/tests/d[1]/{name}", b"x")
+    store = stores.Store(f"{memory}/d[1]")
+    assert [*store.matching("a-[12]")] == ["a-1", "a-2"] and [*store.matching("*")] == names
+    assert [*store.matching("b[[]1]")] == ["b[1]"] and [*store.matching("a-[1")] == []
+    with pytest.raises(StoreError, match="beside other characters"):
+        store.matching("**a")
+
+
 def test_one_file_is_fetched_by_its_url(memory, tmp_path, monkeypatch):
     monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path / "cache"))
     fsspec.filesystem("memory").pipe_file("/tests/weights.h5", b"weights")

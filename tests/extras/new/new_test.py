@@ -95,10 +95,11 @@ def test_a_name_that_no_package_can_have_is_refused_with_another_one(name, sugge
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["json", "keras", "tests"])
+@pytest.mark.parametrize("name", ["json", "keras", "tests", "Makefile"])
 def test_a_name_that_hides_another_module_is_refused(name, tmp_path):
-    with pytest.raises(CommandError, match=name):
+    with pytest.raises(CommandError, match=f"'{name}' is the name of"):
         project.make(str(tmp_path / name), "loss")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_stays(tmp_path, monkeypatch):

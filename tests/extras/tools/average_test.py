@@ -3,6 +3,9 @@
 import json
 import os
 import pathlib
+import signal
+import subprocess
+import sys
 
 import averaged
 import numpy as np
@@ -12,6 +15,7 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib.__main__ import main
+from looplib.checkpoint import commits
 from looplib.errors import EXIT_DONE
 from looplib.extras.tools import normalization
 from looplib.extras.tools.player import Player
@@ -43,6 +47,55 @@ def in_numpy(model, size=averaged.BATCH):
             x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-3) * gamma + beta
             x = np.maximum(x, 0) if norm == "norm_1" else x
     return {name: np.mean(batches, axis=0) for name, batches in found.items()}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run with three checkpoints of one variable, without a program."""
+    place = tmp_path / "run" / "checkpoints"
+    place.mkdir(parents=True)
+    for step in (1, 2, 6):
+        path = commits.path_of(str(place), step)
+        commits.begin(path)
+        tf.raw_ops.SaveV2(prefix=path, tensor_names=["w"], shape_and_slices=[""], tensors=[tf.fill([9], float(step))])
+        commits.commit(path, step)
+    return tmp_path / "run"
+
+
+KILLED = """
+import os, sys
+from looplib.checkpoint import commits
+from looplib.__main__ import main
+def dies(*arguments, kept=commits.commit):
+    if sys.argv[1] == "after":
+        kept(*arguments)
+    os.kill(os.getpid(), 9)
+commits.commit = dies
+main(["average", *sys.argv[2:], "--last=3"])
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_average_that_is_killed_leaves_nothing_in_the_way_of_the_next(when, saved, tmp_path):
+    output = tmp_path / "mean"
+    program = [sys.executable, "-c", KILLED, when, str(saved), str(output)]
+    assert subprocess.run(program, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+    assert not output.exists() and main(["average", str(saved), str(output), "--last=3"]) == EXIT_DONE
+    done = commits.newest(str(output / "checkpoints"))
+    np.testing.assert_array_equal(tf.train.load_checkpoint(done.path).get_tensor("w"), np.full(9, 3.0))
+    assert not commits.verify(done) and sorted(one.name for one in tmp_path.iterdir()) == ["mean", "run"]
+
+
+def test_an_average_goes_to_no_file_and_among_no_checkpoints(saved, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    cases = {"file": "is a file", "run": "is not empty", "run/checkpoints/mean": "has the checkpoints of a run"}
+    for name, sentence in cases.items():
+        assert main(["average", str(saved), str(tmp_path / name), "--last=3"]) == 2
+        assert sentence in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert main(["average", str(saved), str(tmp_path / "link"), "--last=3"]) == EXIT_DONE
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "checkpoints" / "ckpt-6.index").exists()
 
 
 def read(folder, family="keras"):

@@ -1,6 +1,8 @@
 """`python -m looplib weights`: what is in a file, beside what a model wants, and the rules that are missing."""
 
 import re
+import subprocess
+import sys
 import time
 
 import keras
@@ -77,6 +79,40 @@ def test_it_says_what_a_run_takes_and_what_has_no_place(tmp_path, capsys):
     assert cli(["weights", other, "--to", run]) == 1
     out = capsys.readouterr().out
     assert "of the shape (4, 6)" in out and "only in" in out and "head/bias" in out
+
+
+WITHOUT = """
+import sys
+blocked, arguments = sys.argv[1], sys.argv[2:]
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+from looplib.__main__ import main
+sys.exit(main(arguments))
+"""
+
+
+def without(package, *arguments):
+    """Runs a tool where a package is missing; returns its exit code and what it says of errors."""
+    command = [sys.executable, "-c", WITHOUT, package, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_a_package_that_is_missing_is_a_sentence_and_needed_for_its_own_files_alone(tmp_path):
+    small("encoder").save_weights(tmp_path / "w.weights.h5")
+    code, text = without("h5py", "weights", str(tmp_path / "w.weights.h5"))
+    assert code == 2 and "pip install h5py" in text
+    whole = write_safetensors(tmp_path / "w.safetensors", by_path(small("encoder")))
+    assert without("h5py", "weights", whole)[0] == 0
+    sweep = [f"--dir={tmp_path / 'sweep'}", "--metric=eval/loss", "--goal=min", "--", "program", "--a=1,2"]
+    code, text = without("sqlalchemy", "sweep", *sweep)
+    assert code == 2 and "a sweep needs sqlalchemy; install it" in text
+    code, text = without("ml_dtypes", "weights", whole)
+    assert code == 2 and "No module named 'ml_dtypes'; install the package that has it" in text
 
 
 def test_thousands_of_names_are_paired_without_comparing_each_with_each():
