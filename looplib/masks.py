@@ -133,7 +133,7 @@ def _remember(secret: str, url: str) -> None:
     for one in found:
         parts = [urllib.parse.quote(one, safe=safe, errors="surrogatepass") for safe in ("/", "")]
         for form in (one, *parts, urllib.parse.unquote(one), repr(one)[1:-1], json.dumps(one)[1:-1]):
-            if len(form) >= _LEAST_KNOWN and form not in MASK:
+            if len(form) >= _LEAST_KNOWN and form not in MASK and not re.fullmatch(r"[\w+.-]+(:|%3A)//?", form):
                 _known.add(form)
 
 
