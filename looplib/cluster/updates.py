@@ -17,6 +17,7 @@ import tensorflow as tf
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
+from looplib.compat.autograph import converted
 from looplib.errors import OptimizerError, StepError
 
 
@@ -38,6 +39,7 @@ def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *
         _apply_pairs(optimizer, _optimizers.own_method(optimizer, "apply_gradients"), pairs, summed=summed)
 
 
+@tf.autograph.experimental.do_not_convert
 def _apply(
     optimizer: Any, plain: Callable, grads: Iterable, trainable_variables: Iterable | None = None, *,
     summed: bool = False, **kwargs: Any,
@@ -47,7 +49,7 @@ def _apply(
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     if tf.distribute.in_cross_replica_context() or _optimizers.is_summed():
-        return plain(grads, trainable_variables, **kwargs)
+        return converted(plain)(grads, trainable_variables, **kwargs)
     if not summed:
         grads = replicas.weighted(grads)
     if not _keras.scales_loss(optimizer):
@@ -57,7 +59,7 @@ def _apply(
         if not summed:
             grads = replicas.over_replicas(type(optimizer).__name__, grads)
     with _optimizers.summed():
-        return plain(grads, trainable_variables, **kwargs)
+        return converted(plain)(grads, trainable_variables, **kwargs)
 
 
 def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:
@@ -81,13 +83,14 @@ def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:
             )
 
 
+@tf.autograph.experimental.do_not_convert
 def _apply_pairs(
     optimizer: Any, plain: Callable, grads_and_vars: Iterable, *args: Any, summed: bool = False, **kwargs: Any
 ) -> Any:
     """Replaces the method `apply_gradients` of a tf_keras optimizer, which is `plain`."""
     pairs = list(grads_and_vars)
     if tf.distribute.in_cross_replica_context() or _optimizers.is_summed():
-        return plain(pairs, *args, **kwargs)
+        return converted(plain)(pairs, *args, **kwargs)
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if not summed:
         gradients = replicas.weighted(gradients)
@@ -109,7 +112,7 @@ def _apply_pairs(
         if not summed:
             gradients = replicas.over_replicas(type(optimizer).__name__, gradients)
     with _optimizers.summed():
-        return plain(list(zip(gradients, variables)), *args, **kwargs)
+        return converted(plain)(list(zip(gradients, variables)), *args, **kwargs)
 
 
 class TrainingOptimizers:

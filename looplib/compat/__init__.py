@@ -1,6 +1,7 @@
 """What looplib uses of Keras and TensorFlow that they do not publish, each with what happens where it is missing.
 
 Names that other rooms may use, by file:
+    autograph: converted
     keras: adapts, averaged, changes_when_called, check_one_family, computes_in, family, finalizes, given_constants,
         GLOBAL_SEED, imported, inner_metrics, input_specs, is_a, is_layer, is_metric, is_metrics, is_model,
         is_optimizer, is_own_class, is_variable, loss_scale, make_outside, make_sums_outside, mask_of, optimizers,

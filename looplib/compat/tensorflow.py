@@ -37,6 +37,7 @@ except TypeError as error:
 finally:
     if _collects:
         gc.enable()
+    gc.freeze()  # modules stay; without this, the first collections of a program go through all their objects
 
 from absl import logging
 

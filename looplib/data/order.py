@@ -63,6 +63,7 @@ class Plan(abc.ABC):
         """Returns the function from chunks of positions, int64 `[k, b]`, to examples; key None for an evaluation."""
         locate = self.once() if key is None else self.endless(key)
 
+        @tf.autograph.experimental.do_not_convert
         def chunk(positions: tf.Tensor) -> Any:
             def back(part: tf.Tensor) -> tf.Tensor:
                 inner = part.shape[1:]

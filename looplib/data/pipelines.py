@@ -328,6 +328,7 @@ def to_replicas(
     if not uneven:
         rows.check_even(who, rows.parts(spec))
 
+    @tf.autograph.experimental.do_not_convert
     def divide(*element: Any) -> tf.data.Dataset:
         batch = element if type(spec) is tuple else element[0]  # tf.data unpacks tuples, and only those
         sizes = [rows.count(part) for part in rows.parts(batch)]

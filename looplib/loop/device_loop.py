@@ -12,6 +12,7 @@ from absl import logging
 
 from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
+from looplib.compat.autograph import converted
 from looplib.health.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
 from looplib.loop.step import Step, now, timed
@@ -103,7 +104,7 @@ class LoopPrograms:
             self._iterator, self._bound, self.ran = iterator, {}, set()
         if one_round not in self._bound:
             run = self._one_round if one_round else self._loop
-            bound = tf.function(lambda: run(iterator, self._numbers.read_value()))
+            bound = tf.function(lambda: run(iterator, self._numbers.read_value()), autograph=False)
             self._bound[one_round] = bound.get_concrete_function()
 
 
@@ -126,8 +127,10 @@ class DeviceLoop(InnerLoop):
         self._reads_at_end = step.stream.renew is None
         self._programs = LoopPrograms(self._run, self._run_round, binds=step.stream.renew is not None)
         self._looks_within = sum(step.op_counts.values()) >= _MANY_OPS
+        self._inner = converted(self._repeat_and_look) if self._looks_within else self._repeat_in_strides
+        self._inner_to_the_end = converted(self._repeat_to_the_end)
         self._most_alone = self._most_rounds_alone()
-        self._read = tf.function(step.reducer.read)
+        self._read = tf.function(step.reducer.read, autograph=False)
 
     @property
     def round_size(self) -> int:
@@ -136,6 +139,7 @@ class DeviceLoop(InnerLoop):
 
     # On the device.
 
+    @tf.autograph.experimental.do_not_convert
     def _run(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
         self._note_trace(iterator)
         wanted = Numbers(*tf.unstack(numbers))
@@ -146,6 +150,7 @@ class DeviceLoop(InnerLoop):
         take = (wanted.read > 0) & status.go & (ended | (done >= wanted.steps))
         return self._outcome(done, status, waited, started, take)
 
+    @tf.autograph.experimental.do_not_convert
     def _run_round(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
         """One round, without the loops around it, which cost a call up to a millisecond."""
         started = now()
@@ -171,45 +176,50 @@ class DeviceLoop(InnerLoop):
         done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
         if self._chunk is not None:
             stride = -(-wanted.stride // self.round_size)
-            rounds, waited, status = self._repeat(self._do_round, waited, iterator, wanted.rounds, stride, status)
+            rounds, waited, status = self._inner(self._do_round, waited, iterator, wanted.rounds, stride, status)
             done = rounds * self.round_size
         left = wanted.steps - done
         if self._fetches_in_step:
-            more, waited, status = self._repeat(self._do_step, waited, iterator, left, wanted.stride, status)
+            more, waited, status = self._inner(self._do_step, waited, iterator, left, wanted.stride, status)
         else:
-            more, seconds, status, ended = self._repeat_to_the_end(iterator, left, wanted.stride, status)
+            more, seconds, status, ended = self._inner_to_the_end(iterator, left, wanted.stride, status)
             waited += seconds
         return done + more, waited, status, ended
 
     def _repeat(
+        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor
+    ) -> Value:
+        """The inner loop: `do` calls `strategy.run`, and makes each round's value from the one before."""
+        for _ in tf.range(rounds):
+            tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)
+            value = do(iterator, value)
+        return value
+
+    @tf.autograph.experimental.do_not_convert
+    def _repeat_in_strides(
         self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
         stride: tf.Tensor, status: Status,
     ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
-        """The inner loop: `do` calls `strategy.run`, and makes each round's value from the one before.
+        """Runs the inner loop for a stride of rounds after another, and looks after each whether to stop."""
+        repeat = converted(self._repeat)
 
-        After each stride of rounds it checks whether to stop.
-        """
-        if self._looks_within:
-            return self._repeat_and_look(do, value, iterator, rounds, stride, status)
         # The step appears once in the program: if it draws random numbers, each copy would have its own state.
-        rounds, done = tf.where(status.go, rounds, 0), tf.constant(0, tf.int64)
-        for _ in tf.range(_strides(rounds, stride)):
+        def next_stride(done: tf.Tensor, value: Value, _: Status) -> tuple[tf.Tensor, Value, Status]:
             count = tf.minimum(stride, rounds - done)
-            for _ in tf.range(count):
-                tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)
-                value = do(iterator, value)
-            done += count
+            value = repeat(do, value, iterator, count)
             self._note(count)
-            status = self._look()
-            if not status.go:
-                break
-        return done, value, status
+            return done + count, value, self._look()
+
+        def continues(done: tf.Tensor, value: Value, status: Status) -> tf.Tensor:
+            return status.go & (done < rounds)
+
+        return tf.while_loop(continues, next_stride, (tf.constant(0, tf.int64), value, status))
 
     def _repeat_and_look(
         self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
         stride: tf.Tensor, status: Status,
     ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
-        """Does what `_repeat` does in a single loop, which checks whether to stop without ending."""
+        """Does what `_repeat_in_strides` does in a single loop, which checks whether to stop without ending."""
         done = tf.constant(0, tf.int64)
         for _ in tf.range(tf.where(status.go, rounds, 0)):
             tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)
@@ -234,7 +244,7 @@ class DeviceLoop(InnerLoop):
         longest = tf.maximum(rounds, 1) if self._looks_within else stride
         for _ in tf.range(_strides(rounds, longest)):
             for _ in tf.range(tf.minimum(longest, rounds - done)):
-                self.step(self.step.stream.get_value(batch))
+                self.step.run(self.step.stream.get_value(batch))
                 done += 1
                 batch, seconds = timed(lambda: self.step.stream.next_as_optional(iterator), self.step.stream.has_value)
                 waited += seconds
@@ -251,15 +261,17 @@ class DeviceLoop(InnerLoop):
         # A batch that was fetched is trained on, also when a signal asks to stop.
         one_more = status.finite & (done < steps) & self.step.stream.has_value(batch)
         for _ in tf.range(tf.cast(one_more, tf.int64)):
-            self.step(self.step.stream.get_value(batch))
+            self.step.run(self.step.stream.get_value(batch))
             done += 1
         return done, waited, self._look(), not self.step.stream.has_value(batch)
 
+    @tf.autograph.experimental.do_not_convert
     def _do_step(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
         batch, seconds = timed(lambda: self.step.stream.next(iterator))
-        self.step(batch)
+        self.step.run(batch)
         return waited + seconds
 
+    @tf.autograph.experimental.do_not_convert
     def _do_round(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
         return self._do_step(iterator, waited) if self._chunk is None else waited + self._chunk.run(iterator)
 
@@ -361,6 +373,7 @@ class DeviceLoop(InnerLoop):
             self._read.get_concrete_function()
 
 
+@tf.autograph.experimental.do_not_convert
 def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
     """Returns the number of strides in some rounds, the last maybe shorter; 0 for no or negative rounds."""
     return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)
@@ -378,20 +391,24 @@ class EvaluationLoop(DeviceLoop):
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
         """See `DeviceLoop`; while steps are sure to have data, nothing looks for its end."""
         totals = self.step.reducer.totals()
-        done, totals, status = self._repeat(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
+        done, totals, status = self._inner(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
         waited, ends = tf.constant(0, tf.float64), not self.step.stream.properties.infinite
         if ends:  # the last step may have no data
             batch, waited = timed(lambda: self.step.stream.next_as_optional(iterator), self.step.stream.has_value)
-            one_more = status.go & (done < wanted.steps) & self.step.stream.has_value(batch)
-            for _ in tf.range(tf.cast(one_more, tf.int64)):
+            one_more = tf.cast(status.go & (done < wanted.steps) & self.step.stream.has_value(batch), tf.int64)
+
+            def add(left: tf.Tensor, totals: Any) -> tuple[tf.Tensor, Any]:
                 totals = self.step.added_to(totals, self.step.stream.get_value(batch))
                 self.step.count(1)
-                done += 1
-            status = self._look()
+                return left - 1, totals
+
+            _, totals = tf.while_loop(lambda left, _: left > 0, add, (one_more, totals))
+            done, status = done + one_more, self._look()
         self.step.reducer.put(totals)
         # No batch follows the last step, so this call reads the metrics, although nothing has looked for one.
         return done, waited, status, tf.constant(ends)
 
+    @tf.autograph.experimental.do_not_convert
     def _add(self, iterator: Iterator, totals: Any) -> Any:
         return self.step.added_to(totals, self.step.stream.next(iterator))
 

@@ -71,11 +71,11 @@ class HostLoop(InnerLoop):
         self._collect = collect
         self._workers = Workers(step.strategy)
         self._kept: tuple[tf.Tensor, dict[str, list[tf.Tensor]]] | None = None  # media of the first replica
-        self._call, self._all_finite = step, step.reducer.finite
+        self._call, self._all_finite = step.run, step.reducer.finite
         self.ends_steps = not isinstance(step, EagerStep)
         if self.ends_steps:
             self.step = step
-            self._call = tf.function(step.__call__, autograph=False, reduce_retracing=True)
+            self._call = tf.function(step.run, autograph=False, reduce_retracing=True)
             self._all_finite = tf.function(step.reducer.finite, autograph=False)
 
     def trace(self, iterator: Iterator) -> None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from looplib.cluster import remote, replicas
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
+from looplib.compat.autograph import converted
 from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
 from looplib.task.media import Media
@@ -86,6 +87,7 @@ class Reducer(Accumulator):
         self.joins = False
         self.collects: dict[str, Any] = {}
 
+    @tf.autograph.experimental.do_not_convert
     def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
         """Runs one step on one replica and packs its outputs; in replica context.
 
@@ -285,7 +287,7 @@ class Reducer(Accumulator):
 
     def results(self) -> dict[str, Any]:
         """Returns the results of the Keras metrics by their names, which a reset does not change."""
-        return {n: tf.nest.map_structure(_keras.value_now, m.result()) for n, m in self.packer.keras.items()}
+        return {n: tf.nest.map_structure(_keras.value_now, converted(m.result)()) for n, m in self.packer.keras.items()}
 
     @tf.autograph.experimental.do_not_convert
     def take(self, wanted: tf.Tensor) -> tf.Tensor:

@@ -53,6 +53,7 @@ class Step:
         strategy, replica_step = self.strategy, self.replica_step
 
         @tf.function(input_signature=[self.stream.element_spec])
+        @tf.autograph.experimental.do_not_convert
         def step(inputs: Any) -> Any:
             # A copy of dicts and lists, because a step may remove entries from them.
             return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
@@ -118,7 +119,7 @@ class Step:
         return self.function(inputs)
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, inputs: Any) -> Any:
+    def run(self, inputs: Any) -> Any:
         """Does and counts one step. In a `tf.function`, across replicas.
 
         Returns:
@@ -212,7 +213,7 @@ def now() -> tf.Tensor:
     return tf.timestamp()
 
 
-# AutoGraph has to convert this: without it, TensorFlow refuses a trace with more than some 30 calls of next().
+@tf.autograph.experimental.do_not_convert
 def timed(fetch: Callable[[], _Batch], ready: Callable[[_Batch], Any] | None = None) -> tuple[_Batch, tf.Tensor]:
     """Calls a function that fetches a batch, in a `tf.function`; returns the batch and the seconds, float64 scalar.
 

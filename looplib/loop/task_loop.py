@@ -15,6 +15,7 @@ from looplib import plugins
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
+from looplib.compat.autograph import converted
 from looplib.data import distribution
 from looplib.data.batches import Batches, Epoch
 from looplib.data.input_context import InputContext
@@ -147,7 +148,7 @@ class TaskLoop(TrainingLoop):
         self._tables = None if stream.arrays is None else backend.tables(stream.arrays)
         if spec.training:
             spec.clock.of_input = self._slowest_stage
-        self._trace(backend, spec.task.step_fn)
+        self._trace(backend, converted(spec.task.step_fn))
 
     def _trace(self, backend: Backend, step_fn: StepFn) -> None:
         """Traces a step of the task, and makes the inner loop that runs it."""

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
+from looplib.compat.autograph import converted
 from looplib.loop.base import Iterator
 from looplib.loop.step import Step, timed
 
@@ -47,20 +48,21 @@ class XlaChunk:
         if alike is None:
             self._program(batches)
         else:
-            tf.cond(alike, lambda: self._all_at_once(batches), lambda: self._one_by_one(batches))
+            tf.cond(alike, lambda: self._all_at_once(batches), lambda: converted(self._one_by_one)(batches))
         return seconds
 
     @tf.autograph.experimental.do_not_convert
     def _next(self, iterator: Iterator) -> list:
         return [self._stream.next(iterator) for _ in range(self.size)]
 
+    @tf.autograph.experimental.do_not_convert
     def _all_at_once(self, batches: list) -> int:
         self._program(batches)
         return 0
 
     def _one_by_one(self, batches: list) -> int:
         for i in tf.range(self.size):
-            self._step(tf.switch_case(i, [lambda batch=batch: batch for batch in batches]))
+            self._step.run(tf.switch_case(i, [lambda batch=batch: batch for batch in batches]))
         return 0
 
     def _steps_of(self, batches: Any) -> None:
@@ -69,9 +71,10 @@ class XlaChunk:
         if self._stream.block == 1:
             stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *batches)
         for i in tf.range(self.size):
-            self._step(_at(stacked, i))
+            self._step.run(_at(stacked, i))
 
 
+@tf.autograph.experimental.do_not_convert
 def _at(batches: Any, i: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda part: part[i], batches)
 

@@ -11,6 +11,7 @@ from looplib import plugins
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
+from looplib.compat.autograph import converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.messages import join_names, whole_number
 from looplib.task import gradients as gradient_math
@@ -170,6 +171,7 @@ class GradientTrainer(Trainer):
           added to it under `loss_name`.
         """
 
+    @tf.autograph.experimental.do_not_convert
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
         _check_trainable(type(self).__name__, self.model, self.update_plan.trainable)
@@ -200,9 +202,10 @@ class GradientTrainer(Trainer):
         whole = self.micro_batches == 1 and not self._gradients_compiled
         return self._backward(inputs) if whole else self._accumulated(inputs)
 
+    @tf.autograph.experimental.do_not_convert
     def _backward(self, inputs: Any) -> _Backward:
         with tf.GradientTape(persistent=True) as tape:
-            losses, metrics = _losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
+            losses, metrics = _losses_and_metrics(type(self), converted(self.loss_fn)(inputs), inputs)
             target, weight, auxiliary, own_metrics = self._targets(losses, inputs)
         if not self._outside_checked:
             parts.warn_of_untrained(type(self).__name__, self.model, tape, target)
@@ -254,7 +257,7 @@ class GradientTrainer(Trainer):
         """Raises `UsageError`, once, if the model's own losses cannot be computed in the parts that a step has."""
 
         def losses_of(batch: Any) -> Sequence[tf.Tensor]:
-            self.loss_fn(batch)
+            converted(self.loss_fn)(batch)
             return self.model.losses
 
         if not self._own_losses_checked and tf.distribute.get_strategy().num_replicas_in_sync * self.micro_batches > 1:

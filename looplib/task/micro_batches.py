@@ -41,7 +41,7 @@ def summed(
     if count == 1:
         return _call(compute, inputs, tf.constant(0), jit_compile)
     # Traced once, which tells the shapes of the sums, and called in the loop.
-    traced = tf.function(lambda number: _call(compute, part(number), number, jit_compile))
+    traced = tf.function(lambda number: _call(compute, part(number), number, jit_compile), autograph=False)
     traced = traced.get_concrete_function(tf.TensorSpec([], tf.int32))
     zeros = [tf.zeros(output.shape, output.dtype) for output in tf.nest.flatten(traced.structured_outputs)]
 
@@ -74,7 +74,7 @@ def _call(
     """Calls a function; in XLA, with only those tensors of the part that it uses. These may not be strings."""
     if not jit_compile:
         return compute(part, number)
-    compiled = tf.function(lambda: compute(part, number), jit_compile=True).get_concrete_function()
+    compiled = tf.function(lambda: compute(part, number), jit_compile=True, autograph=False).get_concrete_function()
     nodes = list(_tf.nodes_in(compiled.graph.as_graph_def()))
     if random := sorted({node.op for node in nodes} & _tf.RANDOM_OPS):
         logging.warning(

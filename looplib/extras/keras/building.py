@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
+from looplib.compat.autograph import converted
 from looplib.errors import LossError, UsageError, VariableError
 from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models
@@ -83,12 +84,14 @@ def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.
         model, next((part.shape[0] for part in tf.nest.flatten(spec) if part is not None), None)
     )
 
+    @tf.autograph.experimental.do_not_convert
     def on_replica(batch: Any) -> None:
         with alone():
-            step(batch)
+            converted(step)(batch)
 
     def traced() -> tf.types.experimental.ConcreteFunction:
-        return tf.function(lambda batch: strategy.run(on_replica, args=(batch,))).get_concrete_function(spec)
+        run = tf.autograph.experimental.do_not_convert(lambda batch: strategy.run(on_replica, args=(batch,)))
+        return tf.function(run).get_concrete_function(spec)
 
     with strategy.scope(), tf.variable_creator_scope(_keras.make_outside):
         try:

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.compat.autograph import converted
 from looplib.data import rows
 from looplib.errors import MetricError
 from looplib.extras.keras import building, models, origins
@@ -73,7 +74,7 @@ class KerasResults:
         return self._outputs(inputs, logs, number, self._is_last(logs))
 
     def _run(self, inputs: Any) -> Any:
-        run = getattr(self._model, self._step)
+        run = converted(getattr(self._model, self._step))
         try:
             return run(inputs)
         except ValueError as error:

@@ -13,6 +13,7 @@ from looplib.cluster import replicas
 from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.compat.autograph import converted
 from looplib.compat.optimizers import Replacement
 from looplib.extras.compat.methods import alone
 from looplib.extras.keras import models, rows
@@ -203,6 +204,7 @@ class StepTrial:
         if key in self._traced:
             return self._traced[key]
 
+        @tf.autograph.experimental.do_not_convert
         def function(bounds: tf.Tensor, whole: tf.Tensor, *flat: Any) -> list[tf.Tensor]:
             found = self._strategy.run(lambda *flat: self._on_replica(batch, bounds, whole, flat, key), args=flat)
             return [self._strategy.reduce(tf.distribute.ReduceOp.SUM, part, axis=None) for part in found]
@@ -219,6 +221,7 @@ class StepTrial:
         self._traced[key] = traced
         return self._trace(batch, flat, bounds, whole) if whole and self._joins != before else traced
 
+    @tf.autograph.experimental.do_not_convert
     def _on_replica(
         self, batch: Any, bounds: tf.Tensor, whole: tf.Tensor, flat: Sequence[Any], key: tuple
     ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -230,7 +233,7 @@ class StepTrial:
         every = tf.reduce_sum(bounds[0, :, 1] - bounds[0, :, 0])
         share = replicas.Share(batch, counts[0], tf.where(whole, counts[0], every))
         with replicas.in_use(share), part_of_batch(left_out) as joined:
-            logs = self._step(batch)
+            logs = converted(self._step)(batch)
             factor = replicas.weight_of_part(tf.float64)
         self._joins = self._joins or joined.called
         counted = tf.where(whole, tf.constant(1 / self._replicas, tf.float64), 1)  # all replicas compute the same

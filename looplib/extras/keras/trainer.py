@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.compat import normalization
+from looplib.compat.autograph import converted
 from looplib.data.input_context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.extras.keras import means, metric_parts, models, rows
@@ -182,6 +183,7 @@ class KerasTrainer(Adapter, Trainer):
             self._keras_data.check_size(context.global_batch_size)
         return self._keras_data.training(context, self._keras_shuffle)
 
+    @tf.autograph.experimental.do_not_convert
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
         with part_of_batch():
@@ -227,14 +229,16 @@ class KerasEvaluator(Evaluator):
         """See `Evaluator`."""
         return self._keras_data.evaluation(context)
 
+    @tf.autograph.experimental.do_not_convert
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
         with part_of_batch():
             return self._keras_results.of_step(self._keras_data.whole(inputs))
 
+    @tf.autograph.experimental.do_not_convert
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
-        outputs = self.model.predict_step(self._keras_data.whole(inputs))
+        outputs = converted(self.model.predict_step)(self._keras_data.whole(inputs))
         if isinstance(outputs, (list, tuple)):
             return {f"prediction_{number}": output for number, output in enumerate(outputs)}
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}

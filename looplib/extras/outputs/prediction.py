@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib.compat.autograph import converted
 from looplib.data.input_context import InputContext
 from looplib.errors import PredictionError
 from looplib.extras.outputs.pieces import Record, rows_of
@@ -39,6 +40,7 @@ class Prediction(Evaluator):
         """See `Evaluator`."""
         return self._evaluator.dataset(context)
 
+    @tf.autograph.experimental.do_not_convert
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
         batch = batch_size(inputs)
@@ -46,7 +48,7 @@ class Prediction(Evaluator):
             raise PredictionError(
                 f"{self._who}.dataset has batches without a batch dimension, so no example to predict for"
             )
-        parts = self._parts(self._evaluator.predict_fn(inputs))
+        parts = self._parts(converted(self._evaluator.predict_fn)(inputs))
         return {"predictions": reductions.each({"examples": _checksums(inputs, batch[1]), "outputs": parts})}
 
     @tf.autograph.experimental.do_not_convert

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.compat.autograph import converted
 from looplib.errors import OptimizerError, SettingError
 from looplib.extras.phases.phase import Phase
 from looplib.task import parts, reductions
@@ -126,7 +127,7 @@ class PhasedTraining:
 
         def step_fn(inputs: Any) -> dict[str, Any]:
             with self._applied(trainer, number):
-                return self._with_all_norms(trainer, trainer.step_fn(inputs))
+                return self._with_all_norms(trainer, converted(trainer.step_fn)(inputs))
 
         return step_fn
 
