@@ -1,117 +1,159 @@
-"""How long a run takes to start: `python -m benchmarks.startup --rounds=5`.
+"""What a run costs to start: `python -m benchmarks.startup --rounds=5`.
 
-Real processes take turns, each from its start to the end of its first step of the small CNN on the digits:
+Real processes take turns; each trains 100 steps of the README's program (an MLP of 8-16-2, Adam, batches of 64), or
+runs the demo:
 
-  bare: a program with nothing but TensorFlow and Keras: the same model, optimizer and data, one `tf.function` step.
-  looplib: `python -m trainers.image_classification --mode=train --train_steps=1`, in a new run directory.
-  looplib, resumed: the same command again with `--train_steps=2`, which restores the first step.
+  by hand: TensorFlow and Keras alone: a `tf.range` loop in one `tf.function`.
+  fit: Keras `fit` with one epoch of 100 steps.
+  orbit: a trainer under Orbit's controller.
+  looplib: a `GradientTrainer`, in a new run directory; and again with 200 steps, which resumes it.
+  demo: `python -m trainers.image_classification`, its whole process alone.
 
-The marks are seconds since the process was started, in wall time: when TensorFlow (and looplib) was imported, when the
-model, the data and the controller were built, when the first step was done, and when the process had ended. A ratio is
-a peer's time to the first step divided by the bare program's, the median over rounds of the ratio within a round.
+The marks are seconds since the process was started: when all was imported, when the first step and when 100 steps were
+done, and when the process had ended, in seconds of the processors and of a clock. A ratio is what a program takes from
+its imports to 100 steps, in seconds of the processors, divided by what the loop by hand takes: the median over rounds.
 """
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-MARKS = ("imported", "built", "first step", "ended")
+STEPS = 100
+MARKS = ("imported", "first step", f"{STEPS} steps", "ended")
 _RUN = "import benchmarks.startup as startup; startup.{}()"
 
 
-def bare():
-    """The counterpart's process."""
+def _start():
+    """Imports what all programs use; returns the model, the optimizer and the data."""
     import keras
     import numpy as np
-    import sklearn.datasets
     import tensorflow as tf
 
+    x = np.random.default_rng(0).normal(size=(800, 8)).astype(np.float32)
+    y = (x.sum(axis=1) > 0).astype(np.int64)
+
+    def make():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(2)])
+        return model, keras.optimizers.Adam(0.01)
+
+    def loss(model, x, y):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+
+    def batches():
+        return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(800, seed=0).repeat().batch(64)
+
+    return keras, tf, x, y, make, loss, batches
+
+
+def by_hand():
+    """Trains in a loop on the device."""
+    keras, tf, x, y, make, loss, batches = _start()
     _mark("imported")
-    images, labels = sklearn.datasets.load_digits(return_X_y=True)
-    images, labels = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1), labels.astype(np.int64)
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
-            layers.MaxPooling2D(),
-            layers.Dropout(0.3),
-            layers.Flatten(),
-            layers.Dense(128, activation="relu"),
-            layers.Dropout(0.5),
-            layers.Dense(10),
-        ]
-    )
-    optimizer = keras.optimizers.Adam(1e-3)
+    model, optimizer = make()
     optimizer.build(model.trainable_variables)
-    batches = iter(tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(1797, seed=0).repeat().batch(64))
+    iterator = iter(batches())
 
     @tf.function
-    def step(batch):
-        images, labels = batch
-        with tf.GradientTape() as tape:
-            logits = model(images, training=True)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            loss = tf.reduce_mean(losses)
-        variables = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-        return loss, tf.reduce_mean(tf.cast(tf.equal(tf.argmax(logits, axis=1), labels), tf.float32))
+    def loop(iterator, steps):
+        total = 0.0
+        for _ in tf.range(steps):
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(loss(model, *next(iterator)))
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(value, variables), variables))
+            total += value
+        return total
 
-    _mark("built")
-    loss, accuracy = step(next(batches))
-    _mark("first step")
-    print(f"loss {float(loss):.4g}  accuracy {float(accuracy):.4g}")
+    for steps in (1, STEPS - 1):
+        loop(iterator, tf.constant(steps)).numpy()
+        _mark("first step" if steps == 1 else f"{STEPS} steps")
+
+
+def fit():
+    """Trains by Keras `fit`."""
+    keras, tf, x, y, make, loss, batches = _start()
+    _mark("imported")
+    model, optimizer = make()
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    done = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batch or _mark("first step"))
+    model.fit(batches(), epochs=1, steps_per_epoch=STEPS, verbose=0, callbacks=[done])
+    _mark(f"{STEPS} steps")
+
+
+def orbit():
+    """Trains by Orbit's controller."""
+    keras, tf, x, y, make, loss, batches = _start()
+    import orbit
+
+    _mark("imported")
+    model, optimizer = make()
+    optimizer.build(model.trainable_variables)
+
+    class Trainer(orbit.StandardTrainer):
+        def __init__(self):
+            super().__init__(batches())
+            self.loss = keras.metrics.Mean("loss")
+
+        def train_step(self, iterator):
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(loss(model, *next(iterator)))
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(value, variables), variables))
+            self.loss.update_state(value)
+
+        def train_loop_end(self):
+            return {"loss": self.loss.result()}
+
+    controller = orbit.Controller(trainer=Trainer(), global_step=optimizer.iterations.value, steps_per_loop=STEPS)
+    for steps in (1, STEPS):
+        controller.train(steps)
+        _mark("first step" if steps == 1 else f"{STEPS} steps")
 
 
 def looplib():
-    """The process of looplib's binary, with marks at the ends of what they name."""
-    import runpy
+    """Trains by looplib."""
+    keras, tf, x, y, make, loss, batches = _start()
+    from looplib import Controller, GradientTrainer, RunConfig
 
-    from looplib import launch
-    from looplib.loop import task_loop
+    class Classifier(GradientTrainer):
+        def __init__(self):
+            super().__init__(*make())
 
-    class Controller(launch.Controller):
-        def __init__(self, *arguments, **settings):
-            _mark("imported", _imported[0])
-            super().__init__(*arguments, **settings)
-            _mark("built")
+        def dataset(self, context):
+            return context.indices(800).map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
 
-    setup, run, _imported = launch.runtime.setup, task_loop.TaskLoop.run, []
+        def loss_fn(self, inputs):
+            return loss(self.model, *inputs)
 
-    def noting_setup(*arguments, **settings):  # the first that a binary does when all is imported
-        _imported.append(time.time())
-        return setup(*arguments, **settings)
-
-    def noting_run(self, *arguments, **settings):
-        done = run(self, *arguments, **settings)
-        _mark("first step")
-        return done
-
-    launch.Controller, launch.runtime.setup, task_loop.TaskLoop.run = Controller, noting_setup, noting_run
-    sys.argv[0] = "image_classification"
-    runpy.run_module("trainers.image_classification", run_name="__main__", alter_sys=True)
+    _mark("imported")
+    directory, begin = sys.argv[1], int(sys.argv[2])
+    controller = Controller(
+        RunConfig(global_batch_size=64, steps_per_loop=STEPS), trainer=Classifier(), model_dir=directory
+    )
+    for steps in (begin + 1, begin + STEPS):
+        controller.train(steps)
+        _mark("first step" if steps == begin + 1 else f"{STEPS} steps")
 
 
-def _mark(name, now=None):
+def _mark(name):
     with open(os.environ["STARTUP_MARKS"], "a") as file:
-        file.write(json.dumps([name, now or time.time()]) + "\n")
+        file.write(json.dumps([name, time.process_time(), time.time()]) + "\n")
 
 
-def measure(program, folder, *arguments):
+def measure(folder, *command):
     """Runs a process.
 
     Args:
-      program: "bare" or "looplib".
       folder: directory for the file of its marks.
-      *arguments: its command line.
+      *command: its command line after `python`.
 
     Returns:
-      dict from mark to float, seconds since the process was started.
+      dict from mark to (CPU seconds, seconds) since the process was started.
 
     Raises:
       subprocess.CalledProcessError: if it fails.
@@ -120,42 +162,57 @@ def measure(program, folder, *arguments):
     if os.path.exists(path):
         os.remove(path)
     environment = {**os.environ, "STARTUP_MARKS": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    started = time.time()
-    subprocess.run(
-        [sys.executable, "-c", _RUN.format(program), *arguments], env=environment, check=True, capture_output=True
-    )
-    ended = time.time()
-    with open(path) as file:
-        marks = dict(json.loads(line) for line in file)
-    return {name: marks.get(name, ended) - started for name in MARKS}
+    started, before = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True)
+    now, ended = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    marks = {"ended": (now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime, ended - started)}
+    if os.path.exists(path):
+        with open(path) as file:
+            marks |= {name: (cpu, at - started) for name, cpu, at in map(json.loads, file)}
+    return marks
 
 
 def measure_all(rounds):
     """Runs all programs in turns; returns a dict from program to a list of `measure`'s dicts, one for each round."""
-    found = {"bare": [], "looplib": [], "looplib, resumed": []}
+    found = {}
     for number in range(rounds + 1):  # the first fills the disk's cache
         with tempfile.TemporaryDirectory() as folder:
-            flags = [f"--model_dir={folder}/run", "--mode=train", "--steps_per_loop=1"]
-            times = {
-                "bare": measure("bare", folder),
-                "looplib": measure("looplib", folder, *flags, "--train_steps=1"),
-                "looplib, resumed": measure("looplib", folder, *flags, "--train_steps=2"),
-            }
-        for name, values in times.items() if number else ():
-            found[name].append(values)
+            times = {name: measure(folder, "-c", _RUN.format(name)) for name in ("by_hand", "fit", "orbit")}
+            for name, begin in (("looplib", 0), ("looplib, resumed", STEPS)):
+                times[name] = measure(folder, "-c", _RUN.format("looplib"), f"{folder}/run", str(begin))
+            demo = ("-m", "trainers.image_classification", f"--model_dir={folder}/demo")
+            times["demo"] = measure(folder, *demo)
+        for name, marks in times.items() if number else ():
+            found.setdefault(name, []).append(marks)
     return found
 
 
+def ratios(found):
+    """Returns the CPU seconds of a program from its imports to 100 steps over those by hand, each round, by name."""
+
+    def taken(marks):
+        return marks[f"{STEPS} steps"][0] - marks["imported"][0]
+
+    return {
+        name: [taken(one) / taken(hand) for one, hand in zip(rounds, found["by_hand"])]
+        for name, rounds in found.items()
+        if "imported" in rounds[0]
+    }
+
+
 def show(found):
-    """Prints the medians of what `measure_all` returned."""
-    print(f"\nstart-up in seconds; medians of {len(found['bare'])} rounds")
-    print(f"{'':<18}" + "".join(f"{mark:>12}" for mark in MARKS) + f"{'/ bare':>10}{'(least-most)':>15}")
+    """Prints the medians of what `measure_all` returned, as a table in Markdown."""
+    print(f"\nCPU seconds, and seconds of a clock; medians of {len(found['by_hand'])} rounds\n")
+    print("| | " + " | ".join(MARKS) + f" | imports to {STEPS} steps / by hand |\n|" + "---|" * (len(MARKS) + 2))
+    compared = ratios(found)
     for name, rounds in found.items():
-        ratios = [values["first step"] / bare["first step"] for values, bare in zip(rounds, found["bare"])]
-        medians = [statistics.median(values[mark] for values in rounds) for mark in MARKS]
-        spread = f"({min(ratios):.2f}-{max(ratios):.2f})"
-        print(f"{name:<18}" + "".join(f"{median:>12.2f}" for median in medians), end="")
-        print(f"{statistics.median(ratios):>10.2f}{spread:>15}")
+        cells = []
+        for mark in MARKS:
+            both = [statistics.median(marks[mark][i] for marks in rounds) for i in (0, 1) if mark in rounds[0]]
+            cells.append("{:.2f}, {:.2f}".format(*both) if both else "")
+        own = sorted(compared.get(name, []))
+        cells.append(f"{statistics.median(own):.2f} ({own[0]:.2f} to {own[-1]:.2f})" if own else "")
+        print(f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |")
 
 
 def main(argv):
