@@ -42,6 +42,10 @@ class Fetcher:
         For a run that this directory has, and nobody has written since. Arguments and result are those of `start_over`.
         """
         known = self._copy.note.known
+        for name in listed.keys() - known.keys():  # a start that was killed may not have noted what it copied last
+            is_here = name.startswith(f"{CHECKPOINTS}/") and os.path.lexists(self._copy.path(name))
+            if is_here or self._copy.deletions.has(name):  # to be copied again, or deleted
+                known[name] = [listed[name].bytes, 0]
         gone = [name for name in known if not os.path.exists(self._copy.path(name))]
         for name in (name for name in gone if not self._copy.deletions.has(name)):  # else it is deleted there, too
             del known[name]

@@ -3,8 +3,8 @@
 A lease is an object `.lease/<number>`, which a writer creates with the store's conditional write, so that one of two
 that try gets it. The highest number is the one that holds. A writer renews its own; whoever finds one that was not
 renewed for `SECONDS` while it looked, or whose process is gone, creates the next. The writer asks whether there is a
-higher one before each commit and each deletion, and before anything else is written unless it has renewed its own just
-before; it ends if there is one.
+higher one, or its own is another's, before each commit and each deletion, and before anything else is written unless it
+has renewed its own just before; it ends if that is so.
 """
 
 import json
@@ -124,8 +124,9 @@ class Lease:
     def renew(self, patience: float) -> None:
         """Shows that the writer is alive; raises `LockedError` if that came too late."""
         begun = time.monotonic()
+        self._check_own(patience)
         self.write(patience)
-        self.check(patience, surely=True)
+        self._check_next(patience)
         self._sure_until = begun + SECONDS / 2
 
     def keep(self, ending: threading.Event) -> LockedError | None:
@@ -147,12 +148,23 @@ class Lease:
         """Raises `LockedError` if another writer has taken the run; without `surely`, if it can have done so."""
         if not surely and time.monotonic() < self._sure_until:
             return
+        self._check_own(patience)
+        self._check_next(patience)
+
+    def _check_next(self, patience: float) -> None:
         if self._holder(self._number + 1, patience):
-            raise LockedError(
-                f"another process has taken the {self._kind.what} {masked_text(self._store.url)}, because this one did "
-                f"not renew its lease for {SECONDS:g} s; nothing more is written there; stop the other run, or let it "
-                "continue"
-            )
+            raise self._taken(f"this one did not renew its lease for {SECONDS:g} s")
+
+    def _check_own(self, patience: float) -> None:
+        """Raises `LockedError` if the lease is of a writer that has found none, as after somebody has removed all."""
+        if self._holder(self._number, patience).get("token") not in (None, "", self.token):
+            raise self._taken("the lease of this one was removed")
+
+    def _taken(self, reason: str) -> LockedError:
+        return LockedError(
+            f"another process has taken the {self._kind.what} {masked_text(self._store.url)}, because {reason}; "
+            "nothing more is written there; stop the other run, or let it continue"
+        )
 
     def withdraw(self, patience: float) -> None:
         """Leaves the store as it was before, for a start that has written nothing."""

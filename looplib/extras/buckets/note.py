@@ -14,6 +14,7 @@ from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.errors import RunDirectoryError, StoreError
 from looplib.masks import masked_text
+from looplib.messages import gist
 
 CHECKPOINTS, MARKER = "checkpoints", ".commit"
 LOCK = "lock"  # of a run; that of its predictions begins with "_"
@@ -132,21 +133,24 @@ class LocalCopy:
         if not os.path.exists(os.path.join(self.place, _NOTE)):  # before anything else is there
             self.write_note()
         self.deletions = Deletions(self.place)
-        self._held: int | None = None
+        self._held: list[tuple[int, str]] = []
 
     def hold(self) -> None:
         """Has `check` tell this directory from any other of its name, and notes what the run deletes from now on."""
-        self._held = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._held)
+        for path in (self.directory, self.path(LOCK)):  # of one that is being removed, the lock may go first
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                weakref.finalize(self, os.close, descriptor)
+                self._held.append((descriptor, path))
         for name in filter(os.path.lexists, map(self.path, self.note.known)):  # so that nobody is deleting it
             self.deletions.copied(os.path.relpath(name, self.directory))
         folders.note_deletions(self.directory, self.deletions.note)
 
     def check(self) -> None:
-        """Raises `RunDirectoryError` if the directory was moved or removed since `hold`."""
-        if self._held is not None and not files.is_at(self._held, os.path.realpath(self.directory)):
+        """Raises `RunDirectoryError` if the directory, or the lock in it, was moved or removed since `hold`."""
+        for path in (path for held, path in self._held if not files.is_at(held, os.path.realpath(path))):
             raise RunDirectoryError(
-                f"{self.directory} was moved or removed during the run; {self._url} keeps what it has, and nothing "
+                f"{path} was moved or removed during the run; {self._url} keeps what it has, and nothing "
                 "more is copied or deleted there: run the same command again, which continues from it"
             )
 
@@ -156,13 +160,19 @@ class LocalCopy:
         if not (os.path.isdir(self.directory) and set(os.listdir(self.directory)) - {LOCK}):  # new, or removed
             return Note(self._url)
         with contextlib.suppress(OSError, ValueError):
-            note = files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Note)
-            if note.url == self._url:
-                return note
+            return self._own(files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Note))
         raise StoreError(
             f"{self.directory} holds something else than a copy of {self._url}, or lacks what "
             f"is noted in {self.place}; give another --local_dir, or remove the directory if the store has all of it"
         )
+
+    def _own(self, note: Note) -> Note:
+        """Returns a note that was read; `ValueError` if it is of another run, or names what cannot be in a run."""
+        if note.url != self._url or not all(
+            len(stat) == 2 and {"", ".", ".."}.isdisjoint(name.split("/")) for name, stat in note.known.items()
+        ):
+            raise ValueError(note.url)
+        return note
 
     def write_note(self) -> None:
         """Writes the note."""
@@ -212,11 +222,19 @@ class LocalCopy:
         folders.remove(self.place, _MOVE)
 
     def move_back(self) -> None:
-        """Undoes a move that was not finished."""
+        """Undoes a move that was not finished; `StoreError` if it cannot tell what was moved."""
+        path = os.path.join(self.place, _MOVE)
         try:
-            move = files.typed(files.parse_json(files.read_text(os.path.join(self.place, _MOVE), _MOST_BYTES)), Move)
+            move = files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Move)
+            self._own(move.note)
         except FileNotFoundError:
             return
+        except (ValueError, files.NotRegularError) as error:
+            raise StoreError(
+                f"{path} does not say which files of {self._url} were moved to {os.path.join(self.place, EARLIER)} "
+                f"({gist(error)}); move {self.directory} and {self.place} away, and run the same command again, which "
+                "continues from the store"
+            ) from error
         for name in sorted(self._names()) if move.done else ():
             folders.remove(self.directory, name)
         self._write(_MOVE, Move(move.note, False))
@@ -291,6 +309,7 @@ class LocalCopy:
     def changed(self) -> Iterator[str]:
         """Yields the names of files outside of the checkpoints that are not as the store has them."""
         for place, below, names in os.walk(self.directory):
+            below[:] = [folder for folder in below if not files.is_new_name(folder)]  # an export that is not in place
             if place == self.directory and CHECKPOINTS in below:
                 below.remove(CHECKPOINTS)
             folder = os.path.relpath(place, self.directory)

@@ -8,8 +8,8 @@ import copied
 import pytest
 from clouds import said, wait_for
 
-from looplib.checkpoint import commits
-from looplib.errors import RunDirectoryError
+from looplib.checkpoint import commits, lock
+from looplib.errors import LockedError, RunDirectoryError, StoreError
 from looplib.extras.buckets import mirror
 
 fsspec = pytest.importorskip("fsspec")
@@ -134,3 +134,71 @@ def test_a_run_whose_local_directory_is_removed_continues_from_the_store(cloud):
     assert said(life)[0]["start"] == kept[-1]
     lines = [json.loads(line)["step"] for line in cloud.read("metrics.jsonl").splitlines()]
     assert lines == list(range(1, kept[-1] + 2))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_checkpoint_whose_copy_was_not_noted_before_a_kill_is_deleted_when_the_run_deletes_it(url, tmp_path, later):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 4)
+    run.end()
+    if not later:
+        commits.remove(commits.read_marker(os.path.join(place, "ckpt-2")))
+    for name in [name for name in run._copy.note.known if "ckpt-2." in name]:
+        del run._copy.note.known[name]
+    run._copy.write_note()
+    run._lease.steps.remove(2)
+    run._lease.release(0.0)
+    assert steps(url) == [1, 2, 3, 4]
+    run, place = opened(url, tmp_path / "run")
+    if later:
+        commits.remove(commits.read_marker(os.path.join(place, "ckpt-2")))
+    train(run, 5, 5)
+    run.end()
+    assert steps(url) == [1, 3, 4, 5] and not [name for name in there(url) if "ckpt-2." in name]
+
+
+def test_a_run_whose_directory_is_emptied_while_it_writes_there_ends_and_leaves_the_store_as_it_is(url, tmp_path):
+    """As by `rm -rf`, which cannot remove a directory in which there is a new file."""
+    (tmp_path / "run").mkdir()
+    held = lock.acquire(str(tmp_path / "run"), lambda: None)
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 3)
+    wait_for(lambda: steps(url) == [1, 2, 3])
+    before = there(url)
+    for name in ("lock", "metrics.jsonl"):
+        os.unlink(tmp_path / "run" / name)
+    train(run, 4, 4)
+    with pytest.raises(RunDirectoryError, match="moved or removed"):
+        run.check()
+    with pytest.raises(RunDirectoryError, match="moved or removed"):
+        run._copier.copy(everything=True, patience=1.0)
+    assert there(url) == before
+    held.release()
+
+
+def test_a_writer_ends_once_somebody_has_removed_the_run_from_the_store_and_begun_another_there(url, tmp_path):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 3)
+    wait_for(lambda: steps(url) == [1, 2, 3])
+    driver, root = fsspec.url_to_fs(url)
+    driver.rm(root, recursive=True)
+    other, _ = opened(url, tmp_path / "other")
+    copied.save(run.directory, 4)
+    wait_for(lambda: not run._worker.is_alive())
+    with pytest.raises(LockedError, match="lease of this one was removed"):
+        run.check()
+    train(other, 1, 2, seed=1)
+    other.end()
+    assert steps(url) == [1, 2] and there(url)["checkpoints/ckpt-2.index"] == copied.content(2, 1, 1000)
+
+
+@pytest.mark.parametrize("known", [{"metrics.jsonl": []}, {"../other/metrics.jsonl": [1, 2]}, {"/etc": [1, 2]}])
+def test_notes_that_cannot_be_of_a_run_are_refused(url, tmp_path, known):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 2)
+    run.end()
+    path = tmp_path / "run.mirror" / "mirror.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "known": known}))
+    with pytest.raises(StoreError, match="holds something else"):
+        opened(url, tmp_path / "run")
+    assert steps(url) == [1, 2]

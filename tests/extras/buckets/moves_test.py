@@ -1,5 +1,6 @@
 """What is moved aside is moved back, or is elsewhere: a start that is killed at any moment loses nothing."""
 
+import json
 import os
 import shutil
 
@@ -9,6 +10,7 @@ from clouds import said, wait_for
 
 from looplib import files, folders
 from looplib.checkpoint import commits
+from looplib.errors import StoreError
 from looplib.extras.buckets import mirror
 from looplib.extras.buckets.note import LocalCopy
 from looplib.extras.buckets.stores import Store
@@ -89,6 +91,30 @@ def test_a_start_that_is_killed_at_any_moment_leaves_what_was_here_and_no_mixtur
             break
         kills, after = kills + 1, after + 1
     assert kills > 10 and is_new and copied.content(1, 0, 1000) not in contents(place)
+
+
+@pytest.mark.parametrize("what", ["", "{", "\0", '{"note": 3, "done": true}', "another run"])
+def test_a_note_of_a_move_that_cannot_be_right_is_refused_and_nothing_is_moved(tmp_path, what):
+    directory = str(tmp_path / "run")
+    copy = LocalCopy("memory://bucket/run", directory)
+    copied.save(directory, 1)
+    if what == "another run":
+        what = json.dumps({"note": {"url": "memory://other", "token": "", "known": {}, "versions": {}}, "done": True})
+    (tmp_path / "run.mirror" / "move.json").write_text(what)
+    with pytest.raises(StoreError, match=r"move\.json does not say .*; move .* away"), copy.alone():
+        pass
+    assert copy.steps() == [1]
+
+
+def test_an_export_is_copied_once_it_is_in_its_place(tmp_path):
+    copy = LocalCopy("memory://bucket/run", str(tmp_path / "run"))
+    place = tmp_path / "run" / "export" / "step-1"
+    with new_folder(str(place)) as aside:
+        made = folders.make_folder(os.path.join(aside, "content"))
+        files.write_whole(os.path.join(made, "weights"), "new")
+        assert list(copy.changed()) == []
+        put_in_place(made, str(place), aside)
+        assert list(copy.changed()) == ["export/step-1/weights"]
 
 
 def test_what_the_store_never_had_is_kept_when_another_machine_has_continued_the_run(url, tmp_path):
