@@ -40,13 +40,14 @@ class Nursery:
     Args:
       modules: what it imports.
       python: what runs it; another nursery's for a fork of that one, which has imported its modules already.
+      variables: more of its environment.
 
     Attributes:
       folder: for the lives' output.
       python: path of a program that stands for `python` on a command line, and is one of the forks.
     """
 
-    def __init__(self, modules=MODULES, python=sys.executable):
+    def __init__(self, modules=MODULES, python=sys.executable, variables=()):
         self._numbers = itertools.count(1)
         self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
@@ -54,7 +55,7 @@ class Nursery:
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults", ROOT / "tests" / "workers"]
         self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
-            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TF_CPP_MIN_LOG_LEVEL": "2", **dict(variables),
         }  # fmt: skip
         shared = os.environ.get(SHARED) if modules is MODULES else None
         self.address, self._process = f"{shared or self.folder}/socket", None

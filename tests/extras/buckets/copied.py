@@ -19,6 +19,7 @@ from looplib.checkpoint import commits, lock
 from looplib.checkpoint.mirror import Mirror
 from looplib.errors import UsageError
 from looplib.extras.buckets.mirror import open_mirror
+from looplib.messages import cure_of, with_cure
 
 
 def content(step, seed, size):
@@ -78,6 +79,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--keep", type=int, default=3)
+    parser.add_argument("--every", type=int, help="keeps the checkpoints of each so many steps, too")
     parser.add_argument("--local_dir")
     parser.add_argument("--dies", type=int, help="the step that it is killed before")
     options = parser.parse_args()
@@ -99,7 +101,8 @@ def main():
             mirror.check()
             save(mirror.directory, step, options.seed, options.size)
             for done in commits.committed(place)[options.keep :]:
-                commits.remove(done)
+                if not options.every or done.step % options.every:
+                    commits.remove(done)
             tell(step=step)
             time.sleep(options.pause)
         mirror.end()
@@ -108,6 +111,11 @@ def main():
     except UsageError as error:
         tell(error=type(error).__name__, text=str(error))
         print(f"looplib: error: {error.line}")  # as a binary ends
+        sys.exit(1)
+    except OSError as error:
+        if not cure_of(error):
+            raise
+        tell(error=type(error).__name__, text=with_cure(error))
         sys.exit(1)
 
 

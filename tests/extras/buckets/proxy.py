@@ -153,6 +153,8 @@ class Proxy:
 
     def _answer(self, handler):
         body = _read_body(handler)
+        if len(body) < int(handler.headers.get("Content-Length") or 0):
+            return _cut(handler.connection)  # the client was killed: no store takes a part
         request = Request(time.monotonic(), handler.command, handler.path, bytes=len(body), key=_key(handler))
         faults = self.faults
         with self._lock:
