@@ -1,5 +1,7 @@
 """Secrets: neither they nor parts of them are in any text that leaves looplib, and harmless text stays as it is."""
 
+import base64
+import html
 import io
 import json
 import logging as loggers
@@ -48,6 +50,10 @@ FORMS = {
     ],
     WORD: [
         "https://h/x?key={} failed", "https://h/x?sv=1&sig={}", "https://h/x#access_token={}", "GET /x?code={} HTTP/1.1",
+        "PGPASSWORD={}", "githubtoken={}", "KAGGLE_KEY={}", "login a password {}", "API key: {}",
+        "Incorrect API key provided: {}", "Max retries exceeded with url: /services/T0/{} (Caused by x)", "slack://A/B/{}",
+        "{'alert': ['https://a/x', 'https://h/{}']}", "LOOPLIB_ALERT=https://h/{}", "<password value={}>",
+        "\x1b[31mpassword\x1b[0m: {}", "api_keys:\n- a\n- {}\n", "auth:\n  user: me\n\n  value: {}\n", "sk_live_{}QQQQ",
         "https://h/x?X-Amz-Credential=AKIA&X-Amz-Signature={}", "https://hooks.slack.com/services/T0/B0/{} is gone",
         "https://discord.com/api/webhooks/1/{}", "https://api.telegram.org/bot{}/sendMessage", "Bearer {} is wrong",
         "'headers': 'bearer {}'", "HF_TOKEN={} python x", "--api_key={} --a=b", "run --token {} --step=3", "me:{}@host",
@@ -58,7 +64,7 @@ FORMS = {
     PLAIN: [
         "https://{}@github.com/x", "https://{}:@api.stripe.com/x", "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
     ],
-    LETTERS: ["AKIA{}", "xoxb-{}", "ghp_{}", "hf_{}QQQQ", "eyJ{}.{}.QQ"],
+    LETTERS: ["Signature={}9a", "AKIA{}", "xoxb-{}", "ghp_{}", "hf_{}QQQQ", "eyJ{}.{}.QQ"],
 }  # fmt: skip
 WRITTEN = [  # as programs write any text
     lambda secret: json.dumps({"step": 3, "password": secret, "loss": 1}),
@@ -72,6 +78,13 @@ WRITTEN = [  # as programs write any text
     lambda secret: repr(["prog", "--token", secret]),
     lambda secret: f"password: '{secret.replace(chr(39), 2 * chr(39))}'",  # YAML
     lambda secret: f"next=https%3A%2F%2Fme%3A{urllib.parse.quote(secret, safe='')}%40host",
+    lambda secret: f'password = """\n{secret.replace(chr(34), "")}\n"""',
+    lambda secret: f"auth = ('me', {secret!r}, [{secret!r}])",
+    lambda secret: f"password = 'a' + {secret!r}",
+    lambda secret: f"set_password({secret!r})",
+    lambda secret: f"the token {secret!r} is wrong",
+    lambda secret: repr({"name": "password", "value": secret}),
+    lambda secret: json.dumps(json.dumps({"password": secret})),
     lambda secret: f"pg://me:{urllib.parse.quote(secret, safe='')}@host/db",
 ]
 
@@ -102,10 +115,16 @@ TREES = [
     lambda secret: {"webhook_url": [secret]},
     lambda secret: {"url": f"pg://me:{secret}@host/db"},
     lambda secret: ["prog", f"--config.url=pg://me:{secret}@host/db"],
+    lambda secret: {"password": secret.encode()},
+    lambda secret: {"api_keys": {secret: 1}},
+    lambda secret: {"passwords": {secret}},
+    lambda secret: {"env": [{"name": "HF_TOKEN", "value": secret}]},
+    lambda secret: ["prog", "--config=" + json.dumps({"api_key": secret})],
 ]
 LATER = [
     "it is {} that is wrong", "a{}b", "\n{}\n",
-    lambda secret: repr(secret), lambda secret: json.dumps(secret), lambda secret: urllib.parse.quote(secret, safe=""),
+    lambda secret: repr(secret), lambda secret: json.dumps(secret), html.escape, shlex.quote, urllib.parse.quote_plus,
+    lambda secret: repr(repr(secret)), lambda secret: json.dumps(json.dumps(secret)), lambda secret: urllib.parse.quote(secret, safe=""),
 ]  # fmt: skip
 
 
@@ -199,10 +218,32 @@ def test_names_of_no_secrets(name):
     "see https://example.org/docs/errors.md#settings", "pad_token='<pad>' eos_token: </s>", "max_tokens=5 --key=loss",
     "give --token, or set TOKEN", "--api_key is missing", "if token == 3:", "def f(token: str, n: int = 3):", "Basic training",
     "expected postgresql+psycopg://USER@HOST/DATABASE", "http://[::1]:9/x", "[train] loss: 3; C:\\x", "bearer tokens are",
-    "--alert has a value that is no URL", "InvalidToken: The provided token is malformed", "password: None, token=None)",
+    "--alert has a value that is no URL", "token 12 of 16", "the key: value", "session=3", "bypass=1", "signature=(TensorSpec",
+    "monkey: 3", "pad_token <pad>", "the tokens 'a' and 'b'", "pipeline://x/y",
+"InvalidToken: The provided token is malformed", "password: None, token=None)",
 ])  # fmt: skip
 def test_harmless_text_stays(text):
     assert masked_text(text) == text
+
+
+@pytest.mark.parametrize("user", ["", "u", "me"])
+def test_a_setting_is_masked_in_base64(user):
+    known = {*masks._known}
+    try:
+        masked({"password": "QZXJVK-12345"})
+        coded = base64.b64encode(f"{user}:QZXJVK-12345".encode()).decode()
+        assert not leaks(coded[4:-4], masked_text(f"sent {coded} to h"))
+    finally:
+        masks._known &= known
+
+
+def test_names_that_are_secrets_by_chance_stay_keys():
+    known = {*masks._known}
+    try:
+        assert masked({"password": "status"}) == {"password": MASK}
+        assert masked({"status": "done", "pg://me:x@h": 1}) == {"status": "done", f"pg://{MASK}@h": 1}
+    finally:
+        masks._known &= known
 
 
 def test_what_is_masked_leaves_the_rest_readable():
@@ -216,5 +257,7 @@ def test_a_text_is_masked_in_linear_time():
     for text in ("a" * 10**6, "a_" * 10**5, "a://" * 10**5, "--" * 10**5, "?" * 10**5, "x://" + "?" * 10**5,
                  "x://" + "a:" * 10**4, "'" * 10**5, "key: " * 10**5, "& " * 10**5):  # fmt: skip
         masked_text(text)
+    for text in ("token = '", "password:\n\n", "  auth:\n  x\n", "with url: /", "name=token value="):
+        masked_text(text * 10**4)
     assert masked_text("a" * 10**6) == "a" * 10**6
     assert masked_text("token: " * 10**5) == "token: <masked>"
