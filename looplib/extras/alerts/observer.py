@@ -1,6 +1,7 @@
 """RunObserver: what has happened to a run since one looked last, from the files of its directory alone."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -8,7 +9,8 @@ from looplib import files
 from looplib.extras.alerts.alert import Alert, Condition
 from looplib.extras.page import values
 from looplib.extras.page.goodput import restored_step
-from looplib.extras.page.run_status import RunStatus, read_status
+from looplib.extras.page.run_status import RunStatus, last_written, read_status
+from looplib.messages import join_names
 from looplib.report import run_json
 from looplib.report.records import Record, parse_line
 
@@ -48,6 +50,8 @@ class RunObserver:
         self._rollbacks = 0
         self._bad: set[str] = set()  # metrics that are not finite
         self._met: set[Condition] = set()  # conditions that the last value has met
+        self._missed = set(self._conditions)  # conditions on metrics that no record has had
+        self._written, self._since = 0.0, 0.0  # the time of the run's last news, and of this process's timer then
 
     @property
     def has_ended(self) -> bool:
@@ -57,7 +61,7 @@ class RunObserver:
     def look(self) -> list[Alert]:
         """Returns what has happened since the last look, in the order of steps."""
         report = run_json.read_report(run_json.path_of(self._folder, trains=True))
-        status = read_status(self._folder, report)
+        status = read_status(self._folder, report, self._age())
         newest = (report.get("starts") or [{}])[-1]
         pid = newest.get("process", {}).get("pid")
         if self._process is not None and not self._looked and pid != self._process:
@@ -75,6 +79,14 @@ class RunObserver:
             self._records.know(restored_step(newest))  # an earlier process has told of them
         return [*([] if known else self._of_records(self._records.read())), *found, *self._of_state(status, known)]
 
+    def _age(self) -> float | None:
+        """Returns the seconds since the last news by the timer of this process; clocks may be set, or be another's."""
+        now, written = time.monotonic(), last_written(self._folder)
+        if written != self._written:
+            age = 0.0 if self._written else max(0.0, time.time() - written)
+            self._written, self._since = written, now - age
+        return now - self._since if written else None
+
     def _of_state(self, status: RunStatus, known: bool) -> list[Alert]:
         state = status.state
         if state == "unknown":  # no report can be read at the moment
@@ -91,6 +103,9 @@ class RunObserver:
             return [Alert("silent", self._folder, status.step, f"no news for {status.age:.0f} s: {text}")]
         if state in ENDED:
             sentence = status.detail if state in ("failed", "preempted") and status.detail else _SENTENCES[state]
+            if self._missed and self._process is not None:
+                missed = join_names(sorted(map(str, self._missed)))
+                sentence += f"; no metric of --alert_when was reported for {missed}"
             return [Alert(state, self._folder, status.step, sentence)]
         if before == "silent" and state == "running":
             return [Alert("recovered", self._folder, status.step, "the run reports again")]
@@ -136,6 +151,8 @@ class RunObserver:
                     yield Alert("not_finite", self._folder, step, f"{key} is NaN or infinite")
             for condition in self._conditions:
                 value = values.number(record.get(condition.metric))
+                if condition.split == split and condition.metric in record:
+                    self._missed.discard(condition)
                 if condition.split != split or value is None:
                     continue
                 if not condition.holds(value):

@@ -63,19 +63,25 @@ class RunStatus:
         return max(0, self.end - self.step) * pace
 
 
-def read_status(folder: str, report: run_json.Report | None = None) -> RunStatus:
+def last_written(folder: str) -> float:
+    """Returns when a run has written a record or its report; if there is none, when it started; 0 if not known."""
+    changed = [_changed(os.path.join(folder, name)) for name in ("metrics.jsonl", "run.json")]
+    return max(changed) or _changed(os.path.join(folder, "lock"))
+
+
+def read_status(folder: str, report: run_json.Report | None = None, age: float | None = None) -> RunStatus:
     """Returns how the run of a directory is doing.
 
     Args:
       folder: the run directory, whose contents may be anything.
       report: its `run.json`, where that has been read; default None reads it.
+      age: see `RunStatus`; default None takes it from the clock, which may have been set since.
     """
     report = run_json.read_report(run_json.path_of(folder, trains=True)) if report is None else report
     records = read_newest(os.path.join(folder, "metrics.jsonl"))
     train = next((record for record in reversed(records) if record["split"] == "train"), None)
     rate = values.number(train.get("steps_per_second")) if train else None
-    changed = [_changed(os.path.join(folder, name)) for name in ("metrics.jsonl", "run.json")]
-    age = max(0.0, time.time() - (max(changed) or _changed(os.path.join(folder, "lock"))))
+    age = max(0.0, time.time() - last_written(folder)) if age is None else age
     state, detail = _state(report, lock.holder(folder), age, _interval(records, rate))
     step = values.whole(report.get("step"))
     if train and state in ("running", "silent", "killed"):  # the report is written at the start and at the end

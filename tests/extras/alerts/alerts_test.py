@@ -19,11 +19,13 @@ import urllib.parse
 import pytest
 from faults.lives import ROOT
 
+from looplib.checkpoint.lock import LockHolder
 from looplib.errors import FlagError, PluginError, UsageError
 from looplib.extras.alerts import sending
 from looplib.extras.alerts.alert import Alert, Condition
 from looplib.extras.alerts.observer import RunObserver
 from looplib.extras.alerts.sending import Sender, check_url
+from looplib.extras.page import run_status
 from looplib.report.records import JsonlWriter
 
 SMALL = ("--config.state_mb=0.01", "--loop=eager", "--config.noisy=False", "--checkpoint_interval=5")
@@ -170,6 +172,39 @@ def test_what_had_ended_before_the_first_look_is_no_news_and_a_new_start_is(tmp_
     write(run, "failed", [{"step": 5, "split": "train", "loss": 1.0}], "2026-01-02T00:00:00+00:00", error="new")
     assert [alert.sentence for alert in observer.look()] == ["train/loss is 1 (train/loss>0)", "new"]
     assert observer.look() == []
+
+
+def test_clocks_that_are_set_make_no_run_silent_and_hide_no_silence(tmp_path, monkeypatch):
+    run, clock = tmp_path / "run", {"time": time.time(), "monotonic": time.monotonic()}
+    for name in clock:
+        monkeypatch.setattr(f"looplib.extras.alerts.observer.time.{name}", lambda name=name: clock[name])
+    monkeypatch.setattr(run_status.lock, "holder", lambda folder: LockHolder("other", 1, None))
+
+    def look(seconds, set_by, wrote):
+        clock["monotonic"] += seconds
+        clock["time"] += seconds + set_by
+        if wrote:
+            write(run, "running")
+            os.utime(run / "run.json", (clock["time"],) * 2)
+            os.utime(run / "metrics.jsonl", (clock["time"],) * 2)
+        return [alert.kind for alert in observer.look()]
+
+    observer = RunObserver(str(run))
+    assert look(1, 0, True) == []
+    assert look(10, 3600, False) == [] and look(10, 0, True) == []
+    assert look(10, -7200, True) == [] and look(50, 0, False) == []
+    assert look(20, -3600, False) == ["silent"] and look(1, 0, True) == ["recovered"]
+
+
+def test_a_condition_on_a_metric_that_never_came_is_told_at_the_end(tmp_path):
+    run, conditions = tmp_path / "run", [Condition.parse("train/los>2"), Condition.parse("train/loss>2")]
+    write(run, "running", [{"step": 1, "split": "train", "loss": None}], process={"pid": os.getpid()})
+    observer = RunObserver(str(run), conditions, process=os.getpid())
+    observer.look()
+    write(run, "done", process={"pid": os.getpid()})
+    assert [alert.sentence for alert in observer.look() if alert.kind == "done"] == [
+        "the training has reached its end; no metric of --alert_when was reported for train/los>2"
+    ]
 
 
 def test_the_end_of_the_own_process_is_news_at_the_first_look(tmp_path):
