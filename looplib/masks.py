@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import urllib.parse
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -250,11 +251,13 @@ def _mask_record(record: loggers.LogRecord) -> bool:
 
 
 def mask_tracebacks() -> None:
-    """Makes Python mask the traceback of an error that ends the process or a thread."""
+    """Makes Python mask its warnings, and the traceback of an error that ends the process or a thread."""
 
     def show(kind: Any, error: BaseException | None, trace: Any) -> None:
         print(masked_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
+    write = warnings.formatwarning
+    warnings.formatwarning = lambda *told, **more: masked_text(write(*told, **more))
     sys.excepthook = show
     threading.excepthook = lambda ended: show(*ended[:3])
 

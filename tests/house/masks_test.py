@@ -190,10 +190,12 @@ def test_errors_that_nobody_catches_are_masked(python, tmp_path):
     program = (
         "import threading, looplib.masks as masks; masks.mask_tracebacks()\n"
         "def fail(): raise RuntimeError('at pg://me:hunter2@host')\n"
+        "import warnings; warnings.warn('at pg://me:hunter3@host')\n"
         "thread = threading.Thread(target=fail); thread.start(); thread.join(); fail()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("RuntimeError: at pg://<masked>@host") == 2
+    assert "UserWarning: at pg://<masked>@host" in done.stderr and "hunter3@" not in done.stderr
     assert "hunter2@" not in done.stderr.replace("def fail(): raise RuntimeError('at pg://me:hunter2@host')", "")
 
 

@@ -7,6 +7,7 @@ import hashlib
 import http.client
 import http.server
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ class BoardServer(http.server.ThreadingHTTPServer):
     def __init__(self, directory: str, port: int, every: float) -> None:
         self._directory, self._every = directory, every
         self._lock = threading.Lock()
-        self._made, self._page = -every, b""
+        self._due, self._page = 0.0, b""  # when a page is made again
         super().__init__((_ADDRESS, port), _Handler)
         names = (_ADDRESS, "localhost")
         self.hosts = {f"{name}:{self.server_port}" for name in names}
@@ -107,11 +108,17 @@ class BoardServer(http.server.ThreadingHTTPServer):
           UsageError: if there is no run.
         """
         with self._lock:
-            if time.monotonic() - self._made >= self._every:
+            if (began := time.monotonic()) >= self._due:
                 shown = runs_in([self._directory])[:MOST_RUNS]
                 self._page = page_of(shown, [self._directory], _newest(shown)).encode()
-                self._made = time.monotonic()
+                ended = time.monotonic()
+                self._due = ended + max(self._every, ended - began)  # many runs take half of a core at most
             return self._page
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints an error in one line; none of a browser that is gone."""
+        if (error := sys.exc_info()[1]) and not isinstance(error, OSError):
+            print(printable(f"a request could not be answered: {gist(error)}"), flush=True)
 
     @property
     def shell(self) -> tuple[str, str]:

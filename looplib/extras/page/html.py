@@ -9,6 +9,7 @@ import html
 import importlib.resources
 import json
 import os
+import re
 import string
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ _SCRIPTS = (
 _STYLES = ("uPlot.min.css", "page.css")
 _MOST_POINTS = 80_000  # of all curves of a page
 _MOST_POINTS_OF_A_CURVE = 2000
+_REVERSING = re.compile(r"(?<!\\)((?:\\\\)*)\\u(202[a-e]|206[6-9])")  # as JSON has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +128,12 @@ def _hash(text: str) -> str:
 
 
 def _json(data: Any) -> str:
-    """Returns JSON that can stand in a script element: nothing in it ends the element or starts a comment."""
+    """Returns JSON that can stand in a script element: nothing in it ends the element or starts a comment.
+
+    Characters that reverse the text after them (Unicode's bidirectional controls) are shown as escapes.
+    """
     text = json.dumps(data, default=vars, allow_nan=False, separators=(",", ":"))  # of a dataclass, its fields
-    return text.replace("<", "\\u003c")
+    return _REVERSING.sub(r"\1\\\\u\2", text).replace("<", "\\u003c")
 
 
 def _drawn(runs: Sequence[Run]) -> Iterator[str]:

@@ -9,6 +9,8 @@ import os
 import pathlib
 import re
 import shutil
+import socket
+import struct
 import tempfile
 import threading
 import time
@@ -179,6 +181,31 @@ def test_a_run_that_cannot_be_drawn_is_a_sentence_beside_the_other_runs(tmp_path
     shown = of_a_page(page([runs[0], dataclasses.replace(runs[1], wall=math.nan)], "both"))
     assert shown["one"]["curves"] and not shown["one"]["notes"]
     assert "cannot be shown" in shown["two"]["notes"][0] and shown["two"]["curves"] == []
+
+
+def test_texts_that_reverse_what_follows_them_are_shown_as_escapes(tmp_path):
+    write(tmp_path / "run", [0.5], "done")
+    name = "a\u202eb\\\\u2066\u2069\\"
+    text = page([dataclasses.replace(read_run(str(tmp_path / "run"), "run"), error=name)], name)
+    assert of_a_page(text)["run"]["error"] == "a\\u202eb\\\\u2066\\u2069\\"
+
+
+def test_browsers_that_go_away_print_nothing_and_an_error_has_no_secret(served, tmp_path, capfd, monkeypatch):
+    server = served()
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.server_port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            client.sendall(b"GET /page HTTP/1.1\r\nX: y\r\n")
+    time.sleep(0.2)
+    assert capfd.readouterr() == ("", "")
+
+    def fail(server):
+        raise RuntimeError("at pg://me:hunter2@host")
+
+    monkeypatch.setattr(BoardServer, "shell", property(fail))
+    with pytest.raises(http.client.RemoteDisconnected):
+        get(server, "/")
+    assert capfd.readouterr() == ("a request could not be answered: at pg://<masked>@host\n", "")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="port 80 needs root")
