@@ -53,7 +53,7 @@ FORMS = {
         "PGPASSWORD={}", "githubtoken={}", "KAGGLE_KEY={}", "login a password {}", "API key: {}",
         "Incorrect API key provided: {}", "Max retries exceeded with url: /services/T0/{} (Caused by x)", "slack://A/B/{}",
         "{'alert': ['https://a/x', 'https://h/{}']}", "LOOPLIB_ALERT=https://h/{}", "<password value={}>",
-        "\x1b[31mpassword\x1b[0m: {}", "api_keys:\n- a\n- {}\n", "auth:\n  user: me\n\n  value: {}\n", "sk_live_{}QQQQ",
+        "\x1b[31mpassword\x1b[0m: {}", "api_keys:\n- a\n- {}\n", "auth:\n  user: me\n\n  value: {}\n",
         "https://h/x?X-Amz-Credential=AKIA&X-Amz-Signature={}", "https://hooks.slack.com/services/T0/B0/{} is gone",
         "https://discord.com/api/webhooks/1/{}", "https://api.telegram.org/bot{}/sendMessage", "Bearer {} is wrong",
         "'headers': 'bearer {}'", "HF_TOKEN={} python x", "--api_key={} --a=b", "run --token {} --step=3", "me:{}@host",
@@ -64,7 +64,7 @@ FORMS = {
     PLAIN: [
         "https://{}@github.com/x", "https://{}:@api.stripe.com/x", "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
     ],
-    LETTERS: ["Signature={}9a", "AKIA{}", "xoxb-{}", "ghp_{}", "hf_{}QQQQ", "eyJ{}.{}.QQ"],
+    LETTERS: ["Signature={}9a", "sk_live_{}QQQQ", "AKIA{}", "xoxb-{}", "ghp_{}", "hf_{}QQQQ", "eyJ{}.{}.QQ"],
 }  # fmt: skip
 WRITTEN = [  # as programs write any text
     lambda secret: json.dumps({"step": 3, "password": secret, "loss": 1}),
