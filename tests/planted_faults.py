@@ -182,7 +182,7 @@ FAULTS = [
     Fault("an error shows no secret", "errors.py", "masked_text(super().__str__())", "super().__str__()", "house/masks"),
     Fault("an alert is sent with the password of its address", "extras/alerts/sending.py",
           "self._headers[\"Authorization\"] = ", "_ = ", "alerts"),
-    Fault("a page runs no foreign script", "extras/page/html.py", r'return text.replace("<", "\\u003c")', "return text",
+    Fault("a page runs no foreign script", "extras/page/html.py", r'text).replace("<", "\\u003c")', "text)",
           "report_page"),
     Fault("seeds of augmentation differ from example to example", "data/order.py",
           "words = mix(tf.bitcast(tf.reshape(positions, [-1]), tf.uint64) + key)",
