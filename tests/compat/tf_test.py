@@ -469,7 +469,7 @@ def test_only_compat_uses_what_tensorflow_and_keras_do_not_publish() -> None:
     for path in FILES:
         name, found = str(path.relative_to(ROOT / "looplib")), set(private_names(path))
         if path.parent == ROOT / "looplib" / "compat":
-            assert found or path.stem == "__init__", "this test finds nothing any more"
+            assert found or path.stem in ("__init__", "autograph"), "this test finds nothing any more"
         else:
             more = sorted(found - ELSEWHERE.get(name, set()))
             assert not more, f"{name} uses {more}; put it into looplib/compat, with what to do where it is missing"

@@ -20,6 +20,7 @@ from looplib.extras.keras.best_weights import BestWeights
 from looplib.extras.keras.callback_memory import Memories
 from looplib.extras.keras.results import ReportsArrays
 from looplib.task.actions import Action, Event
+from looplib.task.learning_rates import constant_rate
 from looplib.task.metric_names import CHECKSUM
 
 _OWN = ("steps_per_second", "epoch", "examples", CHECKSUM)  # of a report, beside the trainer's metrics
@@ -57,6 +58,7 @@ class KerasCallbacks(Action):
         self._logs: dict[str, Any] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
+        self._rate: float | None = None  # the learning rate that the training began with; None for a schedule
         self._memories = Memories(self._callbacks, vars(models.callbacks_of(self._model).Callback()))
         self._best = BestWeights()
         self._stopped: dict[str, Any] | None = None  # the state before the end of the epoch that ended the training
@@ -170,6 +172,7 @@ class KerasCallbacks(Action):
             "logs": self._logs and dict(self._logs),
             "missing": list(self._missing),
             "begun": self._begun,
+            "rate": self._rate,
         }
 
     def _to_nowhere(self, callback: Any) -> Any:
@@ -188,8 +191,16 @@ class KerasCallbacks(Action):
         self._model.stop_training = False
         self._stopped = None
         self._best.forget()
+        optimizer = self._model.optimizer
+        rate, first = constant_rate(optimizer), (self._loaded or {}).get("rate")
+        first = first if type(first) in (int, float) else None  # it may be of an older or a foreign checkpoint
+        self._rate = rate if first is None else first
+        if rate is not None:  # callbacks read it as that of the whole training, or change it for that
+            optimizer.learning_rate = self._rate
         for callback in self._callbacks:
             callback.on_train_begin({})
+        if rate is not None and first is not None:
+            optimizer.learning_rate = rate
         self._memories.begin()
         self._remember()
 

@@ -7,6 +7,7 @@ import keras as keras3
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 from conftest import make_strategy
 
 import looplib
@@ -281,3 +282,26 @@ def test_a_second_call_of_train_goes_on_with_what_callbacks_remember(keras):
         return float(tf.convert_to_tensor(model.optimizer.learning_rate))
 
     assert rate(2, 4, 6) == rate(6) < 0.125
+
+
+@pytest.mark.parametrize("keras", [keras3, tf_keras])
+def test_a_callback_that_reads_or_sets_the_rate_when_a_training_begins_resumes_as_if_it_had_not_stopped(
+    keras, tmp_path
+):
+    class Warm(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.initial = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
+            self.model.optimizer.learning_rate = 0.5 * self.initial
+
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch % 2:
+                self.model.optimizer.learning_rate = self.initial * 0.7**epoch
+
+    model = build(keras)
+    model.fit(X, Y, batch_size=BATCH, epochs=6, shuffle=False, verbose=0, callbacks=[Warm()])
+    for epochs in (3, 6):
+        ours, controller = controlled(keras, [Warm()], model_dir=tmp_path / "run")
+        with controller:
+            controller.train(epochs=epochs)
+    for one, other in zip(ours.get_weights(), model.get_weights()):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
