@@ -11,13 +11,16 @@ from collections.abc import Iterator
 
 from looplib import folders
 from looplib.checkpoint import commits
+from looplib.errors import RunDirectoryError
 from looplib.extras.buckets import held
 from looplib.extras.buckets.held import HeldFolders
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, MARKER, OUTGOING, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.stores import Store
+from looplib.report.records import each_record
 
 EVERY = float(os.environ.get("LOOPLIB_UPLOAD_SECONDS", 30))  # from one copy of what the run reports to the next
+_RECORDS = "metrics.jsonl"  # to which the run adds lines, and whose last ones it may remove
 _BYTES_A_SECOND = 1 << 20  # a larger file that grows waits longer
 
 
@@ -131,6 +134,17 @@ class Copier:
         self._copy.write_note()
         deletions.forget(known, count)
 
+    def _check_beginning(self, path: str) -> None:
+        """Raises `RunDirectoryError` if records have lost their first ones, as where somebody removes the directory."""
+        first, before = next((record["step"] for record in each_record(path)), None), self._copy.note.first
+        if None not in (first, before) and first > before:
+            raise RunDirectoryError(
+                f"{path} begins with step {first:,}, and with step {before:,} in the store, so that somebody has "
+                "removed or changed it; the store keeps what it has: remove the local run directory, and run the same "
+                "command again, which continues from the store"
+            )
+        self._copy.note.first = before if first is None else first
+
     def _check(self, patience: float, surely: bool = False) -> None:
         """Raises an error if nothing may be written or deleted any more, see `LocalCopy.check` and `Lease.check`."""
         self._copy.check()
@@ -151,6 +165,8 @@ class Copier:
         """Copies a file as it is now, after so many deletions; one that was removed meanwhile is left out."""
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(path)
+            if name == _RECORDS:
+                self._check_beginning(path)
             self._store.put(path, name, patience, functools.partial(self._check, patience))
             self._copy.remember(name, found, deletions)
             self._sent_at[name] = time.monotonic()

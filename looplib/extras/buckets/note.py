@@ -33,12 +33,14 @@ class Note:
       token: of the lease under which this directory was copied last; "" for a copy that is only read.
       known: dict from name to the bytes and the time of change, in ns, of the local file that the store has.
       versions: dict from name to the version of the object that was fetched.
+      first: the step of the first record of `metrics.jsonl` in the store; None if there is none.
     """
 
     url: str
     token: str = ""
     known: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    first: int | None = None
 
 
 @dataclasses.dataclass

@@ -202,3 +202,29 @@ def test_notes_that_cannot_be_of_a_run_are_refused(url, tmp_path, known):
     with pytest.raises(StoreError, match="holds something else"):
         opened(url, tmp_path / "run")
     assert steps(url) == [1, 2]
+
+
+def test_records_that_have_lost_their_beginning_are_not_copied(url, tmp_path):
+    """As by a slow `rm -rf`, which has removed this file and not the others yet."""
+    run, _ = opened(url, tmp_path / "run")
+    train(run, 1, 3)
+    wait_for(lambda: steps(url) == [1, 2, 3])
+    run._copier.copy(everything=True, patience=1.0)
+    before = there(url)["metrics.jsonl"]
+    os.unlink(tmp_path / "run" / "metrics.jsonl")
+    train(run, 4, 4)
+    with pytest.raises(RunDirectoryError, match="begins with step 4, and with step 1 in the store"):
+        run._copier.copy(everything=True, patience=1.0)
+    assert there(url)["metrics.jsonl"] == before
+    with pytest.raises(RunDirectoryError):
+        run.end()
+
+
+def test_records_that_a_rollback_removes_are_removed_in_the_store_too(url, tmp_path):
+    run, _ = opened(url, tmp_path / "run")
+    train(run, 1, 3)
+    run._copier.copy(everything=True, patience=1.0)
+    for step in (1, 2):
+        copied.report(run.directory, step, seed=1)
+    run.end()
+    assert there(url)["metrics.jsonl"].decode() == "".join(copied.line(step, 1) for step in (1, 2))
