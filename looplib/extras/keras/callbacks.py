@@ -194,12 +194,12 @@ class KerasCallbacks(Action):
         optimizer = self._model.optimizer
         rate, first = constant_rate(optimizer), (self._loaded or {}).get("rate")
         first = first if type(first) in (int, float) else None  # it may be of an older or a foreign checkpoint
-        self._rate = rate if first is None else first
-        if rate is not None:  # callbacks read it as that of the whole training, or change it for that
-            optimizer.learning_rate = self._rate
+        self._rate, resumes = rate if first is None else first, None not in (rate, first)
+        if resumes:  # callbacks read it as the rate of the whole training, or change it for that
+            optimizer.learning_rate = first
         for callback in self._callbacks:
             callback.on_train_begin({})
-        if rate is not None and first is not None:
+        if resumes:
             optimizer.learning_rate = rate
         self._memories.begin()
         self._remember()
