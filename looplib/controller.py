@@ -601,7 +601,9 @@ class Controller:
                 stack.callback(self._reporter.close)
             stack.callback(self._loops.close)
             if self._checkpointer is not None:
-                stack.callback(self._checkpointer.wait)  # a save syncs the writers before it counts metrics as reported
+                stack.callback(
+                    self._checkpointer.finish
+                )  # a save syncs the writers before it counts metrics as reported
 
     def __enter__(self) -> "Controller":
         return self

@@ -269,6 +269,11 @@ class Checkpointer:
         if self._saver:
             self._saver.wait()
 
+    def finish(self) -> None:
+        """Ends the saves of a run that closes, see `Checkpoints.finish`; raises `UsageError` if one failed."""
+        if self._saver and self.directory.trains:
+            self._saver.finish()
+
     def wait_and_log(self) -> None:
         """Waits for a save under way, and logs its error; for a run that has another one."""
         try:

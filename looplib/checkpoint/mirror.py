@@ -45,5 +45,8 @@ class Mirror:
         """
         return os.path.join(self.directory, name)
 
+    def fetch_older(self) -> None:
+        """Waits until the older checkpoints are here that a start fetches while it trains, or cannot be fetched."""
+
     def end(self) -> None:
         """Copies what the store lacks; may be called again after further writes."""

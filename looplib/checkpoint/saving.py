@@ -85,6 +85,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.committed: list[str] = []
+        self._has_committed = False
 
     def save(self, step: int, wait: bool, position: bytes = b"") -> str:
         """Saves the state as `ckpt-<step>`; returns the path of the checkpoint.
@@ -178,6 +179,7 @@ class Checkpoints:
         self._check()
         commits.commit(path, step, positions)
         self.committed.append(path)
+        self._has_committed = True
         self._prune()
         if not commits.list_is_foreign(self.directory):
             self._list()
@@ -226,6 +228,13 @@ class Checkpoints:
             if done.step == step:
                 commits.add_scores(done, scores)
         self._prune()
+
+    def finish(self) -> None:
+        """Waits for a save under way; after saves, also prunes what has come from a store since."""
+        self.wait()
+        if self._has_committed:
+            self._mirror.fetch_older()
+            self._prune()
 
     def _prune(self) -> None:
         kept = commits.committed(self.directory)

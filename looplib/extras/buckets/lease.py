@@ -77,13 +77,16 @@ class Lease:
             except FileExistsError:
                 if self._holder(number + 1).get("token") != self.token:  # else an answer was lost, and not the write
                     continue
-            self._number, self._sure_until = number + 1, time.monotonic() + SECONDS / 2
+            self._number, self._sure_until = number + 1, _now() + SECONDS / 2
+            if number and self._holder(number) != self.before:  # it was renewed after the last look, so its writer is
+                self.withdraw(PATIENCE)  # alive, and may not have seen this one
+                continue
             store.delete(self._name(old) for old in range(number - _KEPT, number - _KEPT + 1) if old > 0)
             return
 
     def _wait_for_end_of(self, number: int) -> dict[str, Any]:
         """Waits until a lease is not renewed any more; returns what it says."""
-        first, end, noted = self._holder(number), time.monotonic() + SECONDS, False
+        first, end, noted = self._holder(number), _now() + SECONDS, False
         while True:
             holder = self._holder(number) or first  # it was there, and nobody deletes it for a moment
             first = first or holder
@@ -94,7 +97,7 @@ class Lease:
                     f"the {self._kind.what} {masked_text(self._store.url)} is in use by process {holder.get('pid')} on "
                     f"{holder.get('host')}; wait until it ends or stop it, or {self._kind.other}"
                 )
-            if time.monotonic() > end:
+            if _now() > end:
                 return holder
             if not noted:
                 url = masked_text(self._store.url)
@@ -123,7 +126,7 @@ class Lease:
 
     def renew(self, patience: float) -> None:
         """Shows that the writer is alive; raises `LockedError` if that came too late."""
-        begun = time.monotonic()
+        begun = _now()
         self._check_own(patience)
         self.write(patience)
         self._check_next(patience)
@@ -146,7 +149,7 @@ class Lease:
 
     def check(self, patience: float, surely: bool = False) -> None:
         """Raises `LockedError` if another writer has taken the run; without `surely`, if it can have done so."""
-        if not surely and time.monotonic() < self._sure_until:
+        if not surely and _now() < self._sure_until:
             return
         self._check_own(patience)
         self._check_next(patience)
@@ -173,6 +176,11 @@ class Lease:
     def release(self, patience: float) -> None:
         """Lets another writer take the run at once."""
         self._store.write(self._name(self._number), self._content(True), patience)
+
+
+def _now() -> float:
+    """Returns seconds by a clock that nobody sets, and which counts while the machine sleeps, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def highest_of(names: Iterable[str], folder: str = FOLDER) -> int:

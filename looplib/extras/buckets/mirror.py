@@ -215,6 +215,11 @@ class StoreMirror(Mirror):
             self._held.take(name, self._fetcher.fetch if as_it_is else None)
         return f"{self.standing.url}/{name}"
 
+    def fetch_older(self) -> None:
+        """See `Mirror.fetch_older`; a run that has been asked to end does not wait."""
+        while self._later and self._worker.is_alive() and not (self._lost or self.standing.error or notice.requested):
+            time.sleep(_TICK / 5)
+
     def end(self) -> None:
         """Copies the rest, and lets others take the run; called again, what was written since.
 

@@ -60,6 +60,13 @@ def report(directory, step, seed=0, rate=None):
     files.write_whole(path, "".join([*(one for one in lines if json.loads(one)["step"] < step), *new]))
 
 
+def prune(place, keep, every):
+    """Keeps the newest checkpoints, and those of each so many steps."""
+    for done in commits.committed(place)[keep:]:
+        if not every or done.step % every:
+            commits.remove(done)
+
+
 def opened(url, local_dir):
     """The mirror of a run in a store, or what stands for it in a local directory."""
     if files.is_remote(url):
@@ -100,11 +107,11 @@ def main():
             report(mirror.directory, step, options.seed, options.rate)
             mirror.check()
             save(mirror.directory, step, options.seed, options.size)
-            for done in commits.committed(place)[options.keep :]:
-                if not options.every or done.step % options.every:
-                    commits.remove(done)
+            prune(place, options.keep, options.every)
             tell(step=step)
             time.sleep(options.pause)
+        mirror.fetch_older()
+        prune(place, options.keep, options.every)
         mirror.end()
         held.release()
         tell(done=options.steps)

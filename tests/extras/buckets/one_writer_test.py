@@ -1,7 +1,9 @@
 """One writer: the lease of a run in a store, with processes, and with a store that is out of reach."""
 
 import json
+import os
 import signal
+import threading
 import time
 
 import copied
@@ -9,6 +11,10 @@ import pytest
 from clouds import LEASE, said, wait_for
 
 from looplib.checkpoint import commits
+from looplib.errors import LockedError
+from looplib.extras.buckets import lease
+from looplib.extras.buckets.lease import Lease
+from looplib.extras.buckets.stores import Store
 
 
 def metrics(cloud):
@@ -97,3 +103,28 @@ def test_a_writer_that_was_stopped_for_longer_than_its_lease_ends(cloud):
     known = max(cloud.steps())
     wait_for(lambda: max(cloud.steps()) > known)
     second.end()
+
+
+class StoreOfALateWriter(Store):
+    """A store in which a writer renews its lease after another one's last look, and before that one's lease is there."""
+
+    late = None
+
+    def create(self, *what):
+        late, self.late = self.late, None
+        if late:
+            late.renew(1.0)
+        super().create(*what)
+
+
+def test_a_writer_that_renews_between_the_last_look_and_the_lease_of_another_one_keeps_the_run(monkeypatch):
+    monkeypatch.setattr(lease, "SECONDS", 0.5)
+    monkeypatch.setattr(lease, "_is_gone", lambda holder: False)
+    url = f"memory://late-{os.getpid()}/run"
+    first, store = Lease(Store(url)), StoreOfALateWriter(url)
+    store.late = first
+    with pytest.raises(LockedError, match="is in use"):
+        threading.Timer(0.7, lambda: first.renew(1.0)).start()  # it is found alive again
+        Lease(store)
+    first.check(1.0, surely=True)
+    assert lease.highest_of(store.listed(lease.FOLDER)) == 1
