@@ -19,7 +19,6 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
-import numpy as np
 from absl import logging
 
 from looplib import console, files, folders, plugins
@@ -472,7 +471,8 @@ def _strict(value: Any) -> Any:
         return [_strict(item) for item in value]
     if isinstance(value, (set, frozenset)):  # whose order differs between processes
         return sorted(map(_strict, value), key=repr)
-    if isinstance(value, np.generic):
+    numpy = sys.modules.get("numpy")  # which `status` does without
+    if numpy and isinstance(value, numpy.generic):
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:  # `status`, which imports this, does without it
+    import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +16,7 @@ class Images:
       pixels: uint8 `[number, height, width, channels]`.
     """
 
-    pixels: np.ndarray
+    pixels: "np.ndarray"
 
     @functools.cached_property
     def files(self) -> tuple[bytes, ...]:

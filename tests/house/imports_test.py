@@ -9,6 +9,7 @@ import conftest
 import pytest
 
 import looplib
+from benchmarks import startup
 from trainers import image_classification
 
 CODE = "import time; start = time.process_time(); import {}; import sys; print(time.process_time() - start, 'official' in sys.modules)"
@@ -58,6 +59,18 @@ def test_the_default_binary_imports_nothing_heavy_besides_what_keras_does_and_th
     assert not binary & {"official", "tf_keras", "tensorflow_datasets", "sklearn.linear_model", "sklearn.ensemble"}
 
 
+@pytest.mark.slow
+def test_a_start_costs_little_more_than_that_of_a_loop_by_hand(tmp_path):
+    """CPU seconds of three processes, see docs/speed_measured.md; with AutoGraph over all of looplib it was 6.8."""
+    hand = startup.measure(tmp_path, "-c", "import benchmarks.startup as startup; startup.by_hand()")
+    ours = startup.measure(
+        tmp_path, "-c", "import benchmarks.startup as startup; startup.looplib()", f"{tmp_path}/run", "0"
+    )
+    fit = startup.measure(tmp_path, "-c", "import benchmarks.startup as startup; startup.fit()")
+    assert startup.ratios({"by_hand": [hand], "looplib": [ours]})["looplib"][0] < 4.5
+    assert ours["ended"][0] < 1.2 * fit["ended"][0]
+
+
 @pytest.fixture(scope="module")
 def imported():
     """What a process prints that imports looplib twice: [garbage collection off, then on], the modules of its extras."""
@@ -102,3 +115,12 @@ def test_a_tool_prints_nothing_of_tensorflow_and_the_programs_that_it_starts_get
         [sys.executable, "-c", code, "report", tmp_path], env=environment, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == (f"{tmp_path}/report.html: 1 run\nNone\n", "")
+
+
+@pytest.mark.parametrize("command", ["--help", "status /tmp", "report /nowhere"])
+def test_quick_commands_import_no_packages_that_take_time(command):
+    code = "import sys; from looplib.__main__ import main\ntry: main(sys.argv[1:])\nfinally: print('all', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True)
+    modules = done.stdout.rpartition("all ")[2].split()
+    assert "looplib.plugins" in modules
+    assert not {"numpy", "cattrs", "yaml", "tensorflow", "fsspec"} & set(modules)

@@ -17,7 +17,6 @@ from looplib.console import printable
 from looplib.errors import EXIT_DONE, CommandError, RunDirectoryError
 from looplib.extras.page import values
 from looplib.extras.page.command import MOST_RUNS, page_of, runs_in
-from looplib.extras.page.html import shell_of
 from looplib.extras.tools.options import path
 from looplib.messages import gist, with_cure
 from looplib.plugins import Command
@@ -123,6 +122,8 @@ class BoardServer(http.server.ThreadingHTTPServer):
     @property
     def shell(self) -> tuple[str, str]:
         """The page that holds the other one, and its Content-Security-Policy."""
+        from looplib.extras.page.html import shell_of  # here, as it imports numpy, which `--help` does without
+
         title = os.path.basename(os.path.abspath(self._directory))
         return shell_of(("board.html", "board.css", "board.js"), title, seconds=f"{self._every:g}")
 

@@ -7,17 +7,19 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from looplib import files
 from looplib.console import printable
 from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
-from looplib.extras.page.html import FILE, page
-from looplib.extras.page.read import not_shown, read_run
-from looplib.extras.page.run import Run
 from looplib.extras.tools.options import path, reports
 from looplib.messages import with_cure
 from looplib.plugins import Command
+
+if TYPE_CHECKING:
+    from looplib.extras.page.run import Run
+
+FILE = "report.html"  # in the run directory
 
 MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
@@ -84,12 +86,16 @@ def runs_in(directories: Sequence[str]) -> list[str]:
 
 def page_of(shown: Sequence[str], directories: Sequence[str], written: datetime.datetime | None = None) -> str:
     """Returns the page of run directories that were found in some directories; for `written` see `html.page`."""
+    from looplib.extras.page.html import page  # here, as it imports numpy, which `--help` does without
+
     runs = [_read(directory, name) for directory, name in zip(shown, _names(shown))]
     title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
     return page(runs, title if len(directories) == 1 else "Comparison", written)
 
 
-def _read(directory: str, name: str) -> Run:
+def _read(directory: str, name: str) -> "Run":
+    from looplib.extras.page.read import not_shown, read_run
+
     try:
         os.scandir(directory).close()
         return read_run(directory, name)

@@ -16,11 +16,11 @@ from typing import Any
 
 from looplib import files
 from looplib.extras.page import curves
+from looplib.extras.page.command import FILE
 from looplib.extras.page.read import not_shown, read_run
 from looplib.extras.page.run import Run
 from looplib.extras.page.verdict import findings
 
-FILE = "report.html"  # in the run directory
 _SCRIPTS = (
     "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "equal.js", "charts.js", "controls.js", "time.js",
     "samples.js", "sections.js", "run.js", "compare.js", "main.js",

@@ -4,16 +4,18 @@ import argparse
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from looplib import files
 from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
 from looplib.extras.tools.options import place
 from looplib.extras.weights import rules
-from looplib.extras.weights.sources import StoredTensor
 from looplib.extras.writers.numbers import format_size
 from looplib.plugins import Command
+
+if TYPE_CHECKING:  # which imports numpy, and `--help` does without
+    from looplib.extras.weights.sources import StoredTensor
 
 
 def add(tools: Any) -> None:
@@ -47,7 +49,7 @@ def _weights(options: argparse.Namespace) -> int:
     return _compare(start, there, ruled, tensors_of(options.to), options.to)
 
 
-def tensors_of(path: str) -> dict[str, StoredTensor]:
+def tensors_of(path: str) -> dict[str, "StoredTensor"]:
     """Returns the weights that a path names, by name.
 
     Raises:
@@ -65,9 +67,9 @@ def tensors_of(path: str) -> dict[str, StoredTensor]:
 
 def _compare(
     start: rules.WarmStart,
-    there: Mapping[str, StoredTensor],
+    there: Mapping[str, "StoredTensor"],
     ruled: Mapping[str, rules.RuledName],
-    here: Mapping[str, StoredTensor],
+    here: Mapping[str, "StoredTensor"],
     to: str,
 ) -> int:
     """Prints what is there beside what is here; returns the exit code."""
@@ -120,7 +122,7 @@ def _compare(
     return EXIT_DIFFERENT if free or lacking else EXIT_DONE
 
 
-def _layers(here: Mapping[str, StoredTensor]) -> dict[str, dict[str, tuple[int, ...]]]:
+def _layers(here: Mapping[str, "StoredTensor"]) -> dict[str, dict[str, tuple[int, ...]]]:
     """Returns the variables of each layer by name, with their shapes."""
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, one in here.items():
@@ -168,11 +170,11 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _shape(one: StoredTensor) -> str:
+def _shape(one: "StoredTensor") -> str:
     return f"({', '.join(map(str, one.shape))})"
 
 
-def _type(one: StoredTensor) -> str:
+def _type(one: "StoredTensor") -> str:
     return str(one.dtype) if one.dtype else "text"
 
 

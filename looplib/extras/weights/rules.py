@@ -11,7 +11,6 @@ from typing import Any
 
 from looplib import files
 from looplib.errors import SettingError, WarmStartError
-from looplib.extras.configuration.field_types import load
 from looplib.messages import join_names, shown, with_cure
 
 _ENDINGS = (".yaml", ".yml")
@@ -198,6 +197,8 @@ def given(start: str | os.PathLike[str]) -> WarmStart:
         return WarmStart(path)
     local = files.resolve(path, "warm_start", fetch=True)
     try:
+        from looplib.extras.configuration.field_types import load  # here, as it needs packages that take time
+
         held = load(files.read_text(os.path.realpath(local), _MOST_BYTES))
     except (OSError, ValueError) as error:
         raise SettingError(f"the file of rules {path} cannot be read: {with_cure(error)}") from error
