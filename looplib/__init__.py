@@ -25,7 +25,7 @@ _HOMES = {
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "health.guards",
     "InputContext": "data.input_context",
-    "JsonlWriter": "report.records",
+    "JsonlWriter": "report.jsonl_writer",
     "KeepBest": "checkpoint.policy",
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",

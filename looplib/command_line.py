@@ -32,7 +32,6 @@ SETUP_FLAGS = (  # the flags that `runtime.setup` takes
     "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",
     "tpu_replicas", "tpu_spmd", "join_limit")  # fmt: skip
 
-CONFIG_FILE = "config.yaml"  # in the run directory
 PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 
 

@@ -32,7 +32,7 @@ from looplib.loop.window import Window
 from looplib.messages import whole_number
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
-from looplib.report.run_json import Computation, RunReport, RunSettings
+from looplib.report.run_report import Computation, RunReport, RunSettings
 from looplib.report.writers import Writer
 from looplib.run_config import RunConfig
 from looplib.settings import as_flags

@@ -261,7 +261,7 @@ FAULTS = [
           "found = sorted({*by_steps, *self.evaluations, self.end})", "found = sorted({*by_steps, self.end})", "estimate"),
     Fault("an estimate leaves the run directory as it is", "extras/trials/trial.py",
           'changed = {"model_dir": folder,', 'changed = {"model_dir": values["model_dir"],', "estimate"),
-    Fault("run.json has the goodput of all starts", "report/run_json.py",
+    Fault("run.json has the goodput of all starts", "report/run_report.py",
           "goodput(starts) if goodput else None", "goodput([own]) if goodput else None", "goodput"),
     Fault("steps that a rollback took back are not goodput", "extras/page/goodput.py", "        step = to\n", "        step = end\n",
           "goodput"),

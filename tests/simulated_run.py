@@ -189,7 +189,7 @@ class SimulatedRun:
         self._reports += 1
         if self._reports % self._every == 0:
             self._points.append({"step": step, "seconds": self._clock()})
-            if len(self._points) == 100:  # as `run_json.Points` keeps them
+            if len(self._points) == 100:  # as `run_report.Points` keeps them
                 self._points, self._every = self._points[1::2], 2 * self._every
         if self.now - self._noted >= 60:
             self._write(step, "running")

@@ -23,7 +23,7 @@ from looplib.health.guards import Diverged, Guards
 from looplib.health.non_finite import StateCheck
 from looplib.health.preemption import notice
 from looplib.messages import join_names
-from looplib.report import run_json
+from looplib.report import run_report
 from looplib.report.reporter import Reporter
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
@@ -124,12 +124,12 @@ class Checkpointer:
         step = self.step
         return any(self.record.reported.get(name) != step for name in self._parts.loops.evaluations)
 
-    def standing(self) -> run_json.RunProgress:
+    def standing(self) -> run_report.RunProgress:
         """Returns where the run stands, for `run.json`."""
         record, loops, reporter, latest = self.record, self._parts.loops, self._reporter, self.directory.latest
         ended = self.step if reporter.ended_at is None else reporter.ended_at
         trained = {"train": record.train} if loops.training and record.train else {}
-        return run_json.RunProgress(
+        return run_report.RunProgress(
             step=ended,
             final_step=self.step if self.step < ended else None,
             end=reporter.end,

@@ -103,12 +103,9 @@ def write_marker(done: Commit) -> None:
     _write(done.path, {"format": _format(done), **fields})
 
 
-def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
+def add_scores(done: Commit, scores: Mapping[str, float]) -> Commit:
     """Adds the metrics of an evaluation to a marker, with None for non-finite ones; returns the new `Commit`."""
-    from looplib.task.plain import as_number  # imports TensorFlow, which tools that list checkpoints do without
-
     fields = _load(done.path)
-    scores = {name: as_number(f"the score {name!r}", score) for name, score in scores.items()}
     finite = {name: score if math.isfinite(score) else None for name, score in scores.items()}
     _write(done.path, {**fields, "format": _format(done), "scores": {**fields["scores"], **finite}})
     return read_marker(done.path)

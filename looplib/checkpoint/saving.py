@@ -35,7 +35,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.errors import SaveError, UsageError
 from looplib.messages import gist, with_cure
 from looplib.task import averages
-from looplib.task.plain import as_bytes
+from looplib.task.plain import as_bytes, as_number
 from looplib.task.record import Contents, RunRecord, VariableNames
 
 _ABSENT = bytes(hashlib.sha256().digest_size)
@@ -224,9 +224,10 @@ class Checkpoints:
             metrics.setdefault(name, set()).add(metric)
         self._policy.check(metrics)
         self.wait()
+        numbers = {name: as_number(f"the score {name!r}", score) for name, score in scores.items()}
         for done in commits.committed(self.directory):
             if done.step == step:
-                commits.add_scores(done, scores)
+                commits.add_scores(done, numbers)
         self._prune()
 
     def finish(self) -> None:

@@ -2,13 +2,14 @@
 
 Names that other rooms may use, by file:
     clock: Clock, observers
+    jsonl_writer: JsonlWriter
     page: Page, WrittenPage
     program: DIFF, Program
     progress: format_seconds, format_share, Progress
-    records: cut_short, each_record, JsonlWriter, key, parse_line, read_jsonl, Record, RecordFile
+    records: cut_short, each_record, key, parse_line, read_jsonl, Record, RecordFile
     reporter: Metrics, Reporter
-    run_json: as_dict, changed_settings, Computation, path_of, read_report, Report, RunReport,
-      RunProgress, RunSettings, settings_of, StartRecord
+    run_json: as_dict, changed_settings, CONFIG, PAGE, path_of, read_report, Report, StartRecord
+    run_report: Computation, RunProgress, RunReport, RunSettings, settings_of
     shown: Histogram, Images, Shown, Texts
     writers: DEFAULT_WRITERS, GROUP, Setting, Writer
 """

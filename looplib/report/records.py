@@ -1,18 +1,16 @@
-"""The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics; their writer."""
+"""The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
 
 import contextlib
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, BinaryIO
 
 from absl import logging
 
 from looplib import files
 from looplib.errors import FileError
-from looplib.report.writers import Writer
 
 Record = dict[str, Any]  # a line as JSON has it: "step", "split", and a number or None for each metric
 _MOST_BYTES = 1 << 29  # that are held at once; a million steps with ten metrics have 300 MB
@@ -169,30 +167,3 @@ class RecordFile:
 
 def _line(record: Record) -> str:
     return json.dumps(record) + "\n"
-
-
-class JsonlWriter(Writer):
-    """One JSON object a line: `{"step": 100, "split": "train", "loss": 0.25}`.
-
-    Each (step, split) stands once, see `RecordFile`. A number that is not finite is written as null, because JSON has
-    no other word for it.
-
-    Args:
-      path: the file, appended to if it exists.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = RecordFile(path, key)
-
-    def resume(self, step: int, reported: dict[str, int]) -> None:
-        """Takes out the records that the run will make again."""
-        self._file.resume(step, reported)
-
-    def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
-        """Appends one line."""
-        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write({"step": step, "split": split, **numbers})
-
-    def sync(self) -> None:
-        """See `Writer`."""
-        self._file.sync()

@@ -15,10 +15,11 @@ from looplib import plugins
 from looplib.diagnosis import diagnosis
 from looplib.errors import MissingPartError, SettingError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
+from looplib.report.jsonl_writer import JsonlWriter
 from looplib.report.page import make_page
 from looplib.report.progress import Progress
-from looplib.report.records import JsonlWriter
-from looplib.report.run_json import Points, RunReport, path_of, settings_of
+from looplib.report.run_json import path_of
+from looplib.report.run_report import Points, RunReport, settings_of
 from looplib.report.shown import Shown
 from looplib.report.writers import DEFAULT_WRITERS, GROUP, Setting, Writer
 

@@ -23,7 +23,7 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.errors import CheckpointError, MismatchError
 from looplib.extras.tools.compare import compare
-from looplib.report.records import JsonlWriter
+from looplib.report.jsonl_writer import JsonlWriter
 
 ROOT = pathlib.Path(__file__).parents[2]
 NEWEST, KEPT, LAST = 9, (3, 6, 9), 12

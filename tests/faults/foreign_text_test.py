@@ -507,7 +507,7 @@ LONG = 198_000_000
 MEASURED = """
 import sys
 from looplib.__main__ import main
-from looplib.report.records import JsonlWriter
+from looplib.report.jsonl_writer import JsonlWriter
 from looplib.extras.writers.media_writer import MediaWriter
 from looplib.report.records import read_jsonl
 

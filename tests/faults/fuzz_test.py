@@ -18,7 +18,7 @@ from looplib.checkpoint import commits
 from looplib.errors import CheckpointError, UsageError
 from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
 from looplib.report import run_json
-from looplib.report.records import JsonlWriter
+from looplib.report.jsonl_writer import JsonlWriter
 
 # Fixtures: a run that stopped at step 6, a copy of it, and what must not be touched.
 stopped, folder = hostile_test.stopped, hostile_test.folder

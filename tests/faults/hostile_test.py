@@ -24,7 +24,8 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.checkpoint import commits
 from looplib.errors import CheckpointError, ClosedError, FileError, RunDirectoryError, UsageError
-from looplib.report.records import JsonlWriter, read_jsonl
+from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.records import read_jsonl
 
 
 def start(folder, keep=2, **policy):

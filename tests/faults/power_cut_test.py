@@ -24,7 +24,8 @@ from looplib.checkpoint import commits
 from looplib.checkpoint.restoring import peek
 from looplib.extras.tools.compare import compare
 from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
-from looplib.report.records import JsonlWriter, read_jsonl
+from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.records import read_jsonl
 
 ARGUMENTS = [
     "--config.slow_step=0.004", "--config.slow_evaluation=0.005", "--config.slow_save=0.005",

@@ -43,7 +43,7 @@ ALLOWED = {
     ("looplib/extras/weights/writing.py", "open, to write"): "a name in the new folder of an export",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
     ("looplib/report/program.py", "open, to read"): "/proc/PID/stat",
-    ("looplib/report/run_json.py", "open, to read"): "/proc/self/statm",
+    ("looplib/report/run_report.py", "open, to read"): "/proc/self/statm",
     ("looplib/extras/actions/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
 }
 

@@ -23,7 +23,7 @@ from looplib.loop.task_loop import as_numbers
 from looplib.report.records import read_jsonl
 from looplib.task import metric_names
 from looplib.task.actions import Action, ActionStates
-from looplib.task.plain import gaps
+from looplib.task.plain import as_number, gaps
 from looplib.task.record import RunRecord
 
 _FLOATS = (np.float16, np.float32, np.float64, np.longdouble)
@@ -84,7 +84,7 @@ def test_a_number_of_any_kind_is_read_from_record_marker_and_state_as_it_was_ret
     assert all(same(state["value"] + 0, number) for state in states)
     done = commits.Commit(str(tmp_path / "ckpt-3"), 3, 0.0, {}, {}, {})
     commits.write_marker(done)
-    scores = commits.add_scores(done, values).scores
+    scores = commits.add_scores(done, {name: as_number(name, value) for name, value in values.items()}).scores
     assert (
         commits.read_marker(done.path).scores
         == scores

@@ -55,7 +55,8 @@ class Fetcher:
             for lost in (name, re.sub(r"(/ckpt-\d+)\..*", rf"\1{MARKER}", name)):  # which asks for all files of it
                 known.pop(lost, None)
         self._merge(lease, [name for name in of_jobs(listed) if name not in known])
-        return sorted(set(lease.steps) - set(steps_of(known)) - set(self._copy.steps()), reverse=True)
+        there = {*lease.steps, *steps_of(listed)}  # which may have what a store has not deleted, although it said so
+        return sorted(there - set(steps_of(known)) - set(self._copy.steps()), reverse=True)
 
     def _merge(self, lease: Lease, jobs: list[str]) -> None:
         """Fetches the records of evaluation jobs, and adds them to those of the run."""

@@ -22,7 +22,7 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import files
-from looplib.command_line import CONFIG_FILE, PRINT_FLAG
+from looplib.command_line import PRINT_FLAG
 from looplib.errors import ConfigurationError, UsageError
 from looplib.extras.configuration.field_types import (
     At,
@@ -310,7 +310,7 @@ def write(directory: str, text: str) -> None:
       directory: the run directory.
       text: the configuration as YAML.
     """
-    path = os.path.join(directory, CONFIG_FILE)
+    path = os.path.join(directory, run_json.CONFIG)
     try:
         files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
@@ -323,7 +323,7 @@ def warn_of_other_settings(model_dir: str, config: Any) -> None:
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
-        kept = os.path.join(model_dir, CONFIG_FILE)  # Model Garden's experiments have none
+        kept = os.path.join(model_dir, run_json.CONFIG)  # Model Garden's experiments have none
         logging.warning(
             "settings differ from those of the training: %s; they are used as given%s",
             ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),

@@ -1,6 +1,5 @@
 """Lines of the user's program: where an op of a traced function, an error, or the start of the devices comes from."""
 
-import inspect
 import itertools
 import linecache
 import os
@@ -17,14 +16,13 @@ import looplib
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.extras.diagnosis import traced_ops
-from looplib.loop.reducer import Reducer
 
 _OURS = os.path.dirname(os.path.abspath(looplib.__file__)) + os.sep
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(tf.__file__)) + os.sep,
     *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib", "stdlib")),
 )
-_CALLS_THE_STEP = os.path.abspath(inspect.getfile(Reducer))
+_CALLS_THE_STEP = os.path.join(_OURS, "loop", "reducer.py")
 
 
 def is_installed(path: str) -> bool:

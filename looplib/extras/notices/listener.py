@@ -18,7 +18,7 @@ from looplib.extras.notices.sources import Announcement, AwsNotices, AzureNotice
 from looplib.extras.page.notice import Notice, iso_time, notices_of
 from looplib.health.preemption import notice as preemption
 from looplib.messages import gist
-from looplib.report.run_json import RunReport
+from looplib.report.run_report import RunReport
 from looplib.task.actions import Action
 
 SLURM = "slurm"

@@ -10,7 +10,7 @@ from looplib.checkpoint import commits
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.extras.outputs.card import Evaluated, TrainingData
 from looplib.loop.loops import Loops
-from looplib.report import run_json
+from looplib.report import run_json, run_report
 from looplib.report.reporter import Reporter
 from looplib.report.writers import Setting
 
@@ -60,7 +60,7 @@ def settings(checkpointer: Checkpointer, reporter: Reporter) -> dict[str, Settin
     changed = report.get("not_default")
     if isinstance(changed, dict):
         flags = {name: value for name, value in flags.items() if name in changed or name in _ALWAYS}
-    found = run_json.settings_of(flags, report.get("config") or own.config)
+    found = run_report.settings_of(flags, report.get("config") or own.config)
     return {
         name: value
         for name, value in found.items()

@@ -15,11 +15,10 @@ from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
 from looplib.extras.tools.options import path, reports
 from looplib.messages import with_cure
 from looplib.plugins import Command
+from looplib.report.run_json import PAGE
 
 if TYPE_CHECKING:
     from looplib.extras.page.run import Run
-
-FILE = "report.html"  # in the run directory
 
 MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
@@ -67,7 +66,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     """
     found = runs_in(directories)
     shown = found[:MOST_RUNS]
-    place = output or (os.path.join(directories[0], FILE) if len(directories) == 1 else FILE)
+    place = output or (os.path.join(directories[0], PAGE) if len(directories) == 1 else PAGE)
     text = page_of(shown, directories)
     try:
         is_file = files.write_named(place, text) if output else not files.write_whole(place, text)

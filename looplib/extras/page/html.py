@@ -16,10 +16,10 @@ from typing import Any
 
 from looplib import files
 from looplib.extras.page import curves
-from looplib.extras.page.command import FILE
 from looplib.extras.page.read import not_shown, read_run
 from looplib.extras.page.run import Run
 from looplib.extras.page.verdict import findings
+from looplib.report.run_json import PAGE
 
 _SCRIPTS = (
     "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "equal.js", "charts.js", "controls.js", "time.js",
@@ -57,7 +57,7 @@ def write_of_run(directory: str) -> HtmlPage:
       OSError, tf.errors.OpError: if it cannot be written.
     """
     name = os.path.basename(os.path.normpath(directory))
-    path = os.path.join(directory, FILE)
+    path = os.path.join(directory, PAGE)
     files.write_whole(path, page([read_run(directory, name)], name))
     return HtmlPage(path)
 

@@ -127,10 +127,8 @@ def command_of(report: run_json.Report, directory: str, number: int = 0) -> tupl
     Raises:
       UsageError: if the report does not say how the run was started.
     """
-    from looplib.command_line import CONFIG_FILE  # here, because it imports TensorFlow
-
     arguments, flags, folder = start_of(report, directory, number)
-    if os.path.exists(kept := os.path.join(directory, CONFIG_FILE)):  # its sources may have changed since
+    if os.path.exists(kept := os.path.join(directory, run_json.CONFIG)):  # its sources may have changed since
         flags = [*without(flags, "config_file", "experiment"), f"--config_file={kept}"]
     return [sys.executable, *arguments, *flags], folder
 

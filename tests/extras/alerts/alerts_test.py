@@ -26,7 +26,7 @@ from looplib.extras.alerts.alert import Alert, Condition
 from looplib.extras.alerts.observer import RunObserver
 from looplib.extras.alerts.sending import Sender, check_url
 from looplib.extras.page import run_status
-from looplib.report.records import JsonlWriter
+from looplib.report.jsonl_writer import JsonlWriter
 
 SMALL = ("--config.state_mb=0.01", "--loop=eager", "--config.noisy=False", "--checkpoint_interval=5")
 ENDLESS = (*SMALL, "--train_steps=100000", "--config.slow_step=0.02", "--steps_per_loop=5", "--mode=train")

@@ -29,7 +29,8 @@ from looplib.extras.sweep.jobs import Job, result
 from looplib.extras.sweep.study import Study, SweepPlan
 from looplib.extras.sweep.sweep import _Sweep
 from looplib.extras.tools.compare import compare
-from looplib.report.records import JsonlWriter, read_jsonl
+from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.records import read_jsonl
 
 TESTS = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
