@@ -79,7 +79,7 @@ $(VENV)/docs: setup.cfg | env
 	$(VENV)/bin/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
-# Debian: apt-get install bazel-bootstrap bazel-rules-java. Tests run with the environment's Python, found on the PATH.
+# Tests run with the environment's Python, found on the PATH.
 bazel: env
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build --config=debian //...
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test --config=debian //tests:project/build_test //tests:report/clock_test
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build //...
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test //:tests/project/build_test //:tests/report/clock_test
