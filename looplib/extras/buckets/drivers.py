@@ -1,5 +1,6 @@
 """The driver of a store, which fsspec finds for a URL, and what its errors mean."""
 
+import functools
 import logging as loggers
 import threading
 import time
@@ -11,6 +12,7 @@ from looplib.errors import PluginError, StoreError
 from looplib.masks import MASK, masked_text
 from looplib.messages import gist
 
+_ABSENT = (FileNotFoundError, NotADirectoryError)  # what a walk through folders finds in place of one
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, NotImplementedError)
 # Errors that say that the credentials are missing or not accepted any more: the names of the drivers' classes, and the
@@ -79,14 +81,22 @@ def _found(url: str, seconds: int) -> tuple[Any, str]:
         # stays on, so that a call ends within seconds.
         config = {"retries": {"total_max_attempts": 1}, "read_timeout": seconds}
         options = {"config_kwargs": config} if scheme in ("s3", "s3a") else {}
-        return fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+        files, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+        # A walk through folders leaves out those that cannot be listed, which would be taken for empty ones.
+        walk = "_walk" if files.async_impl else "walk"
+        setattr(files, walk, functools.partial(getattr(files, walk), on_error=_raise_unless_absent))
+        return files, root
     except ImportError as error:
-        raise PluginError(
-            f"{masked_text(url)} needs a driver that is not installed ({gist(error)}): pip install "
-            f"'looplib[{_EXTRAS.get(scheme, 's3')}]'"
-        ) from error
+        extra = _EXTRAS.get(scheme)
+        cure = f": pip install 'looplib[{extra}]'" if extra else "; install what is missing"
+        raise PluginError(f"{masked_text(url)} needs a driver that is not installed ({gist(error)}){cure}") from error
     except Exception as error:  # each driver has errors of its own
         raise StoreError(f"{masked_text(url)} cannot be used: {masked_text(gist(error))}") from error
+
+
+def _raise_unless_absent(error: Exception) -> None:
+    if not isinstance(error, _ABSENT):
+        raise error
 
 
 def is_final(error: Exception) -> bool:

@@ -1,13 +1,14 @@
 """A URL that cannot be used: a sentence at once, and no secret anywhere."""
 
+import importlib.util
 import time
 
 import pytest
 from clouds import BUCKET, said
-from servers import KEY, SECRET
+from servers import KEY, SECRET, free_port
 
 from looplib.checkpoint import directory
-from looplib.errors import FileError, SettingError, StoreError
+from looplib.errors import FileError, PluginError, SettingError, StoreError
 from looplib.extras.buckets import lease
 from looplib.extras.buckets.stores import Store
 
@@ -83,6 +84,33 @@ def test_a_store_without_a_driver_is_named(cloud, scheme, monkeypatch):
     life = cloud.copied()
     assert life.code() == 1
     assert said(life)[-1]["error"] in ("StoreError", "PluginError") and f"{scheme}://" in said(life)[-1]["text"]
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(cloud, status, monkeypatch):
+    for name, value in cloud.environment().items():
+        monkeypatch.setenv(name, value)
+    names = [f"{folder}/part-{number}" for folder in "ab" for number in range(2)]
+    for name in names:
+        cloud.write(name, b"x", name="data")
+    store = Store(cloud.url("data"))
+    assert [*store.matching("*/part-*")] == names
+    cloud.proxy.faults.share, cloud.proxy.faults.status = 1.0, status
+    cloud.proxy.faults.only = lambda request: "list-type=" in request.path and "data%2Fb" in request.path
+    with pytest.raises(StoreError, match="cannot be reached to list"):
+        store.matching("*/part-*", patience=0.0)
+
+
+def test_a_driver_that_lists_folder_by_folder_takes_no_error_for_an_empty_store():
+    with pytest.raises(StoreError, match="cannot be reached to list it.*Connection refused"):
+        Store(f"webhdfs://127.0.0.1:{free_port()}/run").listed(patience=0.0)
+
+
+def test_a_driver_whose_own_package_is_missing_names_that_one():
+    if importlib.util.find_spec("paramiko"):
+        pytest.skip("paramiko is installed")
+    with pytest.raises(PluginError, match='requires "paramiko" to be installed.*; install what is missing'):
+        Store("sftp://127.0.0.1/run")
 
 
 @pytest.mark.slow
