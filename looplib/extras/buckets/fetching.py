@@ -14,14 +14,18 @@ from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.errors import FileError, StoreError, UsageError
 from looplib.extras.buckets import lease as leases
+from looplib.extras.buckets.held import FOLDERS, LEASES
 from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
-from looplib.extras.buckets.outputs import merge, newest, of_jobs
+from looplib.extras.buckets.outputs import FOLDER, IDS, merge, newest, of_jobs
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
 from looplib.masks import masked_text
 
 _REPORTS = ("metrics.jsonl", "media.jsonl", "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
             "config.yaml", "code.diff")  # fmt: skip
+# Files that no later start reads or adds to, or that come otherwise; all others have to be here before a run writes them.
+_NOT_ADDED_TO = (f"{CHECKPOINTS}/", f"{leases.FOLDER}/", f"{LEASES}/", f"{FOLDER}/", *FOLDERS, "train/", "eval/",
+                 "events.out.tfevents.", "media/", "wandb/", "report.html", "profile.")  # fmt: skip
 _PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds before it is believed that an object which a start needs is not there
 
 
@@ -66,7 +70,9 @@ class Fetcher:
         lease.jobs = max(lease.jobs, newest(jobs))
 
     def start_over(self, lease: Lease, listed: Mapping[str, StoredFile], has_run: bool) -> list[int]:
-        """Fetches the newest intact checkpoint and the reports, in place of what an earlier start has left here.
+        """Fetches the newest intact checkpoint, the reports, and other files that the run may add to.
+
+        They are in place of what an earlier start has left here.
 
         Args:
           lease: of this start. It knows of checkpoints that the store has although its listing may be old.
@@ -88,7 +94,8 @@ class Fetcher:
                     f"no checkpoint in {masked_text(self._store.url)} is intact; {self._copy.directory} has step "
                     f"{had[0]} of an earlier start: copy its checkpoints there, or remove this directory"
                 )
-            for name in (name for name in _REPORTS if has_run or name in listed):
+            added_to = [name for name in listed if name not in _REPORTS and not name.startswith(_NOT_ADDED_TO)]
+            for name in (*(name for name in _REPORTS if has_run or name in listed), *added_to):
                 self.fetch(name, _PAUSES if name in listed else ())
             jobs = of_jobs(listed)
             if not self._copy.steps():  # the run begins, so that they are of an earlier one
@@ -126,7 +133,7 @@ class Fetcher:
             if self.fetch_checkpoint(step) and version:
                 versions[marker_of(step)] = version
         jobs = of_jobs(listed)
-        for name in (*_REPORTS, *jobs):
+        for name in (*_REPORTS, *IDS, *jobs):
             version = listed.get(name)
             if version is not None and not (version and versions.get(name) == version):
                 self.fetch(name)

@@ -19,7 +19,7 @@ from looplib.extras.buckets.stores import Store
 
 FOLDERS = ("predictions/", "export/")
 _INDEXES = ("/_index.json", "/export.json")  # which are copied after what they list
-_LEASES = ".jobs"
+LEASES = ".jobs"
 
 
 class HeldFolders:
@@ -53,7 +53,7 @@ class HeldFolders:
         """
         if name not in self._leases:
             kind = LockKind(f"folder {name} of the run", "name another directory")
-            lease = self._leases[name] = Lease(self._store, kind, f"{_LEASES}/{name}")
+            lease = self._leases[name] = Lease(self._store, kind, f"{LEASES}/{name}")
             threading.Thread(target=lease.keep, args=(self._released,), daemon=True).start()
         there, known, versions = self._store.listed(name), self._copy.note.known, self._copy.note.versions
         index = next((f"{name}{ending}" for ending in _INDEXES if f"{name}{ending}" in there), "")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import threading
@@ -29,7 +30,8 @@ class Note:
     """What is noted beside a local run directory.
 
     Attributes:
-      url: the run directory in the store.
+      url: the run directory in the store, without secrets.
+      key: a digest of the whole URL, which tells it from others.
       token: of the lease under which this directory was copied last; "" for a copy that is only read.
       known: dict from name to the bytes and the time of change, in ns, of the local file that the store has.
       versions: dict from name to the version of the object that was fetched.
@@ -37,6 +39,7 @@ class Note:
     """
 
     url: str
+    key: str
     token: str = ""
     known: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -127,6 +130,7 @@ class LocalCopy:
     def __init__(self, url: str, directory: str, names: Callable[[], Iterable[str]] | None = None) -> None:
         self._names = names or (lambda: set(os.listdir(directory)) - {LOCK})
         self.directory, self._url = directory, masked_text(url)
+        self._key = hashlib.sha256(url.encode()).hexdigest()
         self.checkpoints = os.path.join(directory, CHECKPOINTS)
         self.place = f"{directory}.mirror"
         self.note = self.read_note()
@@ -160,7 +164,7 @@ class LocalCopy:
         """Returns the note as it is on the disk."""
         path = os.path.join(self.place, _NOTE)
         if not (os.path.isdir(self.directory) and set(os.listdir(self.directory)) - {LOCK}):  # new, or removed
-            return Note(self._url)
+            return Note(self._url, self._key)
         with contextlib.suppress(OSError, ValueError):
             return self._own(files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Note))
         raise StoreError(
@@ -170,7 +174,7 @@ class LocalCopy:
 
     def _own(self, note: Note) -> Note:
         """Returns a note that was read; `ValueError` if it is of another run, or names what cannot be in a run."""
-        if note.url != self._url or not all(
+        if note.key != self._key or not all(
             len(stat) == 2 and {"", ".", ".."}.isdisjoint(name.split("/")) for name, stat in note.known.items()
         ):
             raise ValueError(note.url)
@@ -212,7 +216,7 @@ class LocalCopy:
         for name in sorted(self._names()):
             folders.move(self.directory, name, self.folder(EARLIER))
         self._write(_MOVE, Move(before, True))
-        self.note = Note(self._url)
+        self.note = Note(self._url, self._key)
         self.deletions.forget((), self.deletions.count)
         self.write_note()
         try:

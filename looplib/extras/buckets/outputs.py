@@ -20,8 +20,9 @@ from looplib.report.records import Record, RecordFile, each_record
 
 _RECORDS = ("metrics.jsonl", "media.jsonl")
 FOLDER = "evaluations"
-_OF_THE_TRAINING = (*_RECORDS, "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "config.yaml", "code.diff",
-                    "report.html", "train/")  # fmt: skip
+IDS = ("mlflow.id", "wandb.id")  # of tracked runs, which a job adds to
+_OF_THE_TRAINING = (*_RECORDS, *IDS, "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "config.yaml",
+                    "code.diff", "report.html", "train/", "csv/", "alerts.log")  # fmt: skip
 _MOST_JOBS = 10_000
 
 

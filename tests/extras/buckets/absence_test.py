@@ -8,9 +8,11 @@ import copied
 import pytest
 from clouds import said, wait_for
 
+from looplib import files
 from looplib.checkpoint import commits, lock
 from looplib.errors import LockedError, RunDirectoryError, StoreError
 from looplib.extras.buckets import mirror
+from looplib.extras.buckets.note import LocalCopy
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -228,3 +230,38 @@ def test_records_that_a_rollback_removes_are_removed_in_the_store_too(url, tmp_p
         copied.report(run.directory, step, seed=1)
     run.end()
     assert there(url)["metrics.jsonl"].decode() == "".join(copied.line(step, 1) for step in (1, 2))
+
+
+def test_what_a_run_adds_to_is_fetched_by_a_start_elsewhere_and_not_begun_anew(url, tmp_path):
+    added_to = ["csv/train.csv", "alerts.log", "mlflow.id", "of_the_user/log.txt"]
+    run, _ = opened(url, tmp_path / "one")
+    for name in [*added_to, "train/events.1"]:
+        os.makedirs(os.path.dirname(os.path.join(run.directory, name)), exist_ok=True)
+        files.write_whole(os.path.join(run.directory, name), "one\n")
+    train(run, 1, 2)
+    run.end()
+    job = mirror.open_mirror(url, str(tmp_path / "job"))
+    job.begin(False)
+    assert open(os.path.join(job.directory, "mlflow.id")).read() == "one\n"  # it adds to the same tracked run
+    for name in added_to[:3]:
+        os.makedirs(os.path.dirname(os.path.join(job.directory, name)), exist_ok=True)
+        files.write_whole(os.path.join(job.directory, name), "job\n")
+    job.end()
+    run, _ = opened(url, tmp_path / "two")
+    for name in added_to:
+        with open(os.path.join(run.directory, name), "a") as file:
+            file.write("two\n")
+    train(run, 3, 3)
+    run.end()
+    assert [there(url)[name] for name in added_to] == [b"one\ntwo\n"] * len(added_to)
+    assert there(url)["train/events.1"] == b"one\n" and not os.path.exists(os.path.join(run.directory, "train"))
+
+
+def test_copies_are_told_apart_by_the_whole_url_also_where_its_text_is_masked(tmp_path):
+    url = "s3://bucket/run?key=secret-one"
+    LocalCopy(url, str(tmp_path / "run"))
+    files.write_whole(str(tmp_path / "run" / "metrics.jsonl"), "")
+    LocalCopy(url, str(tmp_path / "run"))
+    assert "secret-one" not in (tmp_path / "run.mirror" / "mirror.json").read_text()
+    with pytest.raises(StoreError, match="holds something else"):
+        LocalCopy("s3://bucket/run?key=secret-two", str(tmp_path / "run"))
