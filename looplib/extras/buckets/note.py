@@ -22,6 +22,7 @@ LOCK = "lock"  # of a run; that of its predictions begins with "_"
 INCOMING, OUTGOING, EARLIER, KEPT = "incoming", "outgoing", "earlier", "kept"  # folders beside the run directory
 _BUSY = "busy"  # the file that processes lock
 _NOTE, _MOST_BYTES = "mirror.json", 1 << 28
+_MOST_DELETIONS = 1 << 20  # bytes; of more, none is believed
 _DELETIONS, _MOVE = "deletions.json", "move.json"
 
 
@@ -74,8 +75,8 @@ class Deletions:
         self._sent: dict[str, int] = {}  # by name: the number of deletions when it was copied last
         self.count = 0  # of the deletions of this process
         with contextlib.suppress(OSError, ValueError):
-            noted = files.typed(files.parse_json(files.read_text(self._path, _MOST_BYTES)), list[str])
-            self._noted, self.count = dict.fromkeys(noted, 1), 1
+            noted = files.typed(files.parse_json(files.read_text(self._path, _MOST_DELETIONS)), list[str])
+            self._noted, self.count = dict.fromkeys(filter(_can_be_noted, noted), 1), 1
 
     def note(self, start: str) -> None:
         """Notes that the run is about to delete the files whose names begin in a way."""
@@ -323,6 +324,15 @@ class LocalCopy:
                 name = file if folder == "." else f"{folder}/{file}"
                 if file.lstrip("_") != LOCK and not files.is_new_name(file) and self.has_changed(name):
                     yield name
+
+
+def _can_be_noted(start: str) -> bool:
+    """Returns whether the names of what a run deletes may begin so: a file, a folder, or the files of a checkpoint.
+
+    The beginning of another name, such as "" or "checkpoints/ckpt-", would mean files that the run has not deleted.
+    """
+    parts = start.removesuffix("/").split("/")
+    return all(map(folders.is_name, parts)) and (start.endswith("/") or "." in parts[-1]) and start != f"{CHECKPOINTS}/"
 
 
 def _merge(folder: str, to: str) -> None:

@@ -34,7 +34,7 @@ class CsvWriter(Writer):
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Appends a row."""
         path, row = self._path(split), {"step": step, **metrics}
-        if path not in self._known:
+        if path not in self._known or not os.path.exists(path):  # or somebody has removed it
             folders.make_folder(self._directory, "csv")
             self._keep(path, lambda other: True)
         columns, steps = self._known[path]

@@ -1,6 +1,7 @@
 """MlflowWriter: the metrics of a run in MLflow."""
 
 import hashlib
+import math
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from looplib import files
 from looplib.extras.writers import tracked
+from looplib.extras.writers.newest import read_newest
 from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writers import Setting, Writer
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     import mlflow
 
 TRACKER = "mlflow"
+_MOST_LOST = 1 << 22  # bytes of metrics.jsonl that a start compares with what MLflow has
+_MOST_AT_ONCE = 1000  # metrics, of MLflow's interface
 _ENDS = {"failed": "FAILED", "preempted": "KILLED"}
 
 
@@ -27,7 +31,8 @@ class MlflowWriter(Writer):
     """Metrics as `<split>/<name>`, settings as parameters, media as artifacts.
 
     The run is named after its directory, which keeps its id. A run that resumes continues it, and what it logs a second
-    time is left out; a setting that has changed becomes a tag, because MLflow changes no parameter.
+    time is left out; a setting that has changed becomes a tag, because MLflow changes no parameter. A start logs what
+    earlier ones have reported and MLflow did not get, as before a kill.
 
     Args:
       directory: the run directory.
@@ -56,12 +61,30 @@ class MlflowWriter(Writer):
 
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Logs metrics."""
+        self._open()
+        values = {_key(f"{split}/{name}"): float(value) for name, value in metrics.items()}
+        self._log({(n, step): v for n, v in values.items() if (n, step, _kept(v)) not in self._logged})
+
+    def resume(self, step: int, reported: dict[str, int]) -> None:
+        """Logs what MLflow lacks of the newest records that hold."""
+        self._open()
+        has, lacks = {(name, at) for name, at, _ in self._logged}, {}
+        for record in read_newest(os.path.join(self._directory, "metrics.jsonl"), _MOST_LOST):
+            at, split = record.pop("step"), record.pop("split")
+            values = {_key(f"{split}/{name}"): math.nan if value is None else value for name, value in record.items()}
+            if at <= reported.get(split, step):
+                lacks.update({(name, at): value for name, value in values.items() if (name, at) not in has})
+        self._log(lacks)
+
+    def _log(self, values: Mapping[tuple[str, int], float]) -> None:
+        """Logs values by their names and steps."""
         from mlflow.entities import Metric
 
-        client, now = self._open(), int(time.time() * 1000)
-        values = {_key(f"{split}/{name}"): float(value) for name, value in metrics.items()}
-        new = [Metric(n, v, now, step) for n, v in values.items() if (n, step, _kept(v)) not in self._logged]
-        client.log_batch(self._run, metrics=new)
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, step) for (name, step), value in values.items()]
+        for start in range(0, len(metrics), _MOST_AT_ONCE):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_AT_ONCE])
+        self._logged |= {(name, step, _kept(value)) for (name, step), value in values.items()}
 
     def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
         """Logs artifacts: PNG files, and texts and histograms as JSON."""

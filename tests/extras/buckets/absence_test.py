@@ -265,3 +265,17 @@ def test_copies_are_told_apart_by_the_whole_url_also_where_its_text_is_masked(tm
     assert "secret-one" not in (tmp_path / "run.mirror" / "mirror.json").read_text()
     with pytest.raises(StoreError, match="holds something else"):
         LocalCopy("s3://bucket/run?key=secret-two", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("start", ["", "c", "checkpoints", "checkpoints/", "checkpoints/ckpt-", "checkpoints/ckpt-2"])
+def test_a_list_of_deletions_that_no_run_writes_deletes_nothing(url, tmp_path, start):
+    run, place = opened(url, tmp_path / "run")
+    train(run, 1, 4)
+    run.end()
+    (tmp_path / "run.mirror" / "deletions.json").write_text(json.dumps([start]))
+    for name in [name for name in os.listdir(place) if name.startswith("ckpt-2.")]:
+        os.unlink(os.path.join(place, name))
+    run, _ = opened(url, tmp_path / "run")
+    train(run, 5, 5)
+    run.end()
+    assert steps(url) == [1, 2, 3, 4, 5]

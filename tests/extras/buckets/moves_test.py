@@ -99,7 +99,12 @@ def test_a_note_of_a_move_that_cannot_be_right_is_refused_and_nothing_is_moved(t
     copy = LocalCopy("memory://bucket/run", directory)
     copied.save(directory, 1)
     if what == "another run":
-        what = json.dumps({"note": {"url": "memory://bucket/run", "key": "other", "token": "", "known": {}, "versions": {}}, "done": True})
+        what = json.dumps(
+            {
+                "note": {"url": "memory://bucket/run", "key": "other", "token": "", "known": {}, "versions": {}},
+                "done": True,
+            }
+        )
     (tmp_path / "run.mirror" / "move.json").write_text(what)
     with pytest.raises(StoreError, match=r"move\.json does not say .*; move .* away"), copy.alone():
         pass

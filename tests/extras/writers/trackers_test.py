@@ -243,6 +243,36 @@ def test_mlflow_has_each_name_and_each_value_once(monkeypatch, tmp_path):
     assert sorted(one.value for name, (one,) in history.items() if "error_10-" in name) == [0.25, 0.75]
 
 
+def test_mlflow_gets_at_the_next_start_what_it_did_not_get_before_a_kill(monkeypatch, tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    records = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 11)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    writer = looplib.MlflowWriter(str(directory))
+    writer.write(1, "train", {"loss": 1.0})  # and killed
+    writer = looplib.MlflowWriter(str(directory))
+    writer.resume(8, {"train": 6})  # later records are made again
+    writer.write(7, "train", {"loss": 7.0})
+    writer.close()
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("looplib").experiment_id])
+    found = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert sorted(found) == [*((step, 1 / step) for step in range(1, 7)), (7, 7.0)]
+
+
+def test_a_table_that_somebody_removes_during_a_run_begins_with_its_columns_again(tmp_path):
+    writer = looplib.CsvWriter(str(tmp_path))
+    writer.write(1, "train", {"loss": 1.0})
+    shutil.rmtree(tmp_path / "csv")
+    for step in (2, 3):
+        writer.write(step, "train", {"loss": float(step)})
+    assert (tmp_path / "csv" / "train.csv").read_text() == "step,loss\n2,2.0\n3,3.0\n"
+
+
 def test_tables_of_evaluators_with_alike_names_are_apart(tmp_path):
     writer = looplib.CsvWriter(str(tmp_path))
     for split in ("held.out", "held_out"):
