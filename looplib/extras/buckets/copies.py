@@ -7,14 +7,17 @@ import re
 import tempfile
 from collections.abc import Mapping
 
+from absl import logging
+
 from looplib import folders
-from looplib.errors import StoreError
+from looplib.errors import RunDirectoryError, StoreError
 from looplib.extras.buckets import stores
 from looplib.extras.buckets.mirror import StoreMirror
 from looplib.extras.buckets.outputs import FOLDER
 from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.extras.weights.shards import files_of, kind_of
 from looplib.masks import masked_text
+from looplib.messages import gist
 
 _OF_A_RUN = re.compile(r"(?:(.*)/)?(?:run\.json|metrics\.jsonl|\.lease/\d+)")
 _INSIDE_A_RUN = re.compile(r"(.*?)((?:/checkpoints(?:/ckpt-\d+)?)?(?:@[^/@]*)?)")
@@ -23,6 +26,7 @@ _WEIGHTS = re.compile(  # files of weights in a folder, checkpoints and a SavedM
     r"|[^/]+\.(?:safetensors|h5|keras|safetensors\.index\.json|weights\.json)|(?P<part>(?:variables|assets)/.*)"
 )
 _TOGETHER = 16  # runs that are asked for at the same time
+_NO_RUN = (IsADirectoryError, NotADirectoryError, FileExistsError, RunDirectoryError)  # names that no run directory has
 _DEEPEST = 3  # folders between a URL and the runs below it
 
 
@@ -100,7 +104,7 @@ def fetch_runs(
       checkpoints: whether those are wanted too.
 
     Returns:
-      A dict from the name of each run to its objects.
+      A dict from the name of each run to its objects. One that no directory can hold is not fetched, with a warning.
     """
     objects: dict[str, dict[str, StoredFile]] = {run: {} for run in sorted(_runs_among(there))}
     for name, file in there.items():
@@ -110,7 +114,10 @@ def fetch_runs(
                 objects[run]["/".join(parts[depth:])] = file
 
     def update(run: str) -> None:
-        StoreMirror(store.below(run), os.path.join(local, *run.split("/"))).update(objects[run], checkpoints)
+        try:
+            StoreMirror(store.below(run), os.path.join(local, *run.split("/"))).update(objects[run], checkpoints)
+        except _NO_RUN as error:
+            logging.warning("%s/%s is left out: %s", masked_text(store.url), run, gist(error))
 
     with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
         list(pool.map(update, objects))

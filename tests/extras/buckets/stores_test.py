@@ -117,6 +117,19 @@ def test_of_a_folder_without_runs_nothing_is_fetched_but_files_of_weights(memory
     assert os.path.exists(os.path.join(fetched(f"{memory}/data", checkpoints=False), "a/b/c/run.json"))
 
 
+def test_one_run_that_no_directory_can_hold_hides_no_other(memory, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path / "cache"))
+    for name in ("bad", "good"):
+        fsspec.filesystem("memory").pipe_file(f"/tests/runs/{name}/run.json", b"{}")
+    found = pathlib.Path(fetched(f"{memory}/runs", checkpoints=False))
+    (found / "bad" / "run.json").unlink()
+    (found / "bad" / "run.json").mkdir()  # as where the store has run.json and run.json/something
+    for name in ("bad", "good"):
+        fsspec.filesystem("memory").pipe_file(f"/tests/runs/{name}/run.json", b"[]")
+    fetched(f"{memory}/runs", checkpoints=False)
+    assert (found / "good" / "run.json").read_text() == "[]" and "runs/bad is left out" in caplog.text
+
+
 def test_brackets_in_the_name_of_a_folder_are_no_pattern(memory):
     files, names = fsspec.filesystem("memory"), ["a-1", "a-2", "b[1]"]
     for name in names:
