@@ -29,14 +29,14 @@ def register(directory: str, export: str, step: int) -> None:
     name = os.environ.get(VARIABLE)
     if not name:
         return
-    run = tracked.read_id(directory, TRACKER)
-    if run is None:
-        logging.warning(
-            "%s is not registered in MLflow as %s: the training was not tracked; train with --trackers=mlflow",
-            export, name,
-        )  # fmt: skip
-        return
     try:
+        run = tracked.read_id(directory, TRACKER)
+        if run is None:
+            logging.warning(
+                "%s is not registered in MLflow as %s: the training was not tracked; train with --trackers=mlflow",
+                export, name,
+            )  # fmt: skip
+            return
         client, place = open_client(directory, os.environ.get(_ADDRESS)), f"export/step-{step}-{secrets.token_hex(4)}"
         with _everywhere(client.tracking_uri):
             client.log_artifacts(run, export, place)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TRACKER = "mlflow"
 _MOST_LOST = 1 << 22  # bytes of metrics.jsonl that a start compares with what MLflow has
 _MOST_AT_ONCE = 1000  # metrics, of MLflow's interface
+_ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "INVALID_STATE")  # the run, or it was deleted
 _ENDS = {"failed": "FAILED", "preempted": "KILLED"}
 
 
@@ -126,7 +127,9 @@ class MlflowWriter(Writer):
         try:
             names = client.get_run(run).data.metrics
             client.update_run(run, "RUNNING")
-        except MlflowException:
+        except MlflowException as error:  # of a server in trouble, say, which may have the run
+            if error.error_code not in _ABSENT:
+                raise
             return False
         self._logged = {(n, m.step, _kept(m.value)) for n in names for m in client.get_metric_history(run, n)}
         return True

@@ -3,22 +3,23 @@
 import os
 import re
 
-import tensorflow as tf
-
 from looplib import files
 from looplib.report import run_json
 
 
 def read_id(directory: str, tracker: str) -> str | None:
-    """Returns the id of the tracked run; None if there is none that can be read.
+    """Returns the id of the tracked run; None if there is none, or the file is damaged.
 
     Args:
       directory: the run directory.
       tracker: the tracker's name.
+
+    Raises:
+      OSError: if the file cannot be read, which does not mean that there is none.
     """
     try:
         text = files.read_text(_path(directory, tracker), most=100).strip()
-    except (OSError, ValueError, tf.errors.OpError):
+    except (FileNotFoundError, ValueError):
         return None
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else None
 

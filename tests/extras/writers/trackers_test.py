@@ -1,7 +1,10 @@
 """Trackers: each has the metrics of a run that was killed and resumed, and none can fail or delay a training."""
 
 import csv
+import http.server
 import json
+import os
+import resource
 import shutil
 import signal
 import threading
@@ -14,6 +17,7 @@ import toy
 import looplib
 from looplib import outcome
 from looplib.extras.writers import registered
+from looplib.extras.writers import tracked as tracked_ids
 from looplib.extras.writers.flag import TrackersFlag
 from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
@@ -262,6 +266,52 @@ def test_mlflow_gets_at_the_next_start_what_it_did_not_get_before_a_kill(monkeyp
     (run,) = client.search_runs([client.get_experiment_by_name("looplib").experiment_id])
     found = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")]
     assert sorted(found) == [*((step, 1 / step) for step in range(1, 7)), (7, 7.0)]
+
+
+class _InTrouble(http.server.BaseHTTPRequestHandler):
+    """A server of MLflow that cannot say anything of a run that it has, and makes others."""
+
+    def do_GET(self):
+        run = {"run": {"info": {"run_id": "other", "experiment_id": "1"}, "data": {}}}
+        experiment = {"experiment": {"experiment_id": "1", "name": "looplib"}}
+        content = json.dumps(run if self.path.endswith("/runs/create") else experiment).encode()
+        self.send_response(500 if "/runs/get" in self.path else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_run_that_mlflow_cannot_read_now_is_not_replaced_by_another(monkeypatch, tmp_path):
+    exceptions = pytest.importorskip("mlflow.exceptions")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    (tmp_path / "mlflow.id").write_text("one\n")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _InTrouble) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        writer = looplib.MlflowWriter(str(tmp_path), uri=f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(exceptions.MlflowException, match="500|runs/get"):
+            writer.write(1, "train", {"loss": 1.0})
+        server.shutdown()
+    assert (tmp_path / "mlflow.id").read_text() == "one\n"
+
+
+def test_an_id_that_cannot_be_read_is_not_taken_for_none(tmp_path):
+    (tmp_path / "mlflow.id").write_text("one\n")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as last:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno(), most[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                tracked_ids.read_id(str(tmp_path), "mlflow")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert tracked_ids.read_id(str(tmp_path), "mlflow") == "one" and tracked_ids.read_id(str(tmp_path), "wandb") is None
 
 
 def test_a_table_that_somebody_removes_during_a_run_begins_with_its_columns_again(tmp_path):
