@@ -7,7 +7,7 @@ import stat
 import tempfile
 from types import TracebackType
 
-from looplib import folders
+from looplib import files, folders
 
 _PREFIX, _LOCK, _TEMPORARY = "looplib-launch-", "lock", "tmp"
 
@@ -28,13 +28,23 @@ class LaunchFolder:
     def __enter__(self) -> "LaunchFolder":
         _remove_left_over(tempfile.gettempdir())
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
-        self.temporary = os.path.join(self.path, _TEMPORARY)
-        folders.make_folder(self.path, _TEMPORARY)
+        self._fill()
+        return self
+
+    def restore(self) -> None:
+        """Makes again what somebody has removed, such as a cleaner of temporary files; `OSError` if that fails."""
+        if not files.is_at(self.lock, os.path.join(self.path, _LOCK)) or not os.path.isdir(self.temporary):
+            before = self.lock
+            folders.remove(*os.path.split(self.path))
+            self._fill()
+            os.close(before)
+
+    def _fill(self) -> None:
+        self.temporary = folders.make_folder(self.path, _TEMPORARY)
         path = os.path.join(self.path, _LOCK)
         self.lock = os.open(f"{path}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         folders.move(self.path, f"{_LOCK}.new", self.path, _LOCK)  # nobody finds the file before it is locked
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with contextlib.suppress(OSError):

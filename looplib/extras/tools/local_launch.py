@@ -129,6 +129,7 @@ class _Launch:
         """Starts some workers, and returns the start once they have ended."""
         servers = self.parameter_servers
         kinds = ["chief"] * bool(servers) + ["worker"] * count + ["ps"] * servers
+        self.folder.restore()
         self.batch_file = os.path.join(self.folder.path, f"{time.monotonic_ns()}")
         environment = {NOTE: " ".join(filter(None, [self._named(count), why])), "TMPDIR": self.folder.temporary}
         environment |= {BATCH_FILE: self.batch_file} if self._is_elastic else {}

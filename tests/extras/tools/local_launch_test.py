@@ -289,6 +289,22 @@ def test_what_killed_workers_leave_in_the_temporary_folder_is_removed_also_after
     assert set(os.listdir(place)) == kept
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [".", "looplib-launch-*", "looplib-launch-*/tmp"])
+def test_a_temporary_folder_that_somebody_removes_is_there_again_for_the_next_start(tmp_path, tmp_path_factory, what):
+    place = tmp_path_factory.mktemp("temporary") / "folder"
+    place.mkdir()
+    remove = f"import glob, shutil; [shutil.rmtree(path) for path in glob.glob({str(place / what)!r})]; sys.exit(1)"
+    script = f"if lives == 0 and index == 0:\n    {remove}\nif lives == 0:\n    time.sleep(1000)\n"
+    launched = Launched(
+        tmp_path, script + 'open(os.path.join(os.environ["TMPDIR"], f"here{index}"), "x")',
+        before=f"import os; os.environ['TMPDIR'] = {str(place)!r}; ", restarts=1, grace=0.2, backoff=0.1,
+    )  # fmt: skip
+    code, _, err = launched.end()
+    assert code == 0, err
+    assert os.listdir(place) == []
+
+
 WATCHED = """
 from looplib.extras.peers.watched import WatchedPeers
 peers = WatchedPeers(me, silence_limit=3.0)
