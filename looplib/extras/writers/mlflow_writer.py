@@ -72,7 +72,9 @@ class MlflowWriter(Writer):
         has, lacks = {(name, at) for name, at, _ in self._logged}, {}
         for record in read_newest(os.path.join(self._directory, "metrics.jsonl"), _MOST_LOST):
             at, split = record.pop("step"), record.pop("split")
-            values = {_key(f"{split}/{name}"): math.nan if value is None else value for name, value in record.items()}
+            values = {
+                _key(f"{split}/{name}"): math.nan if value is None else float(value) for name, value in record.items()
+            }
             if at <= reported.get(split, step):
                 lacks.update({(name, at): value for name, value in values.items() if (name, at) not in has})
         self._log(lacks)

@@ -254,18 +254,20 @@ def test_mlflow_gets_at_the_next_start_what_it_did_not_get_before_a_kill(monkeyp
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     directory = tmp_path / "run"
     directory.mkdir()
-    records = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 11)]
+    records = [{"step": step, "split": "train", "loss": 1 / step, "examples": 96} for step in range(1, 11)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     writer = looplib.MlflowWriter(str(directory))
     writer.write(1, "train", {"loss": 1.0})  # and killed
     writer = looplib.MlflowWriter(str(directory))
     writer.resume(8, {"train": 6})  # later records are made again
+    writer.write(6, "train", {"examples": 96})
     writer.write(7, "train", {"loss": 7.0})
     writer.close()
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("looplib").experiment_id])
     found = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")]
     assert sorted(found) == [*((step, 1 / step) for step in range(1, 7)), (7, 7.0)]
+    assert len(client.get_metric_history(run.info.run_id, "train/examples")) == 6
 
 
 class _InTrouble(http.server.BaseHTTPRequestHandler):
