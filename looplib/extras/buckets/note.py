@@ -32,7 +32,7 @@ class Note:
 
     Attributes:
       url: the run directory in the store, without secrets.
-      key: a digest of the whole URL, which tells it from others.
+      key: a digest of the whole URL, which tells it from others; "" in notes of older versions.
       token: of the lease under which this directory was copied last; "" for a copy that is only read.
       known: dict from name to the bytes and the time of change, in ns, of the local file that the store has.
       versions: dict from name to the version of the object that was fetched.
@@ -40,7 +40,7 @@ class Note:
     """
 
     url: str
-    key: str
+    key: str = ""
     token: str = ""
     known: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -175,10 +175,12 @@ class LocalCopy:
 
     def _own(self, note: Note) -> Note:
         """Returns a note that was read; `ValueError` if it is of another run, or names what cannot be in a run."""
-        if note.key != self._key or not all(
+        is_own = note.key == self._key or (not note.key and note.url == self._url)
+        if not is_own or not all(
             len(stat) == 2 and {"", ".", ".."}.isdisjoint(name.split("/")) for name, stat in note.known.items()
         ):
             raise ValueError(note.url)
+        note.key = self._key
         return note
 
     def write_note(self) -> None:
