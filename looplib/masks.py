@@ -1,13 +1,16 @@
 """Passwords, tokens and keys, masked in every text that leaves looplib.
 
-`masked_text` takes any text, and recognizes secrets by their form: what follows a name such as `password=`, and parts
-of a URL. `masked` takes settings, whose names tell too, and remembers their secrets for later texts. All errors, log
-lines and printed lines, and what a run writes about itself, go through one of them; in doubt they mask too much.
+`masked_text` takes any text. It masks what was a secret in settings before, however the text writes it, and recognizes
+other secrets by their form: what follows a name such as `password=`, parts of a URL, and the beginnings of well-known
+tokens. `masked` takes settings, whose names tell too, and remembers their secrets for later texts. All errors, log
+lines and printed lines, and what a run writes about itself, go through one of them; in doubt they mask too much, most
+often up to the end of the line. The time is linear in the text: what a pattern repeats is bounded, or is then masked.
 """
 
 import base64
 import contextlib
-import html
+import functools
+import html.entities
 import json
 import logging as loggers
 import os
@@ -17,7 +20,6 @@ import threading
 import traceback
 import urllib.parse
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from absl import logging
@@ -25,70 +27,85 @@ from absl import logging
 MASK = "<masked>"
 _LEAST_KNOWN = 6  # minimum length of a secret to search for in other texts; a shorter one may be an ordinary word
 _LEAST_NUMBER = 4  # digits of a number that is masked under the name of a secret; others may be counts
-_NAME = (
-    r"(?:[A-Za-z0-9_.-]{0,80}(?:[_.-]|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|(?=(?i:passw|passphr|secret|apikey))|"
-    r"(?i:db|pg|my|sql|smtp|mail|ftp|user|root|admin|proxy|redis|hf|git|github|gitlab|bot|slack|wandb)(?=(?i:pass|pwd|token))))?"
-    r"(?i:pass(?:words?|wd|phrase|code)?|pwd|pw|secrets?|jwt|sas|j?session[_-]?id|csrf|"
-    r"credentials?|cookies?|auth(?:orization)?|dsn|webhooks?(?:[_-]?urls?)?|hook[_-]?urls?|connection[_-]?string|"
-    r"(?:api|access|secret|private|account|signing|encryption|storage|shared|master|client|service|license|ssh|wandb|openai|"
-    r"google|azure|aws|gcp|hmac|kaggle|comet|neptune|datadog|dd|sentry|stripe|anthropic|gemini|mistral|cohere|groq|sendgrid)"
-    r"[ _.-]?keys?(?:[ _-]?id)?|shared[_-]?access[_-]?signature|"
-    r"(?:access|api|auth|bearer|refresh|session|security|id)[ _-]?tokens?|(?<!pad.)(?<!eos.)(?<!bos.)(?<!unk.)(?<!cls.)"
-    r"(?<!sep.)(?<!mask.)(?<!start.)(?<!end.)(?<!special.)(?<!invalid)(?<!expired)token)"
-    r"(?i:[_-]?\d{1,3}(?!\w)|[_-](?:base|read|write|prod|staging|main|dev|test|old|new|value|db|hf|github|key|hex|hash))?"
+
+# Names, in lower case with "_" between their words.
+_OWNERS = "db|pg|my|sql|smtp|mail|ftp|user|root|admin|proxy|redis|hf|git|github|gitlab|bot|slack|wandb"
+_KEYS = (
+    "api|access|secret|private|account|signing|encryption|storage|shared|master|client|service|license|ssh|wandb|openai|"
+    "google|azure|aws|gcp|hmac|kaggle|comet|neptune|datadog|dd|sentry|stripe|anthropic|gemini|mistral|cohere|groq|sendgrid"
 )
-_ALERT = r"(?:[A-Za-z0-9_.-]{0,40}[_.-])?(?i:alert)"  # whose URL holds a secret as a part of its path
-_IS_SECRET = re.compile(rf"{_ALERT}|{_NAME}")
-_IS_FLAG = re.compile(rf"--?(?:{_ALERT}|{_NAME})")
-_QUOTED = r"""(?:'(?:\\.|[^'\\\n])*'?|"(?:\\.|[^"\\\n])*"?)"""  # the end may have been cut off
-_WORD = rf"(?:\\.|{_QUOTED}|[^\s'\"\\])+"  # as a shell takes it
-_TAIL = rf"(?:{_QUOTED}|[^\s'\",;)}}\]\\])*"
-_TRIPLE = r"(?:\"\"\"[\s\S]*?(?:\"\"\"|\Z)|'''[\s\S]*?(?:'''|\Z))"
-_LINES = r"(?:'(?:\\.|[^'\\])*'(?=[\s,;)}\]]|\Z)|\"(?:\\[\s\S]|[^\"\\])*\"(?=[\s,;)}\]]|\Z))"  # which are closed
-_LITERAL = rf"[bBrRuUfF]{{0,2}}(?:{_TRIPLE}|{_LINES}|{_QUOTED}){_TAIL}"
-_LITERALS = rf"{_LITERAL}(?:[ \t]*\+?[ \t]*(?=['\"]){_LITERAL})*"
-_BRACKETS = "(?!)"
-for _ in range(3):  # levels of brackets
-    _BRACKETS = rf"[(\[{{](?:{_BRACKETS}|{_TRIPLE}|{_QUOTED}|[^'\"()\[\]{{}}])*[)\]}}]?"
+_NO_TOKENS = "".join(f"(?<!{one}_)" for one in "pad eos bos unk cls sep mask start end special invalid expired".split())
+_IS_SECRET = re.compile(
+    rf"(?:(?:.*_)?(?:{_OWNERS})?(?:pass|passcode|pwd|pw|jwt|sas|j?session_?id|csrf|cred(?:ential)?s?|cookies?|passkeys?|otp|alert|"
+    r"auth(?:orization)?|dsn|webhooks?(?:_?urls?)?|hook_?urls?|connection_?string|shared_?access_?signature|"
+    rf"(?:{_KEYS})_?keys?(?:_?id)?|(?:access|api|auth|bearer|refresh|session|security|id)_?tokens?|{_NO_TOKENS}token)"
+    r"|.*(?:passwords?|passwd|passphrase|secrets?|api_?keys?))"
+    r"(?:_?\d{1,3}|_(?:base|read|write|prod|staging|main|dev|test|old|new|value|db|hf|github|key|hex|hash))?"
+)
+_HINT = re.compile(
+    "pass|p_?wd?|otp|secret|jwt|sas|session|csrf|cred|cookie|alert|auth|dsn|hook|connection|key|token|signature"
+)
+_JOINT = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[ .-]+")  # between the words of a name
+
+# What follows a name in a text: a separator and a value.
+_WORD = re.compile(
+    r"\x1b\[[\d;]*m|(?P<open>['\"])?(?P<flag>--?)?"
+    r"(?P<name>[A-Za-z_][\w.-]*(?: (?i:keys?|tokens?|id|strings?|urls?|signature)\b)?)"
+)
 _GAP = r"(?:[ \t\xa0]|\x1b\[[\d;]*m)*"  # colors of a terminal too
-_RANDOM = r"(?=\S*\d)(?=\S*[A-Za-z])[\w+/=.~-]{8,}"  # in prose, where words may follow a name
-_NO_VALUE = r"(?![ \t]*(?:(?:str|bytes|int|bool|None|True|False|null|true|false)[ \t]*(?:[,)\]}|=\n]|$)|# ))"  # in code
+_RANDOM = r"(?=\S{0,40}\d)(?=\S{0,40}[A-Za-z])[\w+/=.~-]{8,}"  # in prose, where words may follow a name
+_END = r"[\\'\"]*(?![\\'\"])(?:\]|\[\d{1,9}\]| \(\w{1,20}\))?"  # of a name
+_TYPE = r"(?::[ \t]*(?:str|bytes)[ \t]*(?==))?"
+_TOLD = r"(?:(?:(?:that was |you )?(?:provided|given|used)|for [^\s:]{1,80}(?: [^\s:]{1,80})?)[ \t]*(?=:))?"
+_SIGN = r"(?P<sign>:?=>?(?![=>])|:(?!//)|->|→|(?:%2[27])?%3[ADad])"
+_IS = r"[ \t]+(?:is|was)[ \t]+(?=['\"]|\S*[^a-z\s.,;:!?'/-])"
+_NO_VALUE = (
+    r"(?![ \t]*(?:(?:str|bytes|int|bool|None|True|False|null|true|false)[ \t]*(?:[,)\]}|=\n]|\Z)|# ))"  # in code
+)
+_PAIR = r",?\s+[\\'\"]*(?:value|default)[\\'\"]*[ \t]*[:=]"  # of a list of variables
+_TAG = r"(?:[ \t]+[\w:-]+=[^<>\n]*)?>"
+_ARGUMENT = r"[ \t]*[(,]?[ \t]*(?=['\"])"
+_FLAG = r"[ \t]+(?!(?:-|and|are|as|by|cannot|for|has|in|is|it|must|needs?|of|or|that|to|was|which|with)\b)"
+_SEPARATOR = (
+    rf"{_END}(?:(?:{_GAP}{_TYPE}{_TOLD}{_SIGN}|{_IS}){_NO_VALUE}|{_PAIR}|{_TAG}|{_ARGUMENT}|[ \t(\[]+(?={_RANDOM})|"
+    rf"(?(flag){_FLAG}|(?!))){_GAP}"
+)
 _SHOWN = rf"{MASK}(?![^\s,;)}}\]'\"])"
-_IN_TEXT = re.compile(
-    # What ends in a secret is kept up to it. First arguments of a command line, where prose may follow a flag.
-    rf"(?P<single>(?<=')(?:--?)?{_NAME}=)(?:{_SHOWN}|(?:\\.|[^'\\\n])*(?:'(?=[\"\\]){_TAIL})?)"
-    rf'|(?P<double>(?<=")(?:--?)?{_NAME}=)(?:{_SHOWN}|(?:\\.|[^"\\\n])*)'
-    rf"|(?P<block>^(?P<indent>[ \t]*)(?:-[ \t]+)?['\"]?{_NAME}['\"]?[ \t]*:(?=[ \t\n]){_NO_VALUE})"  # of YAML
-    r"[^\n]*(?:\n(?:[ \t]*\n)*(?P=indent)(?:[ \t]+|(?=-[ \t]))[^\n]*)+"
-    rf"|(?<![A-Za-z0-9_.-])(?:(?P<flag>--?{_NAME}(?:=|['\"],[ \t]*|[ \t]+"
-    rf"(?!(?:-|and|are|as|by|cannot|for|has|in|is|it|must|needs?|of|or|that|to|was|which|with)\b))){_WORD}"
-    rf"|(?P<alert>(?:--?)?{_ALERT}['\"]?[=:,]?[ \t\[('\"]*)(?=[a-z]+://){_WORD}(?:,[ \t]*['\"][a-z]+://{_WORD})*"
-    rf"|(?P<name>{_NAME}(?:['\"]?[ \t]*,?\s+['\"]?(?:value|default)['\"]?[ \t]*[:=][ \t]*|"
-    rf"\\{{0,15}}['\"]?{_GAP}(?::[ \t]*(?:str|bytes)[ \t]*(?==))?"
-    r"(?:(?:(?:that was |you )?(?:provided|given|used)|for [^\s:]{1,80}(?: [^\s:]{1,80})?)[ \t]*(?=:))?"
-    rf"(?::?=>?(?![=>])|:|->|→|%3[ADad]|(?:is|,|\()(?=[ \t]*['\"])|(?<=\w[ \t])(?=['\"]|{_RANDOM})){_NO_VALUE}{_GAP}))"
-    rf"(?:{_SHOWN}|[|>][^\s\w]?[ \t]*(?:\n[ \t]+[^\n]*)+|(?<=[=( ]){_BRACKETS}|{_LITERALS}|(?<==){_WORD}|[^\n]+)"
-    r"|(?P<netrc>login\s+\S+\s+password\s+)\S+|(?P<url>with url: )/\S+)"
-    rf"|(?P<tag><{_NAME}(?:[ \t][^<>\n]*)?>)[^<\n]+|(?P<login>-(?:(?<=\s-)|(?<=^-))(?:u|-user)[ =])[^\s:]+:\S+"
-    r"|(?P<encoded>%3[Aa]%2[Ff]%2[Ff])(?=\S*%40)\S+|(?P<parameter>[?&][\w.~%-]{1,80}=)\S+"
-    rf"|\b(?:(?P<scheme>(?i:bearer)[ \t]*[ \t:=][ \t]*(?!tokens?\b|auth)|Basic[ \t]+(?=[\w+/-]*[A-Z0-9=+]))[^\s'\"]+"
-    rf"|(?P<signed>(?:Negotiate|NTLM|ApiKey|Digest)[ \t]+|[Ss]ig(?:nature)?[=:][ \t]*){_RANDOM}"
-    r"|(?:AKIA|ASIA)[A-Z0-9]{12,}|gh[opsur]_\w{6,}|github_pat_\w{6,}|glpat-[\w-]{6,}|xox[a-z]-[\w-]{6,}"
-    r"|(?:hf_|sk-|AIza|ya29\.|npm_|pypi-|dop_v1_|SG\.|xapp-|[rs]k_(?:live|test)_)[\w.-]{12,}|eyJ[\w-]{6,}\.[\w.-]+"
-    r"|(?:bot)?\d{6,}:[\w-]{20,})"
-    r"|(?<![\w.%+@:-])[\w.%+-]{1,80}:(?!//)[^\s'\"]{3,200}(?=@[\w\[])"  # user:password@host without a scheme
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)",
-    re.MULTILINE,
+_TRIPLE = r"\"\"\"[\s\S]*?(?:\"\"\"|\Z)[^\n]*|'''[\s\S]*?(?:'''|\Z)[^\n]*"
+_QUOTED = r"(?:'(?:[^'\\]|\\[\s\S])*'|\"(?:[^\"\\]|\\[\s\S])*\")(?=[ \t]*(?:[,;:.)}\]\n]|\Z)|[ \t]+[\w-])"
+_PLAIN = r"(?(open)(?!)|(?:(?<==)|(?(flag)(?<=[ \t])|(?!)))[^\s'\"\\(\[{<|>][^\s'\"\\]*(?=\s|\Z))"  # up to a space
+_NAMED = re.compile(
+    rf"{_WORD.pattern}(?P<separator>{_SEPARATOR})(?:{_SHOWN}|[bBrRuUfF]{{0,2}}(?:{_TRIPLE}|{_QUOTED})|{_PLAIN}|[^\n]*)"
 )
-# One of them is in the first line of each match, and soon after its start.
-_HINTS = (
-    *("pass", "pwd", "pw", "secret", "jwt", "sas", "session", "csrf", "credential", "cookie", "auth", "dsn", "hook"),
-    *("connection", "key", "sig", "token", "alert", "-u", "login", "url: /", "%3a", "?", "&", "bearer", "basic"),
-    *("negotiate", "ntlm", "digest", "@", "akia", "asia", "gh", "glpat", "xox", "hf_", "sk-", "aiza", "ya29", "npm_"),
-    *("pypi", "dop_", "sg.", "xapp", "k_live", "k_test", "eyj", "-----begin"),
+_BLOCK = re.compile(  # a line with the lines below it that are further in, as of YAML
+    r"(?P<indent>[ \t]*)(?:-[ \t]+)?['\"]?[\w.-]+['\"]?[ \t]*[:=][^\n]*"
+    r"(?:\n(?:[ \t]*\n)*(?P=indent)(?:[ \t]+|-[ \t])[^\n]*)+"
 )
-_DIGITS = re.compile(r"\d{6}:")
-_PIECE, _MORE = 1000, 200  # characters of a long line that are looked at, and after them, which a match may need
+
+# Secrets without a name: what comes before them, and they.
+_RULES = [
+    re.compile(f"({before}){secret}")
+    for before, secret in (
+        ("", r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*-----|\Z)"),
+        (r"(?:alert|ALERT)['\"]?[=:, \t\[('\"]{1,9}(?=[a-z]{1,20}://)", r"[^\n]+"),
+        (r"login[ \t]+\S+\s{1,9}password\s{1,9}", r"\S+"),  # of .netrc
+        ("with url: /", r"\S+"),
+        (r"(?<!\S)-(?:u|-user)[ =][^\s:]{1,80}:", r"(?!//)\S+"),
+        ("%3[Aa]%2[Ff]%2[Ff]", r"\S+"),  # of a URL in a URL
+        (r"[?&][\w.~%-]{1,80}=", r"\S+"),
+        (r"[Bb](?:earer|EARER)[ \t]{0,9}[ \t:=][ \t]{0,9}", r"(?!tokens?\b|auth)[^\s'\"]+"),
+        (r"Basic[ \t]{1,9}", r"(?=[\w+/-]{0,200}[A-Z0-9=+])[^\s'\"]+"),
+        (r"(?<!\w)(?:(?:Negotiate|NTLM|ApiKey|Digest)[ \t]{1,9}|[Ss]ig(?:nature)?[=:][ \t]{0,9})", _RANDOM),
+        (
+            "(?<![A-Za-z0-9])",
+            r"(?:(?:AKIA|ASIA)[A-Z0-9]{12,}|gh[opsur]_\w{6,}|github_pat_\w{6,}|glpat-[\w-]{6,}|xox[a-z]-[\w-]{6,}|"
+            r"(?:hf_|sk-|AIza|ya29\.|npm_|pypi-|dop_v1_|SG\.|xapp-|[rs]k_(?:live|test)_)[\w.-]{12,}|"
+            r"eyJ[\w-]{12,}[\w.-]*|(?:bot)?\d{6,20}:[\w-]{20,})",
+        ),
+        (r"(?<![\w.%+@:-])", r"[\w.%+-]{1,80}:(?!//)[^\s'\"]{3,200}(?=@[\w\[])"),  # user:password@host
+    )
+]
+
 # What follows the "://" of a URL. A colon that begins no port begins a password, which may hold anything up to an "@";
 # without one it was cut off.
 _PORT = r"(?:\d{1,5}(?:[/?#\s'\"),;:.\]}>|`]|$)|\s|$)"
@@ -105,7 +122,7 @@ _SERVICE = re.compile(
     r"sendgrid|resend|twilio|vonage|sns|ses|wxpusher|wxteams|feishu|lark|dingtalk|wecombot|ifttt|pagerduty|opsgenie|"
     r"zulip|signals?|whatsapp|line|join|bark[s]?|prowl|simplepush|spontit|push|guilded|ryver|revolt|sinch|webex)\Z"
 )
-_known: set[str] = set()  # secrets that this process has masked
+_known: dict[str, str] = {}  # secrets that this process has masked, each with its longest word
 
 
 def masked(value: Any, secret: bool = False) -> Any:
@@ -119,7 +136,7 @@ def masked(value: Any, secret: bool = False) -> Any:
             for name, item in value.items()
         }
     if isinstance(value, (list, tuple, set, frozenset)):
-        flags = [isinstance(item, str) and _IS_FLAG.fullmatch(item) is not None for item in ("", *value)]
+        flags = [isinstance(item, str) and item.startswith("-") and is_secret(item) for item in ("", *value)]
         return [masked(item, secret or flag) for item, flag in zip(value, flags)]
     if secret and isinstance(value, (bytes, bytearray)):
         value = bytes(value).decode(errors="backslashreplace")
@@ -132,17 +149,20 @@ def masked(value: Any, secret: bool = False) -> Any:
         _remember(value, value)
         return MASK
     if flag := re.match(r"(--?[\w.-]+)=", value):
-        return f"{flag[0]}{masked(value[flag.end() :], _IS_FLAG.fullmatch(flag[1]) is not None)}"
+        return f"{flag[0]}{masked(value[flag.end() :], is_secret(flag[1]))}"
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
         _remember("", value)
     if value.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):
             masked(json.loads(value))  # to remember its secrets
-    for found in _found(value):
-        inner = found[0][len(found[found.lastgroup]) if found.lastgroup else 0 :].strip(" \t\n'\"\\,;)]}")
-        if MASK not in inner:
-            _remember(inner, "")
-    return masked_text(value)
+    hidden: list[str] = []
+    text = _masked(value, hidden)
+    for one in hidden:
+        inner = one.strip(" \t\n'\"\\,;)]}")
+        for part in {inner, *(part for part in re.split(r"[\s'\"\\,;&(){}\[\]]+", inner) if re.match(_RANDOM, part))}:
+            if MASK not in part:
+                _remember(part, "")
+    return text
 
 
 def _masked_key(name: Any, secret: bool) -> Any:
@@ -150,43 +170,56 @@ def _masked_key(name: Any, secret: bool) -> Any:
     return name if re.fullmatch(r"[A-Za-z_]{1,40}" if secret else r"[\w./-]*", str(name)) else masked(name, secret)
 
 
+@functools.lru_cache(maxsize=10_000)
 def is_secret(name: object) -> bool:
     """Returns whether a setting with this name holds a secret."""
-    return isinstance(name, str) and _IS_SECRET.fullmatch(name) is not None
+    if not isinstance(name, str) or not _HINT.search(name.lower()):  # most names
+        return False
+    return _IS_SECRET.fullmatch(_JOINT.sub("_", name[-80:]).lower()) is not None
 
 
 def masked_text(text: str) -> str:
     """Masks secrets in text such as an error: those with a known form, and those seen before in settings."""
-    for secret in sorted(_known, key=len, reverse=True):
-        text = text.replace(secret, MASK)
+    return _masked(text, [])
+
+
+def _masked(text: str, hidden: list[str]) -> str:
+    """Masks secrets in text, and appends those which a name or a rule has told of."""
+    for secret in sorted((one for one, word in _known.items() if word in text), key=len, reverse=True):
+        text = _written(secret).sub(MASK, text)
     before, *parts = text.split("://")
     found = [before]
     for part in parts:
         found.append(_masked_url(found[-1], part))
-    text, done, shown = "://".join(found), 0, []
-    for match in _found(text):
-        shown += [text[done : match.start()], match[match.lastgroup] if match.lastgroup else "", MASK]
-        done = match.end()
+    text = _masked_values("://".join(found), hidden)
+
+    def hide(match: re.Match) -> str:
+        hidden.append(match[0][len(match[1]) :])
+        return f"{match[1]}{MASK}"
+
+    for rule in _RULES:
+        text = rule.sub(hide, text)
+    return text
+
+
+def _masked_values(text: str, hidden: list[str]) -> str:
+    """Masks the values that follow the names of secrets."""
+    shown, done = [], 0
+    for word in _WORD.finditer(text):
+        if word.start() < done or not word["name"] or not is_secret(word["name"]):
+            continue
+        if "alert" in word["name"].lower() or not (match := _NAMED.match(text, word.start())):
+            continue  # of an alert, only a URL is a secret
+        end, near = match.end(), max(0, word.start() - 80)
+        line = text.rfind("\n", near, word.start()) + 1 or near
+        is_first = not text[line : word.start()].strip(" \t-")
+        if match["sign"] and is_first and (block := _BLOCK.match(text, line)):
+            end = max(end, block.end())
+        if text[match.end("separator") : end].strip():
+            shown += [text[done : match.end("separator")], MASK]
+            hidden.append(text[match.end("separator") : end])
+            done = end
     return "".join([*shown, text[done:]])
-
-
-def _found(text: str) -> Iterator[re.Match]:
-    """Yields the secrets of a known form: matches of `_IN_TEXT`, which is too slow for lines without any hint."""
-    at = start = 0
-    while start < len(text):
-        newline = text.rfind("\n", start, start + _PIECE)
-        end = newline + 1 or min(start + _PIECE, len(text))
-        piece = text[start : end if newline >= 0 else end + _MORE].lower()
-        at = max(at, start)
-        has_hint = at < end and (any(hint in piece for hint in _HINTS) or _DIGITS.search(piece))
-        while has_hint and at < end:
-            first = _IN_TEXT.search(text, at, end + _MORE)
-            if not first or first.start() >= end:
-                break
-            match = _IN_TEXT.match(text, first.start()) or first  # which may go on after the piece
-            yield match
-            at = match.end()
-        start = end
 
 
 def _masked_url(scheme: str, text: str) -> str:
@@ -208,7 +241,7 @@ def _masked_url(scheme: str, text: str) -> str:
 
 
 def _remember(secret: str, url: str) -> None:
-    """Remembers a secret, and those in a URL, for later texts, also as URLs, JSON and Python write them."""
+    """Remembers a secret, and those in a URL, for later texts, also as URLs, base64 and other forms write them."""
     rest = url.partition("://")[2]
     users = {rest.rpartition("@")[0], rest.partition("/")[0].rpartition("@")[0]}
     found = {secret, *secret.splitlines(), *users, *(user.partition(":")[2] for user in users)}
@@ -216,27 +249,57 @@ def _remember(secret: str, url: str) -> None:
         place = rest.rpartition("@")[2].partition("/")[2]
         found |= {place, place.partition("?")[0]}
     for one in found:
-        if len(one) >= _LEAST_KNOWN and not re.fullmatch(r"[\w+.-]+://?", one):  # a scheme alone is none
-            _known.update(form for form in _forms(one) if len(form) >= _LEAST_KNOWN and form not in MASK)
+        if len(one) < _LEAST_KNOWN or re.fullmatch(r"[\w+.-]+://?", one):  # a scheme alone is none
+            continue
+        for form in {one, urllib.parse.unquote(one), *_coded(one)}:
+            if len(form) >= _LEAST_KNOWN and form not in MASK:
+                _known[form] = max(re.findall("[A-Za-z0-9]*", form), key=len)
 
 
-def _forms(text: str) -> set[str]:
-    """Returns how URLs, HTML, JSON, YAML, shells, Python and base64 write a text."""
-    quoted = [urllib.parse.quote(text, safe=safe, errors="surrogatepass") for safe in ("/", "", "!$&'()*+,;=:@/")]
-    quoted += [urllib.parse.quote_plus(text, errors="surrogatepass"), urllib.parse.quote(quoted[1], safe="")]
-    lower = [re.sub("%..", lambda found: found[0].lower(), one) for one in quoted]
-    raw = text.encode(errors="surrogatepass")
-    written = [repr(text), ascii(text), repr(raw)[1:], json.dumps(text), json.dumps(text, ensure_ascii=False)]
-    inner = [one[1:-1] for one in written]
-    again = [write(one)[1:-1] for one in inner for write in (repr, json.dumps)]
-    shell = [text.replace("'", other) for other in ("''", "'\"'\"'", "'\\''", "\\'")]
-    coded = set()
-    for skipped in range(3):  # bytes before it, such as of USER:
+def _coded(secret: str) -> set[str]:
+    """Returns a secret in base64, also after other bytes, such as of USER:."""
+    raw, coded = secret.encode(errors="surrogatepass"), set()
+    for skipped in range(3):
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             whole = encode(b"x" * skipped + raw[: len(raw) - (skipped + len(raw)) % 3]).decode()
             coded.add(whole[(0, 2, 3)[skipped] :])
-    pages = [html.escape(text), html.escape(text, quote=False)]
-    return {text, urllib.parse.unquote(text), *quoted, *lower, *inner, *again, *shell, *coded, *pages}
+    return coded
+
+
+@functools.lru_cache(maxsize=1000)
+def _written(secret: str) -> re.Pattern:
+    """Returns a pattern of a secret as URLs, HTML, JSON, YAML, shells and Python write it, also one after the other.
+
+    Letters and digits are written as they are. All other characters may be escaped, and where the secret has spaces or
+    quotes, a text may have any of them, as shells write quotes and where lines are broken.
+    """
+    if len(re.sub(r"[\s'\"\\]", "", secret)) < _LEAST_KNOWN:
+        return re.compile(re.escape(secret))
+    found, escaped = [], ""
+    for plain, gap, other in re.findall(r"([A-Za-z0-9]+)|([\s'\"\\]+)|(.)", secret.strip(" \t\r\n'\"\\")):
+        found.append(plain or (_ANY_GAP if gap else rf"{escaped}(?:{re.escape(other)}|{_escapes(other)})"))
+        escaped = "" if gap else r"\\*"  # which a gap has taken
+    return re.compile("".join(found))
+
+
+def _escapes(character: str) -> str:
+    r"""Returns a pattern of the escapes of a character, such as %40, %2540, &#64;, \x40 and \u0040."""
+    code, raw = ord(character), character.encode(errors="surrogatepass")
+    names = [re.escape(name) for name, value in html.entities.html5.items() if value == character and name[-1] == ";"]
+    slashed = [rf"[xu]\{{?0*{code:x}\}}?", f"0*{code:o}", re.escape(json.dumps(character)[1:-1].lstrip("\\") or "\\")]
+    slashed += [r"\\+".join(f"{sign}{byte:{kind}}" for byte in raw) for sign, kind in (("x", "02x"), ("", "03o"))]
+    return "|".join(
+        f"{first}(?i:{rest})"
+        for first, rest in (
+            ("%", "%".join(f"(?:25)*{byte:02x}" for byte in raw)),
+            ("&", f"(?:amp;)*(?:{'|'.join([f'#0*{code};', f'#x0*{code:x};', *names])})"),
+            (r"\\", "|".join(slashed)),
+        )
+    )
+
+
+_GAPS = "|".join(map(_escapes, " \n\t'\"\\"))
+_ANY_GAP = rf"(?:[\s+'\"\\]|{_GAPS})*"
 
 
 def _mask_record(record: loggers.LogRecord) -> bool:

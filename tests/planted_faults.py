@@ -176,7 +176,7 @@ FAULTS = [
           "targets.counted if counted else plain", "plain", "extras/weights/writing"),
     Fault("what int8 costs is the mean over the data", "extras/outputs/int8.py",
           "self._sum += float(differences.sum())", "self._sum += float(differences.max())", "extras/outputs/export_formats"),
-    Fault("secrets are masked", "masks.py", "_IS_SECRET.fullmatch(name) is not None", "False", "faults/environment"),
+    Fault("secrets are masked", "masks.py", "return _IS_SECRET.fullmatch(", "return False and (", "faults/environment"),
     Fault("what stands before the host of a URL is masked", "masks.py", 'text = f"{MASK}{text[user.end() :]}"', "pass",
           "house/masks"),
     Fault("an error shows no secret", "errors.py", "masked_text(super().__str__())", "super().__str__()", "house/masks"),
