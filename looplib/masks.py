@@ -64,7 +64,7 @@ _NO_VALUE = (
 )
 _PAIR = r",?\s+[\\'\"]*(?:value|default)[\\'\"]*[ \t]*[:=]"  # of a list of variables
 _TAG = r"(?:[ \t]+[\w:-]+=[^<>\n]*)?>"
-_ARGUMENT = r"[ \t]*[(,]?[ \t]*(?=['\"])"
+_ARGUMENT = r"[ \t]*(?:[(,][ \t]*)?(?=['\"])"
 _FLAG = r"[ \t]+(?!(?:-|and|are|as|by|cannot|for|has|in|is|it|must|needs?|of|or|that|to|was|which|with)\b)"
 _SEPARATOR = (
     rf"{_END}(?:(?:{_GAP}{_TYPE}{_TOLD}{_SIGN}|{_IS}){_NO_VALUE}|{_PAIR}|{_TAG}|{_ARGUMENT}|[ \t(\[]+(?={_RANDOM})|"

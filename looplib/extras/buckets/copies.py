@@ -16,7 +16,6 @@ from looplib.extras.buckets.mirror import StoreMirror
 from looplib.extras.buckets.outputs import FOLDER
 from looplib.extras.buckets.stores import Store, StoredFile
 from looplib.extras.weights.shards import files_of, kind_of
-from looplib.masks import masked_text
 from looplib.messages import gist
 
 _OF_A_RUN = re.compile(r"(?:(.*)/)?(?:run\.json|metrics\.jsonl|\.lease/\d+)")
@@ -52,7 +51,7 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
     wanted = there if "" in runs else _weights_among(there) if checkpoints else {}
     if there and not wanted and (unchecked or not runs):  # somebody's data, which may be large
         what = "is neither a run nor weights" if checkpoints else f"holds no run, up to {_DEEPEST} folders deep"
-        raise StoreError(f"{masked_text(url)} {what}; name a run directory, as --model_dir does")
+        raise StoreError(f"{url} {what}; name a run directory, as --model_dir does")
     local = stores.cache("copies", place)
     if unchecked:
         local = tempfile.mkdtemp(prefix="unchecked-", dir=folders.make_folder(stores.cache_directory()))
@@ -66,7 +65,7 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
         try:
             Store(place[: -len(name) - 1]).fetch(name, path)
         except FileNotFoundError:
-            raise StoreError(f"there is nothing at {masked_text(url)}; check the bucket and the path") from None
+            raise StoreError(f"there is nothing at {url}; check the bucket and the path") from None
         if kind := kind_of(name):
             _fetch_shards(place[: -len(name) - 1], path, kind)
         return path
@@ -76,7 +75,7 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
             store.fetch(name, os.path.join(folders.make_folder(local, *below), last))
         except FileNotFoundError:  # a run that trains deletes checkpoints
             if not unchecked:
-                raise StoreError(f"{masked_text(url)}/{name} was deleted just now; run the command again") from None
+                raise StoreError(f"{url}/{name} was deleted just now; run the command again") from None
     return local + inside
 
 
@@ -131,7 +130,6 @@ def _fetch_shards(folder: str, index: str, kind: str) -> None:
         try:
             store.fetch(name, folders.inside(os.path.dirname(index), name))
         except FileNotFoundError:
-            url = masked_text(f"{folder}/{name}")
             raise StoreError(
-                f"there is nothing at {url}, which the index beside it names; copy all its files"
+                f"there is nothing at {folder}/{name}, which the index beside it names; copy all its files"
             ) from None

@@ -66,7 +66,7 @@ class Driver:
                 self.files, _ = _found(self._url, self._seconds)
             except Exception as error:  # such as of a file that is being written; the next attempt reads it again
                 line = "%s: the credentials cannot be read: %s"
-                logging.log_every_n_seconds(logging.WARNING, line, 60, masked_text(self._url), masked_text(gist(error)))
+                logging.log_every_n_seconds(logging.WARNING, line, 60, self._url, gist(error))
 
 
 def _found(url: str, seconds: int) -> tuple[Any, str]:
@@ -89,9 +89,9 @@ def _found(url: str, seconds: int) -> tuple[Any, str]:
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
         cure = f": pip install 'looplib[{extra}]'" if extra else "; install what is missing"
-        raise PluginError(f"{masked_text(url)} needs a driver that is not installed ({gist(error)}){cure}") from error
+        raise PluginError(f"{url} needs a driver that is not installed ({gist(error)}){cure}") from error
     except Exception as error:  # each driver has errors of its own
-        raise StoreError(f"{masked_text(url)} cannot be used: {masked_text(gist(error))}") from error
+        raise StoreError(f"{url} cannot be used: {gist(error)}") from error
 
 
 def _raise_unless_absent(error: Exception) -> None:

@@ -19,7 +19,6 @@ from looplib.extras.buckets.lease import Lease
 from looplib.extras.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
 from looplib.extras.buckets.outputs import FOLDER, IDS, merge, newest, of_jobs
 from looplib.extras.buckets.stores import PATIENCE, Store, StoredFile
-from looplib.masks import masked_text
 
 _REPORTS = ("metrics.jsonl", "media.jsonl", "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
             "config.yaml", "code.diff")  # fmt: skip
@@ -91,7 +90,7 @@ class Fetcher:
                 pass
             if had and lacks_all and not self._copy.steps():
                 raise StoreError(
-                    f"no checkpoint in {masked_text(self._store.url)} is intact; {self._copy.directory} has step "
+                    f"no checkpoint in {self._store.url} is intact; {self._copy.directory} has step "
                     f"{had[0]} of an earlier start: copy its checkpoints there, or remove this directory"
                 )
             added_to = [name for name in listed if name not in _REPORTS and not name.startswith(_NOT_ADDED_TO)]
@@ -187,8 +186,7 @@ class Fetcher:
                 raise
             damage = str(error)
         if damage:
-            url = masked_text(self._store.url)
-            logging.warning("the checkpoint of step %d in %s is left out: %s", step, url, damage)
+            logging.warning("the checkpoint of step %d in %s is left out: %s", step, self._store.url, damage)
             self._empty()
             return False
         to = folders.make_folder(self._copy.directory, CHECKPOINTS)

@@ -282,7 +282,7 @@ class StoreMirror(Mirror):
             logging.exception("the copy in %s has ended", self.standing.url)
             self._failed = StoreError(
                 f"the copy in {self.standing.url} has ended by an error ({type(error).__name__}: "
-                f"{masked_text(gist(error))}); what is missing there is in {self.directory}, and the same command "
+                f"{gist(error)}); what is missing there is in {self.directory}, and the same command "
                 "copies it"
             )
 
@@ -330,8 +330,6 @@ def open_mirror(url: str, local_dir: str | None = None) -> StoreMirror:
     """
     store = Store(url, seconds=_SLOWEST)
     if store.url.startswith(("http://", "https://")):
-        raise StoreError(
-            f"a run cannot be at {masked_text(url)}, which is only read; name a bucket, such as s3://bucket/run"
-        )
+        raise StoreError(f"a run cannot be at {url}, which is only read; name a bucket, such as s3://bucket/run")
     local = files.resolve(local_dir, "--local_dir") if local_dir else stores.cache("runs", store.url)
     return StoreMirror(store, local)

@@ -17,7 +17,6 @@ from looplib import files, folders
 from looplib.errors import FileError, StoreError
 from looplib.extras.buckets import drivers
 from looplib.extras.buckets.drivers import Driver
-from looplib.masks import masked_text
 from looplib.messages import gist, with_cure
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
@@ -101,13 +100,13 @@ class Store:
             except Exception as error:  # each driver has errors of its own
                 if files.fails_here(error, *filter(None, [local])):
                     raise FileError(
-                        f"this machine cannot {doing} of {masked_text(self.url)}: {local + ': ' if local else ''}"
-                        f"{masked_text(with_cure(error, 'free memory'))}; then run the same command again"
+                        f"this machine cannot {doing} of {self.url}: {local + ': ' if local else ''}"
+                        f"{with_cure(error, 'free memory')}; then run the same command again"
                     ) from error
                 if isinstance(error, (FileNotFoundError, FileExistsError)):
                     self._driver.answered = True
                     raise
-                said, refused = masked_text(gist(error)), drivers.refuses_credentials(error)
+                said, refused = gist(error), drivers.refuses_credentials(error)
                 said = f"the credentials are missing, have expired or are not valid ({said})" if refused else said
                 # A run whose credentials expire waits for new ones; a start tells that it has none.
                 final = not self._driver.answered if refused else drivers.is_final(error)
@@ -116,19 +115,18 @@ class Store:
                 if final and self._driver.answered:
                     self._tell(said, refused)  # a run tries again what raises this
                 if final or self._gone() or time.monotonic() + pause > end:
-                    raise StoreError(f"{masked_text(self.url)} cannot be reached to {doing}: {said}{ADVICE}") from error
+                    raise StoreError(f"{self.url} cannot be reached to {doing}: {said}{ADVICE}") from error
                 self._tell(said, refused)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _tell(self, said: str, refused: bool) -> None:
         """Logs that a request is tried again; once a minute."""
-        url = masked_text(self.url)
         if refused:
             line = "%s: %s; renew them where the driver finds them: they are read again, and requests tried again"
-            logging.log_every_n_seconds(logging.WARNING, line, 60, url, said)
+            logging.log_every_n_seconds(logging.WARNING, line, 60, self.url, said)
         else:
-            logging.log_every_n_seconds(logging.WARNING, "%s: %s; tried again", 60, url, said)
+            logging.log_every_n_seconds(logging.WARNING, "%s: %s; tried again", 60, self.url, said)
 
     def listed(self, below: str = "", patience: float = PATIENCE) -> dict[str, StoredFile]:
         """Returns the objects below a prefix, by name, without those that no local file can be; a request per 1,000.
@@ -142,7 +140,7 @@ class Store:
             lambda: self.ask(lambda: self._files.find(root, detail=True), "list it", patience), lambda: True
         )
         if len(found) > _MOST_OBJECTS:
-            raise StoreError(f"{masked_text(self.url)} has more than {_MOST_OBJECTS:,} objects; name a folder below it")
+            raise StoreError(f"{self.url} has more than {_MOST_OBJECTS:,} objects; name a folder below it")
         start = len(self._root.strip("/")) + 1
         names = {path.strip("/")[start:]: entry for path, entry in found.items() if entry.get("type") == "file"}
         return {
@@ -280,8 +278,7 @@ class Store:
             except FileNotFoundError as error:
                 if pause is None or not is_here():
                     raise StoreError(
-                        f"{masked_text(self.url)} cannot be used: {masked_text(gist(error))}; make the bucket, or "
-                        "correct the address"
+                        f"{self.url} cannot be used: {gist(error)}; make the bucket, or correct the address"
                     ) from error
             time.sleep(pause)
         raise AssertionError
