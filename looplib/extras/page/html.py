@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from looplib import files
+from looplib.console import printable
 from looplib.extras.page import curves
 from looplib.extras.page.read import not_shown, read_run
 from looplib.extras.page.run import Run
@@ -79,7 +80,7 @@ def page(runs: Sequence[Run], title: str, written: datetime.datetime | None = No
     data = _json({"title": title, "written": written.isoformat(timespec="seconds")})
     return string.Template((assets / "page.html").read_text("utf-8")).substitute(
         policy=policy_of([style], [script]),
-        title=html.escape(title.encode(errors="replace").decode()),
+        title=html.escape(printable(title)),
         style=style,
         script=script,
         data=f'{data[:-1]},"runs":[{",".join(_drawn(runs))}]}}',
@@ -104,7 +105,7 @@ def shell_of(names: Sequence[str], title: str, **settings: str) -> tuple[str, st
     """
     template, style, script = (_joined([name]) for name in names)
     script = string.Template(script).substitute(settings)
-    text = string.Template(template).substitute(title=html.escape(title), style=style, script=script)
+    text = string.Template(template).substitute(title=html.escape(printable(title)), style=style, script=script)
     return text, policy_of([style, _style()], [script, _script()], "connect-src 'self'; ")
 
 

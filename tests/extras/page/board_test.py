@@ -188,6 +188,7 @@ def test_texts_that_reverse_what_follows_them_are_shown_as_escapes(tmp_path):
     name = "a\u202eb\\\\u2066\u2069\\"
     text = page([dataclasses.replace(read_run(str(tmp_path / "run"), "run"), error=name)], name)
     assert of_a_page(text)["run"]["error"] == "a\\u202eb\\\\u2066\\u2069\\"
+    assert "\u202e" not in text and "<title>a\\u202eb" in text
 
 
 def test_browsers_that_go_away_print_nothing_and_an_error_has_no_secret(served, tmp_path, capfd, monkeypatch):
