@@ -62,7 +62,9 @@ _IS = r"[ \t]+(?:is|was)[ \t]+(?=['\"]|\S*[^a-z\s.,;:!?'/-])"
 _NO_VALUE = (
     r"(?![ \t]*(?:(?:str|bytes|int|bool|None|True|False|null|true|false)[ \t]*(?:[,)\]}|=\n]|\Z)|# ))"  # in code
 )
-_PAIR = r",?\s+[\\'\"]*(?:value|default)[\\'\"]*[ \t]*[:=]"  # of a list of variables
+_PAIR = (  # of a list of variables, or of a flag that a program defines
+    r",?[\s+-]+(?:\w{1,20}=[^\s,]{1,40},[ \t]*){0,4}[\\'\"]*(?:value|default)[\\'\"]*[ \t]*[:=]"
+)
 _TAG = r"(?:[ \t]+[\w:-]+=[^<>\n]*)?>"
 _ARGUMENT = r"[ \t]*(?:[(,][ \t]*)?(?=['\"])"
 _FLAG = r"[ \t]+(?!(?:-|and|are|as|by|cannot|for|has|in|is|it|must|needs?|of|or|that|to|was|which|with)\b)"
@@ -77,9 +79,9 @@ _PLAIN = r"(?(open)(?!)|(?:(?<==)|(?(flag)(?<=[ \t])|(?!)))[^\s'\"\\(\[{<|>][^\s
 _NAMED = re.compile(
     rf"{_WORD.pattern}(?P<separator>{_SEPARATOR})(?:{_SHOWN}|[bBrRuUfF]{{0,2}}(?:{_TRIPLE}|{_QUOTED})|{_PLAIN}|[^\n]*)"
 )
-_BLOCK = re.compile(  # a line with the lines below it that are further in, as of YAML
-    r"(?P<indent>[ \t]*)(?:-[ \t]+)?['\"]?[\w.-]+['\"]?[ \t]*[:=][^\n]*"
-    r"(?:\n(?:[ \t]*\n)*(?P=indent)(?:[ \t]+|-[ \t])[^\n]*)+"
+_BLOCK = re.compile(  # a line with the lines below it that are further in, as of YAML, also in a diff
+    r"(?P<indent>[+-]?[ \t]*)(?:-[ \t]+)?['\"]?[\w.-]+['\"]?[ \t]*[:=][^\n]*"
+    r"(?:\n(?:[+-]?[ \t]*\n)*(?P=indent)(?:[ \t]+|-[ \t])[^\n]*)*"
 )
 
 # Secrets without a name: what comes before them, and they.
@@ -212,7 +214,7 @@ def _masked_values(text: str, hidden: list[str]) -> str:
             continue  # of an alert, only a URL is a secret
         end, near = match.end(), max(0, word.start() - 80)
         line = text.rfind("\n", near, word.start()) + 1 or near
-        is_first = not text[line : word.start()].strip(" \t-")
+        is_first = not text[line : word.start()].strip(" \t+-")
         if match["sign"] and is_first and (block := _BLOCK.match(text, line)):
             end = max(end, block.end())
         if text[match.end("separator") : end].strip():
