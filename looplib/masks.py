@@ -280,24 +280,22 @@ def _written(secret: str) -> re.Pattern:
     found, escaped = [], ""
     for plain, gap, other in re.findall(r"([A-Za-z0-9]+)|([\s'\"\\]+)|(.)", secret.strip(" \t\r\n'\"\\")):
         found.append(plain or (_ANY_GAP if gap else rf"{escaped}(?:{re.escape(other)}|{_escapes(other)})"))
-        escaped = "" if gap else r"\\*"  # which a gap has taken
+        escaped = "" if gap else r"(?:\\|%(?:25)*5[Cc])*"  # which a gap has taken
     return re.compile("".join(found))
 
 
 def _escapes(character: str) -> str:
     r"""Returns a pattern of the escapes of a character, such as %40, %2540, &#64;, \x40 and \u0040."""
     code, raw = ord(character), character.encode(errors="surrogatepass")
-    names = [re.escape(name) for name, value in html.entities.html5.items() if value == character and name[-1] == ";"]
-    slashed = [rf"[xu]\{{?0*{code:x}\}}?", f"0*{code:o}", re.escape(json.dumps(character)[1:-1].lstrip("\\") or "\\")]
-    slashed += [r"\\+".join(f"{sign}{byte:{kind}}" for byte in raw) for sign, kind in (("x", "02x"), ("", "03o"))]
-    return "|".join(
-        f"{first}(?i:{rest})"
-        for first, rest in (
-            ("%", "%".join(f"(?:25)*{byte:02x}" for byte in raw)),
-            ("&", f"(?:amp;)*(?:{'|'.join([f'#0*{code};', f'#x0*{code:x};', *names])})"),
-            (r"\\", "|".join(slashed)),
-        )
-    )
+    slash, sharp, end = r"(?:\\|%(?:25)*5c)", "(?:#|%(?:25)*23)", "(?:;|%(?:25)*3b)"
+    names = [re.escape(name[:-1]) for name, one in html.entities.html5.items() if one == character and name[-1] == ";"]
+    entity = rf"(?:amp{end})*(?:{'|'.join([f'{sharp}0*{code}', f'{sharp}x0*{code:x}', *names])}){end}"
+    plain = json.dumps(character)[1:-1].lstrip("\\") or "\\"
+    slashed = [rf"[xu]\{{?0*{code:x}\}}?", f"0*{code:o}", re.escape(plain).replace(r"\\", slash)]
+    slashed += [f"{slash}+".join(f"{sign}{byte:{kind}}" for byte in raw) for sign, kind in (("x", "02x"), ("", "03o"))]
+    after = f"(?:{'|'.join(slashed)})"
+    percent = "%".join(f"(?:25)*{byte:02x}" for byte in raw)
+    return rf"%(?i:{percent}|(?:25)*(?:26{entity}|5c{after}))|&(?i:{entity})|\\(?i:{after})"
 
 
 _GAPS = "|".join(map(_escapes, " \n\t'\"\\"))
