@@ -284,6 +284,7 @@ def _written(secret: str) -> re.Pattern:
     return re.compile("".join(found))
 
 
+@functools.lru_cache(maxsize=200)
 def _escapes(character: str) -> str:
     r"""Returns a pattern of the escapes of a character, such as %40, %2540, &#64;, \x40 and \u0040."""
     code, raw = ord(character), character.encode(errors="surrogatepass")

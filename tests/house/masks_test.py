@@ -157,7 +157,7 @@ settings_later = given(
 )
 
 
-@EXACT
+@settings(EXACT, max_examples=100)
 @settings_later
 def test_no_part_of_a_setting_is_left_in_the_settings_or_in_any_later_text(secret, tree, later):
     known, text = {**masks._known}, secret
@@ -294,10 +294,10 @@ def test_what_is_masked_leaves_the_rest_readable():
 
 
 def test_a_text_is_masked_in_linear_time():
-    for text in ("a" * 10**6, "a_" * 10**5, "a://" * 10**5, "--" * 10**5, "?" * 10**5, "x://" + "?" * 10**5,
-                 "x://" + "a:" * 10**4, "'" * 10**5, "key: " * 10**5, "& " * 10**5, "1" * 10**6, "eyJ-" * 10**5,
-                 "sig=" * 10**5, "token" + " " * 10**6, "token" + "\\" * 10**6, "Bearer" + "\t" * 10**6,
-                 "token='x', " * 10**5, "<token a=" * 10**5, "aB" * 10**5, "\x1b[31m" * 10**5):  # fmt: skip
+    for text in ("a" * 10**5, "a_" * 10**4, "a://" * 10**4, "--" * 10**4, "?" * 10**4, "x://" + "?" * 10**4,
+                 "x://" + "a:" * 10**4, "'" * 10**4, "key: " * 10**4, "& " * 10**4, "1" * 10**5, "eyJ-" * 10**4,
+                 "sig=" * 10**4, "token" + " " * 10**5, "token" + "\\" * 10**5, "Bearer" + "\t" * 10**5,
+                 "token='x', " * 10**4, "<token a=" * 10**4, "aB" * 10**4, "\x1b[31m" * 10**4):  # fmt: skip
         masked_text(text)
     for text in ("token = '", "password:\n\n", "  auth:\n  x\n", "with url: /", "name=token value="):
         masked_text(text * 10**4)
