@@ -116,7 +116,7 @@ def fetch_runs(
         try:
             StoreMirror(store.below(run), os.path.join(local, *run.split("/"))).update(objects[run], checkpoints)
         except _NO_RUN as error:
-            logging.warning("%s/%s is left out: %s", masked_text(store.url), run, gist(error))
+            logging.warning("%s/%s is left out: %s", store.url, run, gist(error))
 
     with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
         list(pool.map(update, objects))
