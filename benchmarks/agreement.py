@@ -1,8 +1,7 @@
-"""What `ReplicaAgreement` and `CopyCheck` cost: `python -m benchmarks.agreement`.
+"""What `ReplicaAgreement` costs: `python -m benchmarks.agreement`.
 
 A comparison of the replicas comes in every second window of a training, so that windows with and without one alternate.
-Their difference is the cost of a comparison, given as a share of the default of 1,000 steps. For copies, trainings with
-and without the check take turns on each engine.
+Their difference is the cost of a comparison, given as a share of the default of 1,000 steps.
 """
 
 import os
@@ -18,13 +17,10 @@ from absl import app, flags, logging
 import looplib
 from benchmarks import records
 from benchmarks.workloads import WORKLOADS, mlp
-from looplib.loop.base import Request
 
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "Pairs of windows or turns that count.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 400, "Steps of a turn for copies.", lower_bound=1)
-_PARTS = flags.DEFINE_list("parts", ["replicas", "copies"], "What to measure.")
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Pairs of windows that count.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", "build/bench.json", "The file to add the ratios to.")
-_EVERY, _COPIES = 1000, 100  # the defaults
+_EVERY = 1000  # the default
 # By name: the model, and the steps of a window and of a loop.
 _MODELS = {"W1": (WORKLOADS["W1"].model, 1000, 100), "784-2048-2048-10": (mlp(784, 2048, 2048, 10), 40, 20)}
 
@@ -45,13 +41,6 @@ class Classifier(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(inputs[1], self.model(inputs[0], training=True))
 
 
-def _strategy(replicas):
-    if replicas == 1:
-        return tf.distribute.get_strategy()
-    sums = tf.distribute.ReductionToOneDevice()
-    return tf.distribute.MirroredStrategy([f"/cpu:{i}" for i in range(replicas)], cross_device_ops=sums)
-
-
 def measure_replicas(name):
     """Trains on two replicas; returns the seconds of windows without a comparison and with one, and of comparisons."""
     model, window, per_loop = _MODELS[name]
@@ -67,7 +56,8 @@ def measure_replicas(name):
         if event.step % window == 0:
             marks.append(now)
 
-    strategy = _strategy(2)
+    sums = tf.distribute.ReductionToOneDevice()
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"], cross_device_ops=sums)
     with strategy.scope():
         trainer = Classifier(model, WORKLOADS["W1"].arrays())
     with looplib.Controller(
@@ -94,43 +84,13 @@ def show_replicas(name):
     return records.record(f"{name} x2, replicas compared", f"none, of {_EVERY} steps", ratios)
 
 
-def measure_copies(engine, replicas):
-    """Returns the seconds of turns with the check and without, `[rounds]` each."""
-    controllers, strategy = [], _strategy(replicas)
-    for actions in ([looplib.CopyCheck(_COPIES)], []):
-        with strategy.scope():
-            trainer = Classifier(WORKLOADS["W1"].model, WORKLOADS["W1"].arrays())
-        controllers.append(
-            looplib.Controller(
-                looplib.RunConfig(global_batch_size=128, loop=engine), trainer=trainer, strategy=strategy, writers=[],
-                actions=actions,
-            )
-        )  # fmt: skip
-
-    def turn(controller):
-        loop = controller.loops["train"]
-        started = time.perf_counter()
-        loop.run(Request(_STEPS.value, read=True), "train")
-        loop.read_metrics()
-        return time.perf_counter() - started
-
-    turns = np.array([[turn(controller) for controller in controllers] for _ in range(_ROUNDS.value + 3)][3:])
-    for controller in controllers:
-        controller.close()
-    return turns[:, 0], turns[:, 1]
-
-
 def main(argv):
-    """Measures what was asked for."""
+    """Measures each model."""
     del argv
     logging.set_verbosity(logging.ERROR)
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    found = [show_replicas(name) for name in _MODELS] if "replicas" in _PARTS.value else []
-    for engine, replicas in (("graph", 1), ("xla", 1), ("graph", 2)) if "copies" in _PARTS.value else ():
-        checked, plain = measure_copies(engine, replicas)
-        ratios = plain / checked
-        found.append(records.record(f"W1 x{replicas}, copies checked", f"{engine}, 1 in {_COPIES}", ratios))
+    found = [show_replicas(name) for name in _MODELS]
     records.show(found)
     records.add(_OUTPUT.value, found)
 

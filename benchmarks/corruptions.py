@@ -1,7 +1,7 @@
 """What looplib finds of corruptions that are planted one at a time: `python -m benchmarks.corruptions`.
 
 Each row is a small training in which one bit is changed where hardware may change it. The table says what was planted
-after which step, at which step it was found, by what, and what was named. Add a row to `CORRUPTIONS`.
+after which step, at which step it was found, and what was named. Add a row to `CORRUPTIONS`.
 """
 
 import dataclasses
@@ -35,10 +35,9 @@ Y = X.sum(axis=1, keepdims=True)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """How a corruption was found: at which step, by what, and what was named."""
+    """How a corruption was found: at which step, and what was named."""
 
     step: int
-    by: str
     named: str
 
 
@@ -103,13 +102,12 @@ def found_by(
     actions: list,
     optimizer: str = "adam",
     dtype: str = "float32",
-    loop: str = "graph",
     keeps: bool = True,
 ) -> Finding | None:
     """Trains with some actions, in a run directory if it `keeps` checkpoints; returns how they found something."""
     with strategy.scope():
         trainer = Net(optimizer, dtype)
-    config = looplib.RunConfig(global_batch_size=32, steps_per_loop=PER_LOOP, loop=loop)
+    config = looplib.RunConfig(global_batch_size=32, steps_per_loop=PER_LOOP, loop="graph")
     with (
         tempfile.TemporaryDirectory() as folder,
         looplib.Controller(
@@ -124,16 +122,14 @@ def found_by(
         try:
             controller.train(STEPS)
         except CorruptionError as error:
-            return _finding(str(error), controller.global_step)
+            return _finding(str(error))
     return None
 
 
-def _finding(text: str, step: int) -> Finding:
+def _finding(text: str) -> Finding:
     what = text.partition("; no checkpoint")[0].partition("; the newest checkpoint")[0]
-    if differs := re.search(r"the replicas differ at step (\d+).*?: (.*)", what):
-        named = differs[2].replace(", and which of them is right is not known", "")
-        return Finding(int(differs[1]), "ReplicaAgreement", named)
-    return Finding(step, "CopyCheck", what)
+    differs = re.search(r"the replicas differ at step (\d+).*?: (.*)", what)
+    return Finding(int(differs[1]), differs[2].replace(", and which of them is right is not known", ""))
 
 
 def planting(
@@ -168,47 +164,6 @@ def of_variable(
         strategy = tf.distribute.MirroredStrategy([f"/cpu:{i}" for i in range(replicas)], cross_device_ops=sums)
         actions = [planting(name, replica, bit, step), looplib.ReplicaAgreement(EVERY)]
         return found_by(strategy, actions, optimizer, dtype)
-
-    return train
-
-
-class BadBus(looplib.CopyCheck):
-    """A stand-in for hardware: changes one bit of one batch between the host's checksum and the step.
-
-    Args:
-      number: of the batch, from 0, which replicas get in turn.
-      tensor: which tensor of the batch.
-      bit: which bit of its first element.
-    """
-
-    def __init__(self, number: int, tensor: int, bit: int) -> None:
-        super().__init__(every=1)
-        self._number, self._tensor, self._bit = number, tensor, bit
-
-    def add_to_data(self, dataset: tf.data.Dataset, context: looplib.InputContext) -> tf.data.Dataset:
-        """See `CopyCheck`."""
-
-        def corrupt(number: tf.Tensor, element: tuple) -> tuple:
-            batch, sums = element
-            flipped = tf.bitwise.bitwise_xor(tf.bitcast(batch[self._tensor][0, 0], tf.int32), 1 << self._bit)
-            changed = tf.tensor_scatter_nd_update(batch[self._tensor], [[0, 0]], [tf.bitcast(flipped, tf.float32)])
-            value = tf.where(tf.equal(number, self._number), changed, batch[self._tensor])
-            return tuple(value if place == self._tensor else part for place, part in enumerate(batch)), sums
-
-        return super().add_to_data(dataset, context).enumerate().map(corrupt)
-
-
-def of_copy(
-    loop: str = "graph", replicas: int = 1, replica: int = 0, tensor: int = 0, bit: int = 3
-) -> Callable[[], Finding | None]:
-    """Plants a corruption of the copy of a batch."""
-
-    def train() -> Finding | None:
-        strategy = tf.distribute.get_strategy()
-        if replicas > 1:
-            sums = tf.distribute.ReductionToOneDevice()
-            strategy = tf.distribute.MirroredStrategy([f"/cpu:{i}" for i in range(replicas)], cross_device_ops=sums)
-        return found_by(strategy, [BadBus(PLANTED * replicas + replica, tensor, bit)], loop=loop)
 
     return train
 
@@ -266,11 +221,6 @@ CORRUPTIONS = [
     Corruption("a weight, just before the end", LAST, of_variable("first/kernel", step=LAST)),
     Corruption("a weight of worker 1 of 2", PLANTED, of_worker("first/kernel")),
     Corruption("a momentum of Adam of worker 0 of 2", PLANTED, of_worker("kernel_momentum", 0)),
-    Corruption("the copy of a batch, graph", PLANTED, of_copy()),
-    Corruption("the copy of a batch, XLA", PLANTED, of_copy("xla")),
-    Corruption("the copy of a batch to replica 1 of 2", PLANTED, of_copy(replicas=2, replica=1)),
-    Corruption("the copy of the labels", PLANTED, of_copy(tensor=1)),
-    Corruption("the copy of a batch, whose loss becomes infinite", PLANTED, of_copy(bit=30)),
 ]
 
 
@@ -286,11 +236,11 @@ def main(argv: list[str]) -> None:
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
     chosen = [corruption for corruption in CORRUPTIONS if _ONLY.value in corruption.what]
     missed = 0
-    print("| planted | after step | found at step | by | named |\n|---|---|---|---|---|", flush=True)
+    print("| planted | after step | found at step | named |\n|---|---|---|---|", flush=True)
     for corruption in chosen:
         finding = corruption.train()
         missed += finding is None
-        found = f"{finding.step} | {finding.by} | {finding.named}" if finding else "**not found** | |"
+        found = f"{finding.step} | {finding.named}" if finding else "**not found** |"
         print(f"| {corruption.what} | {corruption.planted} | {found} |", flush=True)
     print(f"\n{len(chosen) - missed} of {len(chosen)} found", flush=True)
     sys.exit(bool(missed))

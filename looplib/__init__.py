@@ -50,7 +50,6 @@ _PARTS = (  # of plug-ins
     "BackgroundWriter",
     "Buckets",
     "ConsoleWriter",
-    "CopyCheck",
     "CsvWriter",
     "EarlyStopping",
     "ExportBest",

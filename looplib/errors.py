@@ -222,7 +222,7 @@ class DivergenceError(UsageError):
 
 
 class CorruptionError(DivergenceError):
-    """A device changed numbers: replicas came to differ, or a copy of a batch arrived wrongly. Test that device."""
+    """A device changed numbers: replicas came to differ. Test that device."""
 
 
 class WriterError(UsageError):

@@ -45,8 +45,6 @@ FAULTS = [
     Fault("no checkpoint hides a difference", "loop/task_loop.py", "            addition.check_state()\n", "            pass\n", "agreement"),
     Fault("a rollback from what a device did repeats the data", "checkpoint/checkpointer.py",
           "after = target.step if fault.repeats else fault.resume_after", "after = fault.resume_after", "agreement"),
-    Fault("a wrong copy comes before its loss of NaN", "loop/task_loop.py",
-          "        if not ran.finite:\n            self._check_totals()\n", "", "copies"),
     Fault("a tensor that each trace assigns is no change", "loop/step_checks.py",
           "        if tf.is_symbolic_tensor(value):\n            continue\n", "", "traced"),
     Fault("weights that stand still are found", "extras/meaning/weights.py", "        if track.checks < _STILL or not",

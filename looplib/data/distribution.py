@@ -15,7 +15,7 @@ from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size
 from looplib.data.dataset_requests import BadRecords
 from looplib.data.host_stream import HostStream
 from looplib.data.input_context import InputContext, per_replica_batch_size
-from looplib.data.pipelines import Finish, Pipelines, PipelineTask, makes_global_batches
+from looplib.data.pipelines import Pipelines, PipelineTask, makes_global_batches
 from looplib.data.stream import BatchProperties, ShareLengths, Stream
 from looplib.errors import EmptyDataError
 from looplib.run_config import RunConfig
@@ -56,7 +56,6 @@ def distribute(
     earlier: Sequence[BatchSizePeriod] = (),
     in_blocks: bool = False,
     remote: Callable[..., Stream] | None = None,
-    finish: Finish = lambda dataset, context: dataset,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy; for the other arguments see `Specification`.
 
@@ -71,7 +70,6 @@ def distribute(
       in_blocks: whether the loop takes the batches of several steps at once, on one replica.
       remote: makes the stream where workers read by themselves, of the arguments of a `Stream` and `make`, which makes
         the pipeline of a worker there.
-      finish: adds to the batches of a pipeline.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
@@ -90,7 +88,7 @@ def distribute(
     batch_size = per_replica_batch_size(config.global_batch_size, replicas)
     whole = settings["global_batches"] and remote is None  # remote workers each read batches of their own
     sizes = Batches(config.global_batch_size, tuple(earlier))
-    pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, config.overfit_batch, finish)
+    pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, config.overfit_batch)
 
     def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
         if remote is not None:  # each worker builds its own; the coordinator looks at one

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +20,6 @@ from looplib.errors import BatchSizeError, DatasetError, ShardingError, TaskErro
 _ENDLESS = 2**62
 
 # What is added to the batches of a pipeline, once they are those of the replicas, in turn.
-Finish = Callable[[tf.data.Dataset, InputContext], tf.data.Dataset]
 
 
 class PipelineTask(Protocol):
@@ -67,7 +65,6 @@ class Pipelines:
       on_host: whether plain iterators read the batches, and not those of tf.distribute.
       whole: whether each pipeline makes global batches, which are then divided among the replicas.
       overfit_batch: whether each step gets the first batch.
-      finish: adds to the batches.
     """
 
     def __init__(
@@ -80,12 +77,11 @@ class Pipelines:
         on_host: bool,
         whole: bool,
         overfit_batch: bool,
-        finish: Finish,
     ) -> None:
         self.who = type(task).__name__
         self._task, self._settings, self._start_step, self._sizes = task, settings, start_step, sizes
         self._workers, self._on_host, self._whole = workers, on_host, whole
-        self._overfit_batch, self._finish = overfit_batch, finish
+        self._overfit_batch = overfit_batch
         self.built: list[BuiltPipeline] = []
         self.newest: tf.data.Dataset | None = None  # the pipeline that was built last
         self._warned: set[str] = set()  # the formats of the warnings so far
@@ -136,8 +132,8 @@ class Pipelines:
         if self.replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
-        self.newest = self._finish(dataset, context)
-        return self.newest
+        self.newest = dataset
+        return dataset
 
     def gather_lengths(self) -> tuple[list[int], list[int]]:
         """Returns the cardinalities and the first share of all workers, in their order."""

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.data.dataset_requests import BadRecords
-from looplib.data.input_context import InputContext
 from looplib.errors import StaleTraceError
 from looplib.loop.packing import Packer
 from looplib.loop.reducer import Accumulator
@@ -103,18 +102,10 @@ class InnerLoop(abc.ABC):
 
 
 class StepAddition:
-    """Something that looks at the batches, the steps and the state of a training; an action may be one.
+    """Something that looks at the steps and the state of a training; an action may be one.
 
     All methods do nothing by default. Where several workers train, all call them.
     """
-
-    def add_to_data(self, dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
-        """Returns a pipeline of the replicas' batches, in turn, with what `receive` needs beside each."""
-        return dataset
-
-    def receive(self, step_fn: StepFn, task: Trainer) -> StepFn:
-        """Wraps a step on one replica to take the elements that `add_to_data` makes."""
-        return step_fn
 
     def add_to_step(self, step_fn: StepFn, task: Trainer) -> StepFn:
         """Wraps the user's step on one replica, to have totals of its own among the metrics."""
@@ -125,7 +116,7 @@ class StepAddition:
         return {}
 
     def check(self, packer: Packer, read: Callable[[], list[list[float]]]) -> None:
-        """Checks the totals of each replica since the last report: before a save, and where a value is not finite.
+        """Checks the totals of each replica since the last report, before a save.
 
         `read` returns them by replica and by the places that the `packer` has for names; all workers have to call it.
         """

@@ -18,7 +18,6 @@ from looplib.compat import tensorflow as _tf
 from looplib.compat.autograph import converted
 from looplib.data import distribution
 from looplib.data.batches import Batches, Epoch
-from looplib.data.input_context import InputContext
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import (
@@ -79,13 +78,7 @@ class TaskData:
             earlier=self.batches.earlier,
             in_blocks=spec.may_compile,
             remote=self._backend.remote_stream,
-            finish=self._finish,
         )
-
-    def _finish(self, dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
-        for addition in self._spec.additions:
-            dataset = addition.add_to_data(dataset, context)
-        return dataset
 
     def iterate(self) -> None:
         """Makes an iterator, from the position of the last `rewind`."""
@@ -176,8 +169,7 @@ class TaskLoop(TrainingLoop):
         if self.data.stream.properties.may_be_empty:
             joins = functools.partial(getattr, self.reducer, "joins")
             decorators.append(functools.partial(count_examples_alone, task=self.task, joins=joins))
-        received = [functools.partial(addition.receive, task=self.task) for addition in self._additions]
-        return [*decorators, *received, *backend.decorators()]
+        return [*decorators, *backend.decorators()]
 
     def _check_for_a_batch(self) -> None:
         """Raises `UsageError` if data of unknown length has no batch, or cannot be read."""
@@ -294,8 +286,6 @@ class TaskLoop(TrainingLoop):
         before, suspended = clock.of(phase), notice.suspended
         ran = self._inner.run(self.data.iterator, dataclasses.replace(request, sure=max(0, self.data.sure)))
         self.data.sure -= ran.done
-        if not ran.finite:
-            self._check_totals()
         suspended = notice.suspended - suspended
         if ran.done:
             seconds = clock.of(phase) - before - suspended
@@ -328,17 +318,14 @@ class TaskLoop(TrainingLoop):
 
     def position(self) -> bytes | None:
         """See `TrainingLoop`."""
-        self._check_totals()
-        for addition in self._additions:
-            addition.check_state()
-        data = self.data
-        return data.stream.position(data.iterator) if data.iterator is not None else data.position
-
-    def _check_totals(self) -> None:
         if self._additions and self.reducer.created:
             read = functools.cache(lambda: self.reducer.state().totals)  # where several workers train, they gather
             for addition in self._additions:
                 addition.check(self.reducer.packer, read)
+        for addition in self._additions:
+            addition.check_state()
+        data = self.data
+        return data.stream.position(data.iterator) if data.iterator is not None else data.position
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""

@@ -1,4 +1,4 @@
-"""What the hardware did to the numbers: replicas that came to differ, copies of batches that arrived wrongly.
+"""What the hardware did to the numbers: replicas that came to differ.
 
 Names that other rooms may use, by file:
     agreement: ReplicaAgreement
@@ -6,7 +6,5 @@ Names that other rooms may use, by file:
     checksums: none
     compared: none
     comparison: none
-    copies: CopyCheck
-    corrupted: none
     flags: IntegrityFlags
 """

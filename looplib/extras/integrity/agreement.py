@@ -4,10 +4,10 @@ from typing import Any
 
 from absl import logging
 
-from looplib.errors import ActionError
+from looplib.errors import ActionError, CorruptionError
 from looplib.extras.integrity.compared import compared_variables, why_not_comparable
 from looplib.extras.integrity.comparison import ReplicaComparison
-from looplib.extras.integrity.corrupted import Corrupted
+from looplib.health.guards import Diverged
 from looplib.loop.base import StepAddition
 from looplib.messages import whole_number
 from looplib.task.actions import Action, Event
@@ -18,6 +18,23 @@ _CURE = (
     "from the newest checkpoint with the same data. If the step updates these variables from the data of each replica "
     "on purpose, leave out the comparison (--check_replicas=0)"
 )
+
+
+class Corrupted(Diverged):
+    """A device has changed numbers. The data is not at fault, so that a rollback repeats it.
+
+    Args:
+      controller: the `Controller`, whose guards decide between a halt and a rollback.
+      what: a sentence without its full stop, that names the step.
+      good_before: the last step whose state is known to be good.
+      step: the step at which it was found.
+    """
+
+    repeats, kind = True, CorruptionError
+
+    def __init__(self, controller: Any, what: str, good_before: int, step: int) -> None:
+        super().__init__(what, "rollback" if controller.guards.may_roll_back else "halt", good_before, step)
+        self.cure = f"{_CURE}; --non_finite=rollback goes back automatically, and repeats the data"
 
 
 class ReplicaAgreement(Action, StepAddition):
@@ -113,6 +130,6 @@ class ReplicaAgreement(Action, StepAddition):
         if found := self._comparison.differences():
             since = f", and agreed at step {self._agreed}" if self._agreed < step else ""
             what = f"the replicas differ at step {step}{since}: {found}"
-            raise Corrupted(self._controller, what, _CURE, min(self._agreed, step - 1), step)
+            raise Corrupted(self._controller, what, min(self._agreed, step - 1), step)
         self._compared, self._agreed = (step, self._controller.rollbacks), step
         self.passed |= {"checks": self.passed["checks"] + 1, "last_step": step}

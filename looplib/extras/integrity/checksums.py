@@ -1,9 +1,8 @@
-"""Integer checksums of tensors in which each changed bit shows, alike on every device, in XLA and in a data set."""
+"""Integer checksums of tensors in which each changed bit shows, alike on every device and in XLA."""
 
 import collections
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -31,15 +30,6 @@ def checksums(value: tf.Tensor) -> tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
-def checksums_of_all(structure: Any) -> tf.Tensor:
-    """Returns two checksums of all tensors of a structure, int64 `[2]`; those of a type without checksums are left out.
-
-    Ragged and sparse tensors count with their indices.
-    """
-    return _added([_words(leaf) for leaf in summed_leaves(structure)])
-
-
-@tf.autograph.experimental.do_not_convert
 def checksums_together(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns two checksums of many tensors, int64 `[2]`, by few ops; comparable for tensors of equal static shapes."""
     small, large = collections.defaultdict(list), []
@@ -49,13 +39,10 @@ def checksums_together(values: Sequence[tf.Tensor]) -> tf.Tensor:
             large.append(words)
         else:
             small[words.dtype].append(tf.reshape(words, [count]))
-    return _added([*(tf.concat(parts, axis=0) for parts in small.values()), *large])
-
-
-def summed_leaves(structure: Any) -> list[tf.Tensor]:
-    """Returns the tensors of a structure that have checksums; of specs, the specs."""
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, tf.TensorSpec)) and can_sum(leaf.dtype)]
+    sums = tf.zeros([2], tf.int64)
+    for number, words in enumerate([*(tf.concat(parts, axis=0) for parts in small.values()), *large]):
+        sums += _sums(words) * (2 * number + 1)  # odd: no changed bit vanishes
+    return sums
 
 
 def _sums(words: tf.Tensor) -> tf.Tensor:
@@ -63,13 +50,6 @@ def _sums(words: tf.Tensor) -> tf.Tensor:
     rows, columns = (tf.cast(tf.reduce_sum(matrix, axis=axis), tf.int64) for axis in (1, 0))
     weighted = tf.reduce_sum(rows * _odd_numbers(rows)) + _FACTOR * tf.reduce_sum(columns * _odd_numbers(columns))
     return tf.stack([tf.reduce_sum(rows), weighted])
-
-
-def _added(parts: list[tf.Tensor]) -> tf.Tensor:
-    sums = tf.zeros([2], tf.int64)
-    for number, words in enumerate(parts):
-        sums += _sums(words) * (2 * number + 1)  # odd: no changed bit vanishes
-    return sums
 
 
 def _odd_numbers(like: tf.Tensor) -> tf.Tensor:

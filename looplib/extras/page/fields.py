@@ -18,7 +18,7 @@ FIELDS = {
     "restored_from": "The checkpoint that the newest start began with.",
     "starts": "Each start, with these fields; `changed` has the settings that differ from the start before, `note` "
     "what the launcher says (how many workers, and why), `rollbacks`, `notices`, `warnings`, `stragglers` (slow "
-    "workers), `replica_checks` and `copy_checks` what happened in it, `machine` the kind of machine.",
+    "workers), `replica_checks` what happened in it, `machine` the kind of machine.",
     "goodput": "What share of the time since the first start became kept steps, and the seconds by cause.",
     "error, traceback": "Of a start that failed.",
     "console": "Why something that was printed is lost.",

@@ -25,7 +25,7 @@ from looplib.extras.parameter_server.remote_stream import DataPosition, RemoteSt
 from looplib.extras.parameter_server.results import RemoteReducer, WorkerResult, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
-from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification, StepAddition
+from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
 from looplib.messages import gist
@@ -62,11 +62,6 @@ class ParameterServers(Backend):
             raise ParameterServerError(
                 "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
                 "another strategy"
-            )
-        if any(type(one).add_to_data is not StepAddition.add_to_data for one in spec.additions):
-            raise ParameterServerError(
-                "copies of batches are to be checked, and with the strategy parameter_server each worker reads its own "
-                "data; leave out --check_copies"
             )
         if spec.skips:
             raise ParameterServerError(

@@ -379,7 +379,7 @@ def test_comparisons_between_reports_are_refused():
     agreement = looplib.ReplicaAgreement()  # as rare as the reports
     run(made(Net), 20, [agreement], steps_per_loop=10)
     assert agreement.passed == {"checks": 2, "last_step": 20}
-    values = {"mode": "train", "check_copies": 0, "steps_per_loop": 10}
+    values = {"mode": "train", "steps_per_loop": 10}
     with pytest.raises(FlagError, match="--check_replicas is 5, and --steps_per_loop is 10"):
         IntegrityFlags().check({**values, "check_replicas": 5})
     with pytest.raises(FlagError, match="--check_replicas is for trainings, and --mode=eval"):
