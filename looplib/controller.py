@@ -113,7 +113,7 @@ class Controller:
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
         made = plugins.find("looplib.parts", "run_actions") if trainer else None
-        self._actions = [*(made(run_config, strategy) if made else ()), *own, *actions]
+        self._actions = [*(made(strategy) if made else ()), *own, *actions]
         policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))
         self._stops, self._stopped = stops_of(self._actions), False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last

@@ -73,9 +73,6 @@ class RunConfig:
     overfit_batch: bool = setting(False, "Trains on the first batch of the data in each step.")
     """Trains on the first batch of the data in each step, to see whether the model can fit it."""
 
-    data_digest: bool = setting(False, "Keeps a digest of all training examples in checkpoints and reports.")
-    """Keeps a digest of all training examples in checkpoints and reports, to show that two runs had equal data."""
-
     bad_records: int = setting(
         0,
         "skip:N leaves out up to N damaged records in a run; none: an error.",

@@ -57,8 +57,6 @@ FAULTS = [
           "            self._known.update(_earlier(controller.report.path))\n", "", "learning_warnings"),
     Fault("an audit compares every tensor", "extras/audit/comparing.py", "found = Differences(compared.tensors, variables=_named(compared, kept))",
           "found = Differences(compared.tensors)", "audit"),
-    Fault("the digest of the data covers all reports", "extras/tools/data_digest.py", "            self._reported += window\n",
-          "            self._reported = window\n", "data_digest"),
     Fault("a notice ends a run", "extras/notices/listener.py", "                preemption.request(str(told))",
           "                str(told)", "notices"),
     Fault("events for other machines end nothing", "extras/notices/sources.py", " and (not own or own in names)", "", "notices"),

@@ -3,13 +3,14 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.extras.tools.example_checksum import ExampleSum, examples_checksum, hash_of_each
+from looplib.extras.tools.example_checksum import examples_checksum, hash_of_each, of_parts
 
 BATCHES = {
     "numbers": tf.reshape(tf.range(8.0), [4, 2]),
@@ -30,17 +31,50 @@ def part(value, start, end):
 
 
 def summed(parts):
-    return ExampleSum.of_parts(parts.numpy())
+    return of_parts(parts.numpy())
+
+
+def together(*sums):
+    """(The checksum, the count) of several."""
+    return sum(one for one, _ in sums) % 2**53, sum(count for _, count in sums)
+
+
+def by_numpy(columns, step):
+    """The checksum of rows of words, in numpy."""
+    np.seterr(over="ignore")
+
+    def mix(words):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+        return words ^ (words >> np.uint64(31))
+
+    def hashed(rows):
+        rows = np.ascontiguousarray(rows.reshape(len(rows), -1))
+        words = mix(rows.view(np.uint64)) if rows.itemsize == 8 else rows.view(np.uint32).astype(np.uint64)
+        keys = mix(np.arange(1, words.shape[1] + 1, dtype=np.uint64)) | np.uint64(1)
+        return mix((words * keys).sum(axis=1, dtype=np.uint64))
+
+    rows = np.stack([*map(hashed, columns), np.full(len(columns[0]), step, np.uint64)], axis=1)
+    return sum(int(number) % 2**53 for number in hashed(rows)) % 2**53
+
+
+def test_the_checksum_is_the_sum_of_hashes_of_content_and_step():
+    features = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    columns = np.arange(8, dtype=np.int64), features
+    assert summed(examples_checksum(tuple(map(tf.constant, columns)), 7)) == (by_numpy(columns, 7), 8)
+    changed = features.copy()
+    changed[7].view(np.uint8)[1] ^= 1
+    assert summed(examples_checksum((tf.constant(columns[0]), tf.constant(changed)), 7))[0] != by_numpy(columns, 7)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BATCHES)
 def test_parts_of_a_batch_sum_to_the_whole(kind):
     whole = summed(examples_checksum(BATCHES[kind], 5))
-    assert whole.examples == 4 and 0 <= whole.checksum < 2**53
+    assert whole[1] == 4 and 0 <= whole[0] < 2**53
     for cuts in ([0, 1, 4], [0, 2, 4], [0, 4, 4]):
         parts = [tf.nest.map_structure(lambda v: part(v, a, b), BATCHES[kind]) for a, b in zip(cuts, cuts[1:])]
-        assert sum((summed(examples_checksum(p, 5)) for p in parts), ExampleSum()) == whole
+        assert together(*(summed(examples_checksum(p, 5)) for p in parts)) == whole
     assert summed(examples_checksum(BATCHES[kind], 6)) != whole
     assert summed(tf.function(examples_checksum)(BATCHES[kind], tf.constant(5))) == whole
 
@@ -86,8 +120,8 @@ def test_padding_to_the_longest_of_a_batch_does_not_count(kind):
         hashed = tf.function(lambda batch: examples_checksum(batch, 5), input_signature=[spec])
         return summed(hashed(next(iter(padded(some)))))
 
-    assert checksum(rows) == checksum(rows[:2]) + checksum(rows[2:])  # of length 4, 3 and 4
-    assert checksum(rows) == sum((checksum([row]) for row in rows), ExampleSum())
+    assert checksum(rows) == together(checksum(rows[:2]), checksum(rows[2:]))  # of length 4, 3 and 4
+    assert checksum(rows) == together(*(checksum([row]) for row in rows))
     assert checksum(rows) != checksum([[1, 3, 4], *rows[1:]])
     assert checksum(rows) != checksum([[0, 3, 1, 4], *rows[1:]])
 

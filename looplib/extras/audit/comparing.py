@@ -10,11 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.checkpoint.names import SavedVariables
-from looplib.checkpoint.restoring import peek
 from looplib.compat import tensorflow as _tf
 from looplib.extras.page import values
 from looplib.extras.tools.compare import Comparison, compare_tensors, decided_by_rounding, is_speed
-from looplib.extras.tools.data_digest import digest_of
 from looplib.extras.tools.example_checksum import METRIC
 from looplib.report.records import Record, key
 from looplib.task.record import RunRecord
@@ -24,7 +22,6 @@ _RTOL, _ATOL = 1e-4, 1e-6  # beside what rounding is measured to do
 _TIMES_ROUNDING = 20.0  # as it varies from step to step
 _LEAST = 1e-12  # relative; so small that differences are measured, and hardly allowed
 _LONGEST = 200  # characters
-_DIGEST = "data:"  # before the text about a digest
 
 
 @dataclasses.dataclass
@@ -52,7 +49,7 @@ class Differences:
 
     def of_data(self) -> str:
         """Returns the first text about a checksum of examples."""
-        return next(text for text in self.reports if METRIC in text or text.startswith(_DIGEST))
+        return next(text for text in self.reports if METRIC in text)
 
 
 def compare(kept: str, again: str, directory: str, other: str, begin: int) -> Differences:
@@ -74,10 +71,6 @@ def compare(kept: str, again: str, directory: str, other: str, begin: int) -> Di
         if begin < place[0] <= end:
             found.records += 1
             _compare_records(ones[place], others[place], found)
-    digests = [digest_of(peek(path)[1]) for path in (kept, again)]
-    if None not in digests and digests[0].total != digests[1].total and digests[0].since == digests[1].since:
-        found.data = True
-        found.reports.append(f"{_DIGEST} {digests[0]} then, {digests[1].total.text} now")
     return found
 
 

@@ -7,22 +7,19 @@ from looplib.data.stream import BatchProperties
 from looplib.extras.integrity.batch_sizes import BatchSizes
 from looplib.extras.stragglers.watching import Stragglers
 from looplib.extras.tools import example_checksum
-from looplib.extras.tools.data_digest import DataDigest
 from looplib.loop.base import Specification, StepAddition
-from looplib.run_config import RunConfig
 from looplib.task.actions import Action
 
 
-def run_actions(config: RunConfig, strategy: tf.distribute.Strategy) -> list[Action]:
+def run_actions(strategy: tf.distribute.Strategy) -> list[Action]:
     """Returns actions of a training, to be called before all others, which may save when they are called."""
-    found: list[Action] = [DataDigest()] if config.data_digest else []
-    return [*found, Stragglers(strategy)] if Workers(strategy).count > 1 else found
+    return [Stragglers(strategy)] if Workers(strategy).count > 1 else []
 
 
 def step_additions(spec: Specification, batches: BatchProperties) -> list[StepAddition]:
     """Returns what is added to the steps of a training, of which the batches are known."""
     found: list[StepAddition] = []
-    if example_checksum.enabled(spec.config.data_digest):
+    if example_checksum.enabled():
         found.append(example_checksum.ExampleChecksum())
     if not batches.sized:
         found.append(BatchSizes(spec.who, batches.batch_size, spec.strategy.num_replicas_in_sync))

@@ -8,7 +8,6 @@ Names that other rooms may use, by file:
     code_version: this_program
     commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
-    data_digest: none
     diff: none
     example_checksum: none
     fitting: fitting

@@ -5,10 +5,9 @@ import tempfile
 from typing import Any
 
 from looplib.checkpoint.commits import Commit
-from looplib.checkpoint.restoring import peek
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
 from looplib.extras.page import values
-from looplib.extras.tools import data_digest, example_checksum
+from looplib.extras.tools import example_checksum
 from looplib.extras.tools.compare import compare_tensors, is_speed
 from looplib.extras.tools.player import CHECKSUM, Order, Trace
 from looplib.extras.tools.replay import Replayable
@@ -41,8 +40,6 @@ def diff(first: str, second: str) -> int:
     for line in differences or ["settings, versions and code are equal"]:
         say(line)
     curves, saved = [_curve(run) for run in runs], [{done.step: done for done in run.intact()} for run in runs]
-    if data := data_digest.where_data_differs(*map(_digests, curves, saved)):
-        say(f"data: {data}")
     records, record = _first_different_record(*curves)
     checkpoints, equal, different = _bisected(*saved)
     ends = [step for step in (record, different) if step is not None]
@@ -135,18 +132,6 @@ def _of(step: int | None, steps: list[int]) -> str:
     if not steps:
         return "none of the same step"
     return f"equal up to step {max(steps)}" if step is None else f"different at step {step}"
-
-
-# Data.
-
-
-def _digests(
-    curve: dict[tuple[int, str], Record], saved: dict[int, Commit]
-) -> dict[tuple[int, int], example_checksum.ExampleSum]:
-    """Returns what the reports and checkpoints of a run say of its data, see `data_digest.digests_of`."""
-    found = data_digest.digests_of(curve[place] for place in sorted(curve))
-    digests = [data_digest.digest_of(peek(done.path)[1]) for done in saved.values()]
-    return found | {(one.since, one.step): one.total for one in digests if one}
 
 
 # Replays.

@@ -5,10 +5,9 @@ So the sums depend neither on the division over replicas and workers, nor on tha
 modulo 2**53, the whole numbers that a JSON reader of any language, and a float64, hold exactly.
 """
 
-import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,48 +28,15 @@ _PARTS = ((0, 18), (18, 18), (36, 17))  # the first bit, and how many bits
 _MODULUS = 2**53
 
 
-@dataclasses.dataclass(frozen=True)
-class ExampleSum:
-    """The checksum of some examples.
-
-    Attributes:
-      examples: how many they are.
-      checksum: the sum of their hashes, modulo 2**53.
-    """
-
-    examples: int = 0
-    checksum: int = 0
-
-    def __add__(self, other: "ExampleSum") -> "ExampleSum":
-        return ExampleSum(self.examples + other.examples, (self.checksum + other.checksum) % _MODULUS)
-
-    def __sub__(self, other: "ExampleSum") -> "ExampleSum":
-        return ExampleSum(self.examples - other.examples, (self.checksum - other.checksum) % _MODULUS)
-
-    @property
-    def text(self) -> str:
-        """The checksum as 14 hexadecimal digits."""
-        return f"{self.checksum:014x}"
-
-    @classmethod
-    def of_parts(cls, parts: Sequence[float] | np.ndarray) -> "ExampleSum":
-        """Returns the sum whose parts a step has summed, see `examples_checksum`."""
-        *sums, examples = (int(part) for part in parts)
-        return cls(examples, sum(one << first for one, (first, _) in zip(sums, _PARTS)) % _MODULUS)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> "ExampleSum | None":
-        """Returns the sum that a report of a training has, or None."""
-        checksum, examples = (record.get(name) for name in (METRIC, COUNT))
-        if type(checksum) not in (int, float) or type(examples) not in (int, float):  # a file that is not trusted
-            return None
-        fits = 0 <= checksum < _MODULUS and 0 <= examples < _MODULUS
-        return cls(int(examples), int(checksum)) if fits else None
+def enabled() -> bool:
+    """Returns whether a training has checksums, which the environment asks for."""
+    return os.environ.get(VARIABLE) == "1"
 
 
-def enabled(asked: bool) -> bool:
-    """Returns whether a training has checksums: the run's settings, `asked`, or the environment ask for them."""
-    return asked or os.environ.get(VARIABLE) == "1"
+def of_parts(parts: Sequence[float] | np.ndarray) -> tuple[int, int]:
+    """Returns (the checksum, how many examples it covers), from the parts that `examples_checksum` returns."""
+    *sums, examples = (int(part) for part in parts)
+    return sum(one << first for one, (first, _) in zip(sums, _PARTS)) % _MODULUS, examples
 
 
 class ExampleChecksum(StepAddition):
@@ -92,8 +58,7 @@ class ExampleChecksum(StepAddition):
         """See `StepAddition`."""
         if (parts := metrics.pop(METRIC, None)) is None:
             return {}
-        found = ExampleSum.of_parts(parts)
-        return {METRIC: found.checksum, COUNT: found.examples}
+        return dict(zip((METRIC, COUNT), of_parts(parts)))
 
 
 def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
@@ -105,7 +70,7 @@ def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
 
     Returns:
       The sums of the parts of the hashes, lowest bits first, and the number of examples, int64 `[4]`, for
-      `ExampleSum.of_parts`; None where nothing can be hashed.
+      `of_parts`; None where nothing can be hashed.
     """
     columns = _columns(inputs)
     if not columns:

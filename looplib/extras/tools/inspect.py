@@ -7,14 +7,9 @@ import time
 import tensorflow as tf
 
 from looplib.checkpoint import choice, commits
-from looplib.checkpoint.commits import Commit
-from looplib.checkpoint.restoring import peek
 from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
-from looplib.extras.tools import data_digest
-from looplib.extras.tools.data_digest import DigestAt
 from looplib.extras.writers.numbers import format_size
-from looplib.report import run_json
 from looplib.report.progress import format_seconds
 
 
@@ -59,19 +54,7 @@ def inspect(directory: str, verify: bool = False) -> int:
     with contextlib.suppress(UsageError):  # where no metric decides
         if best := choice.best(folder):
             print(f"the best is step {best.step} (--checkpoint=best)")
-    if good and (digest := _digest(folder, good[0])):
-        print(f"data: {digest}")
     aside = os.path.join(folder, commits.SET_ASIDE)
     if tf.io.gfile.isdir(aside) and (names := sorted(tf.io.gfile.listdir(aside))):
         print(printable(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}"))
     return EXIT_DONE if good and not damaged else EXIT_DIFFERENT
-
-
-def _digest(folder: str, done: Commit) -> DigestAt | None:
-    """Returns the digest of the data in a checkpoint; None if the run has none, or it is damaged."""
-    report = run_json.read_report(run_json.path_of(os.path.dirname(folder), trains=True))
-    if not report.get("flags", {}).get("data_digest"):
-        return None
-    with contextlib.suppress(UsageError):
-        return None if commits.verify(done) else data_digest.digest_of(peek(done.path)[1])
-    return None
