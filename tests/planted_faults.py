@@ -52,7 +52,6 @@ FAULTS = [
     Fault("large weights that a small update does not change are no fault", "extras/meaning/weights.py",
           "any(_smallest(other) * _FINER >= _smallest(one) for other in others)", "True", "weights"),
     Fault("a check of predictions leaves no trace", "extras/meaning/outputs.py", "if _tf.updated_by(traced) or types", "if types", "outputs"),
-    Fault("parts of one file are no overlap", "extras/records/reader.py", "may_be_by_pieces, kept)", "may_be_by_pieces)", "overlap"),
     Fault("a warning comes once over restarts", "extras/meaning/learning_warnings.py",
           "            self._known.update(_earlier(controller.report.path))\n", "", "learning_warnings"),
     Fault("an audit compares every tensor", "extras/audit/comparing.py", "found = Differences(compared.tensors, variables=_named(compared, kept))",

@@ -9,7 +9,7 @@ class LearningFinding:
     """What a check has found.
 
     Attributes:
-      kind: "constant predictions", "no change", "exploding norm" or "overlap".
+      kind: "constant predictions", "no change" or "exploding norm".
       subjects: what it is about: names of variables, of a metric, or of an evaluator.
       since: the global step since when it is known.
       text: what was measured, a clause.

@@ -13,7 +13,7 @@ class LearningWarningsFlag(FlagPlugin):
 
     flags = (
         Flag("learning_warnings", bool, True, "Warns of constant predictions, weights that no longer change, "
-             "exploding norms, and evaluation data that is trained on."),
+             "and exploding norms."),
     )  # fmt: skip
 
     def actions(self, values: Mapping[str, Any]) -> Sequence[Action]:

@@ -12,7 +12,6 @@ from looplib.extras.meaning.budget import Budget
 from looplib.extras.meaning.finding import LearningFinding, key
 from looplib.extras.meaning.metric_norms import MetricNorms
 from looplib.extras.meaning.outputs import ConstantOutputs
-from looplib.extras.meaning.overlap import OverlapChecks
 from looplib.extras.meaning.trained import TrainedVariables
 from looplib.extras.meaning.weights import WeightChecks
 from looplib.extras.page import values
@@ -29,10 +28,9 @@ _MOST_KNOWN = 100_000  # findings in a checkpoint
 class LearningWarnings(Action):
     """Warns, with the evidence, of a training that runs without an error and loses its meaning.
 
-    It looks for predictions that are equal for all examples, weights that no longer change, norms that explode against
-    their own history, and evaluation examples that are also trained on. A warning is logged once in a run, is part of
-    `run.json`, and is shown on the report page. Nothing that the run computes changes. Where several workers train, the
-    chief watches reported norms alone.
+    It looks for predictions that are equal for all examples, weights that no longer change, and norms that explode
+    against their own history. A warning is logged once in a run, is part of `run.json`, and is shown on the report
+    page. Nothing that the run computes changes. Where several workers train, the chief watches reported norms alone.
 
     Args:
       every: steps between two checks of the weights, at least; they are made with a report.
@@ -53,8 +51,7 @@ class LearningWarnings(Action):
             raise ActionError(f"share of LearningWarnings is {share!r:.100}; expected a share such as 0.004, for 0.4%")
         self._budget = Budget(float(share))
         self._known: set[str] = set()
-        self._weights, self._norms = WeightChecks(), MetricNorms()
-        self._outputs, self._overlap = ConstantOutputs(), OverlapChecks()
+        self._weights, self._norms, self._outputs = WeightChecks(), MetricNorms(), ConstantOutputs()
         self._trained: TrainedVariables | None = None  # of the loops
         self._loops: list[Loop] = []
         self._checked: int | None = None  # the step of the last check of the weights
@@ -78,8 +75,6 @@ class LearningWarnings(Action):
             self._budget.begin()
             self._known.update(_earlier(controller.report.path))
         self._loops, self._trained = loops, None
-        if not self._several:
-            self._overlap.begin(controller.loops, self._known)
 
     def on_end(self, controller: Any) -> None:
         """Notes that the training has ended."""
@@ -95,7 +90,7 @@ class LearningWarnings(Action):
             return
         try:
             found = self._of_training(event) if event.split == "train" else self._of_evaluation(event)
-            for finding in [*found, *self._overlap.advance(self._budget)]:
+            for finding in found:
                 self._warn(finding, event)
         except Exception as error:  # what only warns never ends a run
             self._failed = True

@@ -92,10 +92,6 @@ class Numbered(abc.ABC):
     def named(self, number: int) -> str:
         """Returns what an error calls a record: its number in its file, the file, and the byte where it is known."""
 
-    def spans(self) -> list[tuple[str, int, int]]:
-        """Returns the path of each file, and the numbers in it of its first record here and the one after the last."""
-        return [(path, 0, int(count)) for path, count in zip(self.files.paths, np.diff(self._firsts))]
-
 
 class ReadElsewhere(Numbered):
     """Records of files that another library reads.
@@ -138,11 +134,6 @@ class ReadElsewhere(Numbered):
         """See `Numbered`."""
         ((index, row),) = self._firsts_of(np.asarray([number]))
         return f"record {row} of {self.files.paths[index]}"
-
-    def spans(self) -> list[tuple[str, int, int]]:
-        """See `Numbered`."""
-        skipped = self._skipped.tolist()
-        return [(path, start + skip, stop + skip) for (path, start, stop), skip in zip(super().spans(), skipped)]
 
     def _firsts_of(self, numbers: np.ndarray) -> list[tuple[int, int]]:
         """Returns the files of records, and the number in its file of the first one of each."""

@@ -79,7 +79,7 @@ class RecordReader:
                 known = ()
             return picked, *known, *([seeds_at(positions, seed, context.training)] if seeds else [])
 
-        reads = RecordReads(source, order is not None, may_be_by_pieces, kept)
+        reads = RecordReads(source, order is not None, may_be_by_pieces)
         self.reads.append(reads)
         batch = context.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * mean_bytes(source))) if batch < _ALONE else 1

@@ -38,14 +38,12 @@ class RecordReads:
       by_pieces: whether neighbouring records are read at once.
       may_be_by_pieces: whether they could be.
       calls: of its stages: that reads ahead, if there is one, and that hands out.
-      kept: the ids, of each source, that may come; None for all.
       records: how many were read.
     """
 
     source: Source
     by_pieces: bool
     may_be_by_pieces: bool
-    kept: Sequence[np.ndarray | None] = (None,)
     calls: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
     records: int = 0
 
