@@ -1,4 +1,4 @@
-"""What a training will take, from its plan and what was measured: time, disk, saves that pay, and cost."""
+"""What a training will take, from its plan and what was measured: time, disk and memory."""
 
 import dataclasses
 import json
@@ -9,11 +9,9 @@ from typing import Any
 from looplib.checkpoint.policy import KeepRule
 from looplib.extras.actions.timed_saves import Timed
 from looplib.extras.trials.measuring import STEPS, Measured
-from looplib.extras.trials.saves import RunPlan, best_interval, kept
+from looplib.extras.trials.saves import RunPlan, kept
 from looplib.extras.writers.numbers import format_size
 from looplib.report.progress import format_seconds
-
-DEFAULT_MTBF = 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +24,6 @@ class Forecast:
       steps_per_loop: steps between reports.
       rules: of the checkpoints to keep.
       timed: further saves, by time, see `TimedSaves`.
-      mtbf: mean seconds between two failures; None if the user does not know.
-      price: of an hour; None if it is not known.
       notes: sentences about what the forecast leaves out.
     """
 
@@ -36,8 +32,6 @@ class Forecast:
     steps_per_loop: int
     rules: Sequence[KeepRule]
     timed: Timed = Timed()
-    mtbf: float | None = None
-    price: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -86,21 +80,6 @@ class Forecast:
         """Bytes of the run directory while one more checkpoint is written."""
         return self.disk + (len(self.saves) > self.kept) * self.measured.checkpoint_bytes
 
-    @property
-    def best_seconds(self) -> float:
-        """The best seconds between two saves, see `saves.best_interval`; no less than a save takes."""
-        return max(best_interval(self.measured.stop, self.mtbf or DEFAULT_MTBF), self.measured.save)
-
-    @property
-    def best_steps(self) -> int:
-        """The best steps between two saves."""
-        return max(1, round(self.best_seconds / self.measured.step))
-
-    @property
-    def cost(self) -> float | None:
-        """The cost of the time."""
-        return None if self.price is None else self.seconds / 3600 * self.price
-
     def _whole_loops(self, seconds: float) -> int:
         """Returns the steps after which a save that is due after some seconds comes: with a report."""
         return max(1, math.ceil(seconds / self.measured.step / self.steps_per_loop)) * self.steps_per_loop
@@ -127,10 +106,6 @@ class Forecast:
             "most_disk_bytes": self.most_disk,
             "memory_bytes": measured.memory,
             "device_memory_bytes": measured.device_memory,
-            "mtbf_seconds": self.mtbf or DEFAULT_MTBF,
-            "best_save_seconds": round(self.best_seconds, 3),
-            "best_save_steps": self.best_steps,
-            "cost": None if self.cost is None else round(self.cost, 4),
         }
 
     def __str__(self) -> str:
@@ -147,17 +122,11 @@ class Forecast:
             "disk": f"{format_size(self.disk)}: checkpoints (at most {self.kept}), and {format_size(self.other_bytes)} "
             f"of metrics and events; {format_size(self.most_disk)} while one is written",
             "memory": f"{format_size(measured.memory)} of this process at most",
-            "best saves": f"every {format_seconds(self.best_seconds)} (--checkpoint_interval={self.best_steps}), for a "
-            f"failure every {format_seconds(self.mtbf or DEFAULT_MTBF)}",
         }
         if not plan.evaluations:
             rows["evaluation"] = "none"
         if measured.device_memory is not None:
             rows["memory"] += f", {format_size(measured.device_memory)} of the fullest GPU"
-        if self.mtbf is None:
-            rows["best saves"] += ", which is assumed: give --mtbf"
-        if self.cost is not None:
-            rows["cost"] = f"{self.cost:,.2f} at {self.price:g} an hour"
         lines = [f"estimate of the {plan.steps:,} steps after step {plan.start:,}, nothing is kept:"]
         lines += [f"  {name:<12}{text}" for name, text in rows.items()]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes), json.dumps(self.as_dict())])

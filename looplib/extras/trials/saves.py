@@ -1,7 +1,6 @@
-"""The saves of a training: at which steps, which of them are kept, and how often they pay."""
+"""The saves of a training: at which steps, and which of them are kept."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from looplib.checkpoint.commits import Commit
@@ -84,24 +83,6 @@ def kept(saves: Sequence[int], evaluations: Sequence[int], rules: Sequence[KeepR
     ][::-1]
     wanted = {one.step for rule in rules for one in rule.select(done)}
     return sorted(wanted | set(saves[-1:]))
-
-
-def best_interval(cost: float, mtbf: float) -> float:
-    """Returns the seconds of training between two saves for which saves and repeated steps together cost least.
-
-    By the formula of Daly (A higher order estimate of the optimum checkpoint interval for restart dumps, Future
-    Generation Computer Systems 22(3), 2006, eq. 37), which refines Young's `sqrt(2 cost mtbf)` (A first order
-    approximation to the optimum checkpoint interval, Communications of the ACM 17(9), 1974). Failures are taken to be
-    independent of each other, at a constant rate.
-
-    Args:
-      cost: seconds that a save stops the training.
-      mtbf: mean seconds between two failures.
-    """
-    if cost >= 2 * mtbf:
-        return mtbf
-    share = cost / (2 * mtbf)
-    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(share) / 3 + share / 9) - cost
 
 
 def _refuse_many(count: int, what: str, setting: str) -> None:

@@ -1,6 +1,5 @@
 """The flags --dry_run and --estimate, which do something else than the job, in a directory that is removed."""
 
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from looplib.checkpoint import commits
 from looplib.command_line import TRAINING_MODES, FlagPlugin, flag_plugins
 from looplib.errors import CheckError, EndlessDataError, FlagError
 from looplib.extras.trials import dry_run
-from looplib.messages import duration
 from looplib.settings import Flag
 from looplib.task.actions import Action
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TrialFlags(FlagPlugin):
-    """The flags --dry_run, --estimate, --price_per_hour and --mtbf.
+    """The flags --dry_run and --estimate.
 
     A trial needs its own run directory before the program's settings are read, so `launch` asks for it by `redirect`.
     """
@@ -32,8 +30,6 @@ class TrialFlags(FlagPlugin):
     flags = (
         Flag("dry_run", bool, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),
         Flag("estimate", bool, False, "Measures some steps, and says what the run will take; keeps nothing."),
-        Flag("price_per_hour", float, None, "Price of an hour of the machine, for --estimate."),
-        Flag("mtbf", str, None, "Mean time between two failures, such as 24h or 7d, for --estimate."),
     )
 
     def __init__(self) -> None:
@@ -74,14 +70,8 @@ class TrialFlags(FlagPlugin):
         return changed
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Raises `UsageError` for a value that cannot be, or a job of which there is no estimate."""
-        duration("--mtbf", values["mtbf"])
-        price = values["price_per_hour"]
-        if price is not None and not (math.isfinite(price) and price >= 0):
-            raise FlagError(f"--price_per_hour is {price}; expected a number of at least 0")
+        """Raises `UsageError` for a job of which there is no estimate."""
         if not values["estimate"]:
-            if price is not None or values["mtbf"] is not None:
-                raise FlagError("--price_per_hour and --mtbf are for --estimate; add it, or leave them out")
             return
         if values["mode"] not in TRAINING_MODES:
             raise FlagError(f"--estimate is for trainings, and --mode={values['mode']} does not train; leave it out")
@@ -139,8 +129,6 @@ class TrialFlags(FlagPlugin):
             controller.steps_per_loop,
             controller.policy.keep,
             timed[0] if timed else Timed(),
-            duration("--mtbf", values["mtbf"]),
-            values["price_per_hour"],
             tuple(self._notes),
         )
 

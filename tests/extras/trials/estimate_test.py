@@ -1,21 +1,19 @@
 """`--estimate`: its arithmetic agrees with other computations, and its measurements with what a run leaves."""
 
 import json
-import math
 import os
 import pathlib
 import random
 import subprocess
 
-import numpy as np
 import pytest
 
 import looplib
-from looplib.errors import CheckError, FlagError, SettingError
+from looplib.errors import CheckError, FlagError
 from looplib.extras.actions.timed_saves import Timed
 from looplib.extras.trials.forecast import Forecast
 from looplib.extras.trials.measuring import Measured
-from looplib.extras.trials.saves import RunPlan, best_interval, kept
+from looplib.extras.trials.saves import RunPlan, kept
 from looplib.extras.trials.trial import TrialFlags
 from looplib.loop.schedule import Schedule
 
@@ -66,20 +64,6 @@ def test_kept_checkpoints_are_those_that_pruning_after_each_save_leaves(last, be
     assert kept(saves, evaluations, [looplib.KeepLast(1), largest]) == [20, 40, 195]
 
 
-@pytest.mark.parametrize("cost, mtbf", [(0.05, 3600), (10, 86400), (300, 7200)])
-def test_the_best_interval_is_where_time_with_failures_is_least(cost, mtbf):
-    """Daly's model of the whole time, for failures at a constant rate and restarts that take none."""
-    intervals = np.exp(np.linspace(math.log(cost / 2), math.log(10 * mtbf), 400_000))
-    whole = mtbf * np.expm1((intervals + cost) / mtbf) / intervals
-    assert best_interval(cost, mtbf) == pytest.approx(intervals[np.argmin(whole)], rel=0.01)
-    young = math.sqrt(2 * cost * mtbf)
-    assert best_interval(cost, mtbf) == pytest.approx(young, rel=0.25)
-
-
-def test_a_save_that_takes_longer_than_two_failures_are_apart_is_made_as_often_as_they_come():
-    assert best_interval(500, 200) == 200
-
-
 @pytest.mark.parametrize("start, end, loop, save_every, evaluate_every, evaluates", CASES)
 def test_the_time_is_that_of_a_walk_through_the_schedule(start, end, loop, save_every, evaluate_every, evaluates):
     now, free, step, first = MEASURED.start + MEASURED.compiling, 0.0, start, True
@@ -99,23 +83,18 @@ def test_the_time_is_that_of_a_walk_through_the_schedule(start, end, loop, save_
     assert found.seconds == pytest.approx(now)
 
 
-def test_disk_cost_and_saves_by_a_budget():
+def test_disk_and_saves_by_a_budget():
     found = Forecast(
         RunPlan(0, 1000, 100, 500, True),
         MEASURED,
         100,
         (looplib.KeepLast(3),),
         Timed(budget=0.05),
-        mtbf=7200.0,
-        price=9.0,
     )
     assert found.saves == list(range(100, 1001, 100))  # one a second of training, which is what a loop takes
     assert (found.kept, found.other_bytes) == (3, 500 + 6 * 10 + 1 * 20)
     assert (found.disk, found.most_disk) == (3580, 4580)
-    assert found.cost == pytest.approx(found.seconds / 400)
-    assert found.best_steps == pytest.approx(100 * math.sqrt(2 * 0.05 * 7200), rel=0.01)
     assert json.loads(str(found).splitlines()[-1]) == found.as_dict()
-    assert "cost        " in str(found) and "assumed" not in str(found)
     assert Timed(every=600).seconds(0.1, 1) == 600 and Timed().seconds(0.1, 1) is None
 
 
@@ -140,13 +119,13 @@ def test_an_estimate_leaves_no_trace_and_foretells_what_a_run_leaves(python, tmp
     (tmp_path / "run" / "notes.txt").write_text("mine")
     (tmp_path / "tmp").mkdir()
     before = contents(tmp_path)
-    flags = ["--estimate", "--price_per_hour=2", "--mtbf=12h", "--checkpoint_every=1h", "--alert=http://localhost:9"]
+    flags = ["--estimate", "--checkpoint_every=1h", "--alert=http://localhost:9"]
     told = start(python, tmp_path, *flags)
     assert told.returncode == 0, told.stderr
     estimate = json.loads(told.stdout.splitlines()[-1])
     assert "estimate of the 90 steps after step 0" in told.stdout
     assert contents(tmp_path) == before
-    assert (estimate["saves"], estimate["evaluations"], estimate["mtbf_seconds"]) == (6, 5, 12 * 3600)
+    assert (estimate["saves"], estimate["evaluations"]) == (6, 5)
 
     ran = start(python, tmp_path)
     assert ran.returncode == 0, ran.stderr
@@ -174,7 +153,7 @@ def test_an_estimate_counts_from_the_newest_checkpoint_and_refuses_a_finished_ru
 
 
 VALUES = {
-    "dry_run": False, "estimate": True, "price_per_hour": None, "mtbf": None, "strategy": "auto", "mode": "train",
+    "dry_run": False, "estimate": True, "strategy": "auto", "mode": "train",
     "model_dir": None, "train_steps": 100, "continue_from": None,
 }  # fmt: skip
 
@@ -185,9 +164,6 @@ VALUES = {
         ({"mode": "eval"}, FlagError, "--mode=eval does not train"),
         ({"mode": "continuous_eval"}, FlagError, "--mode=continuous_eval does not train"),
         ({"continue_from": "/tmp/orbit"}, FlagError, "--continue_from"),
-        ({"mtbf": "often"}, SettingError, "--mtbf is 'often'"),
-        ({"price_per_hour": -1.0}, FlagError, "--price_per_hour is -1.0"),
-        ({"price_per_hour": float("nan")}, FlagError, "--price_per_hour is nan"),
     ],
 )
 def test_what_has_no_estimate_is_refused_before_tensorflow_starts(changed, kind, words):
