@@ -58,7 +58,6 @@ FAULTS = [
           "found = Differences(compared.tensors)", "audit"),
     Fault("a notice ends a run", "extras/notices/listener.py", "                preemption.request(str(told))",
           "                str(told)", "notices"),
-    Fault("events for other machines end nothing", "extras/notices/sources.py", " and (not own or own in names)", "", "notices"),
     Fault("a span has the begin of its phase", "report/clock.py", "observe(self, name, began, self._mark)",
           "observe(self, name, self._mark, self._mark)", "opentelemetry"),
     Fault("each epoch has an order of its own", "data/order.py", "epoch, 0 * epoch], axis=1)",

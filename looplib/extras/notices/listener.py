@@ -14,7 +14,7 @@ from absl import logging
 
 from looplib.console import printable
 from looplib.errors import Preempted
-from looplib.extras.notices.sources import Announcement, AwsNotices, AzureNotices, GcpNotices, NoticeSource
+from looplib.extras.notices.sources import Announcement, AwsNotices, GcpNotices, NoticeSource
 from looplib.extras.page.notice import Notice, iso_time, notices_of
 from looplib.health.preemption import notice as preemption
 from looplib.messages import gist
@@ -22,7 +22,7 @@ from looplib.report.run_report import RunReport
 from looplib.task.actions import Action
 
 SLURM = "slurm"
-_POLLED = {kind.name: kind for kind in (GcpNotices, AwsNotices, AzureNotices)}
+_POLLED = {kind.name: kind for kind in (GcpNotices, AwsNotices)}
 SOURCES = (*_POLLED, SLURM)
 _OF_SLURM = ("SIGUSR1", "SIGUSR2", "SIGTERM")  # which --signal may name; SIGTERM comes at the end of the time too
 _ROOM = 1 << 13  # bytes of what a worker tells the others

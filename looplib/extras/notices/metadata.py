@@ -13,7 +13,6 @@ from looplib.errors import FlagError
 
 _CONNECT_SECONDS, _SECONDS = 5.0, 10.0  # of a connection, and of an answer from its first to its last byte
 _MOST_BYTES = 1 << 16  # of an answer
-ERRORS = (OSError, http.client.HTTPException, ValueError)  # of `MetadataServer.ask`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +47,22 @@ class MetadataServer:
     def __str__(self) -> str:
         return f"{self._host}:{self._port}" if self._port else f"{self._host}"
 
-    def ask(
-        self, path: str, headers: Mapping[str, str], method: str = "GET", seconds: float = _SECONDS
-    ) -> MetadataAnswer:
-        """Returns an answer.
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> MetadataAnswer:
+        """Returns an answer, which may take 10 seconds in all, however slowly its bytes come.
 
         Args:
           path: with its query.
           headers: of the request.
           method: of the request.
-          seconds: that the whole answer may take, however slowly its bytes come.
 
         Raises:
-          ERRORS: if there is none, or not a whole one, or it is too long.
+          OSError, HTTPException, ValueError: if there is none, or not a whole one, or it is too long.
         """
         connection = http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_SECONDS)
         with contextlib.closing(connection):
             connection.connect()
-            connection.sock.settimeout(seconds)
-            timer = threading.Timer(seconds, _cut, [connection.sock])
+            connection.sock.settimeout(_SECONDS)
+            timer = threading.Timer(_SECONDS, _cut, [connection.sock])
             timer.daemon = True
             timer.start()
             try:

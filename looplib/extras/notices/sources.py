@@ -1,13 +1,12 @@
-"""What the metadata servers of GCP, AWS and Azure say of the near end of a machine."""
+"""What the metadata servers of GCP and AWS say of the near end of a machine."""
 
 import abc
 import dataclasses
 import datetime
-import email.utils
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from looplib.extras.notices.metadata import ERRORS, MetadataAnswer, MetadataServer
+from looplib.extras.notices.metadata import MetadataAnswer, MetadataServer
 from looplib.extras.page import values
 from looplib.extras.page.notice import iso_time
 from looplib.files import parse_json
@@ -46,7 +45,7 @@ class NoticeSource(abc.ABC):
         """Yields what is announced now.
 
         Raises:
-          ERRORS: if the server does not answer, or says something else.
+          OSError, HTTPException, ValueError: if the server does not answer, or says something else.
         """
 
 
@@ -93,7 +92,7 @@ class AwsNotices(NoticeSource):
             said = values.mapping(parse_json(answer.text))
             if (action := said.get("action")) not in ("terminate", "stop", "hibernate"):
                 raise _unexpected("instance-action", answer)
-            yield Announcement(action, _utc(datetime.datetime.fromisoformat, said.get("time")), True)
+            yield Announcement(action, _utc(said.get("time")), True)
         if self._item("events/recommendations/rebalance").status == 200:
             yield Announcement("rebalance recommendation", None, False)
 
@@ -114,44 +113,6 @@ class AwsNotices(NoticeSource):
         return answer
 
 
-class AzureNotices(NoticeSource):
-    """Azure's Scheduled Events. LOOPLIB_AZURE_METADATA_HOST has another address; Azure's tools have no variable."""
-
-    name = "azure"
-    seconds = 1.0  # of the 30 s after a notice of Preempt, as Microsoft recommends
-    _ENDS = ("preempt", "terminate", "reboot", "redeploy")  # and "freeze" is over after some seconds
-    _FIRST_SECONDS = 150.0  # of the first answer, as the service may have to start, for up to two minutes
-
-    def __init__(self) -> None:
-        self.server = MetadataServer("LOOPLIB_AZURE_METADATA_HOST", "169.254.169.254")
-        self._seconds = self._FIRST_SECONDS
-
-    def look(self) -> Iterator[Announcement]:
-        """See `NoticeSource`."""
-        path, headers = "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}
-        answer = self.server.ask(path, headers, seconds=self._seconds)
-        events = values.mapping(parse_json(answer.text)).get("Events") if answer.status == 200 else None
-        if not isinstance(events, list):
-            raise _unexpected("scheduledevents", answer)
-        self._seconds = 10.0
-        own = self._own_name() if events else ""
-        for event in map(values.mapping, events):
-            kind = values.text(event.get("EventType"), 40)
-            names = [values.text(name).lower() for name in values.items(event.get("Resources"))]
-            if kind.isalnum() and (not own or own in names):  # events name other machines of a scale set too
-                deadline = _utc(email.utils.parsedate_to_datetime, event.get("NotBefore"))
-                yield Announcement(kind, deadline, kind.lower() in self._ENDS)
-
-    def _own_name(self) -> str:
-        """Returns the name of this machine among `Resources`; "" if it is not known, and every event counts."""
-        path = "/metadata/instance/compute/name?api-version=2020-06-01&format=text"
-        try:
-            answer = self.server.ask(path, {"Metadata": "true"})
-        except ERRORS:
-            return ""
-        return answer.text.strip().lower() if answer.status == 200 else ""
-
-
 def _unexpected(name: str, answer: MetadataAnswer) -> ValueError:
     return ValueError(f"{name} has the unexpected answer {answer.status} {answer.text!a:.100}")
 
@@ -161,10 +122,10 @@ def _is_header(text: str) -> bool:
     return 0 < len(text) <= 1000 and text.isascii() and text.isprintable()
 
 
-def _utc(parse: Callable[[str], datetime.datetime], text: object) -> str | None:
+def _utc(text: object) -> str | None:
     """Returns a time in ISO 8601; None for what is none."""
     try:
-        found = parse(values.text(text, 100).replace("Z", "+00:00"))
+        found = datetime.datetime.fromisoformat(values.text(text, 100).replace("Z", "+00:00"))
         return iso_time((found if found.tzinfo else found.replace(tzinfo=datetime.timezone.utc)).timestamp())
     except (ValueError, TypeError, OverflowError, OSError, IndexError):
         return None

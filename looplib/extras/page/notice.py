@@ -11,7 +11,7 @@ class Notice:
     """What a cloud or a cluster manager has said of the machine or the job of a process.
 
     Attributes:
-      source: who has said it: "gcp", "aws", "azure" or "slurm".
+      source: who has said it: "gcp", "aws" or "slurm".
       kind: what comes, in its own words, such as "terminate".
       host: the name of the machine.
       time: when it was seen, in ISO 8601.

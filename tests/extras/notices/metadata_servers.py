@@ -1,8 +1,7 @@
-"""Metadata servers of GCP, AWS and Azure on loopback, which say what a test lets them say, and may misbehave."""
+"""Metadata servers of GCP and AWS on loopback, which say what a test lets them say, and may misbehave."""
 
 import contextlib
 import http.server
-import json
 import threading
 import time
 
@@ -10,20 +9,18 @@ TOKEN = "AQAEAKq-token=="
 
 
 class Metadata:
-    """A server that answers as the manuals of the three clouds say, and refuses what they refuse.
+    """A server that answers as the manuals of both clouds say, and refuses what they refuse.
 
     Attributes:
       gcp: the values of Compute Engine, by name.
       aws: the items of EC2, by name; others are not found.
-      azure: the events of Azure.
-      name: of the machine, for Azure; None where that is not known.
       misbehave: called with the handler in place of an answer.
       asked: the paths that were asked.
     """
 
     def __init__(self):
         self.gcp = {"preempted": "FALSE", "maintenance-event": "NONE"}
-        self.aws, self.azure, self.name = {}, [], "machine"
+        self.aws = {}
         self.misbehave, self.asked, self.tokens = None, [], set()
         outer = self
 
@@ -48,7 +45,6 @@ class Metadata:
         self.environment = {
             "GCE_METADATA_HOST": self.address,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{self.address}/",
-            "LOOPLIB_AZURE_METADATA_HOST": self.address,
         }
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -76,12 +72,6 @@ class Metadata:
                 return reply(handler, 401, "")
             found = self.aws.get(path.removeprefix(of_aws))
             return reply(handler, 404, "<html>not found</html>") if found is None else reply(handler, 200, found)
-        if handler.headers["Metadata"] != "true":
-            return reply(handler, 400, "")
-        if path == "/metadata/scheduledevents?api-version=2020-07-01":
-            return reply(handler, 200, json.dumps({"DocumentIncarnation": 1, "Events": self.azure}))
-        if path == "/metadata/instance/compute/name?api-version=2020-06-01&format=text" and self.name:
-            return reply(handler, 200, self.name)
         return reply(handler, 404, "")
 
 
@@ -93,15 +83,6 @@ def reply(handler, status, text, **headers):
         handler.send_header(name.replace("_", "-"), str(value))
     handler.end_headers()
     handler.wfile.write(body)
-
-
-def event(kind, not_before="", resources=("machine",), status="Scheduled"):
-    """Returns an event as Azure's manual describes it."""
-    return {
-        "EventId": "602d9444-d2cd-49c7-8624-8643e7171297", "EventType": kind, "ResourceType": "VirtualMachine",
-        "Resources": list(resources), "EventStatus": status, "NotBefore": not_before, "Description": "",
-        "EventSource": "Platform", "DurationInSeconds": -1,
-    }  # fmt: skip
 
 
 def cut(handler):

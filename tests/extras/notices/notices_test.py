@@ -2,7 +2,7 @@
 
 import contextlib
 import datetime
-import email.utils
+import http.client
 import io
 import itertools
 import json
@@ -18,7 +18,7 @@ import pytest
 import toy
 from conftest import make_strategy
 from faults.lives import ROOT
-from metadata_servers import Metadata, event
+from metadata_servers import Metadata
 
 import looplib
 from looplib.__main__ import main as cli
@@ -26,7 +26,7 @@ from looplib.errors import FlagError
 from looplib.extras.notices import metadata
 from looplib.extras.notices.flag import NoticesFlag
 from looplib.extras.notices.listener import NoticeListener
-from looplib.extras.notices.sources import Announcement, AwsNotices, AzureNotices, GcpNotices
+from looplib.extras.notices.sources import Announcement, AwsNotices, GcpNotices
 from looplib.extras.page.notice import Notice, notices_of
 from looplib.extras.tools.compare import compare
 from looplib.health.preemption import notice as preemption
@@ -64,11 +64,8 @@ def preempted_by(server, source):
     if source == "gcp":
         server.gcp["preempted"] = "TRUE"
         return "preempted", None
-    if source == "aws":
-        server.aws["spot/instance-action"] = json.dumps({"action": "terminate", "time": "2031-05-06T07:08:09Z"})
-        return "terminate", ISO
-    server.azure = [event("Preempt", email.utils.format_datetime(SOON, usegmt=True))]
-    return "Preempt", ISO
+    server.aws["spot/instance-action"] = json.dumps({"action": "terminate", "time": "2031-05-06T07:08:09Z"})
+    return "terminate", ISO
 
 
 def test_a_notice_ends_a_run_saved_and_the_run_and_its_status_tell_of_it(nursery, server, tmp_path, capsys):
@@ -94,7 +91,7 @@ def test_a_notice_ends_a_run_saved_and_the_run_and_its_status_tell_of_it(nursery
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["gcp", "aws", "azure", "slurm"])
+@pytest.mark.parametrize("source", ["gcp", "aws", "slurm"])
 def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, nursery, server, tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     life = nursery.life(whole, *SMALL, "--train_steps=200")
@@ -114,7 +111,7 @@ def test_a_run_that_notices_end_again_and_again_ends_as_one_without_any(source, 
         else:
             kind, deadline = preempted_by(server, source)
         assert life.code() == 75, life.output()
-        server.gcp["preempted"], server.azure = "FALSE", []
+        server.gcp["preempted"] = "FALSE"
         server.aws.clear()
         (told,) = json.loads((run / "run.json").read_text())["starts"][-1]["notices"]
         assert (told["source"], told["kind"]) == (source, kind) and deadline in (None, told["deadline"])
@@ -199,16 +196,14 @@ def listened(server, names, act, steps=12, seconds=0.0):
 
 @pytest.mark.slow(spread=7)
 @pytest.mark.parametrize("misbehave", ["cut", "hang_up", "redirect", "rubbish", "endless", "deep", "drip"])
-@pytest.mark.parametrize("kind", [GcpNotices, AwsNotices, AzureNotices])
+@pytest.mark.parametrize("kind", [GcpNotices, AwsNotices])
 def test_an_answer_that_is_none_is_an_error_and_no_notice_and_the_next_one_counts(kind, misbehave, server, monkeypatch):
     monkeypatch.setattr(metadata, "_SECONDS", 0.3)
-    monkeypatch.setattr(AzureNotices, "_FIRST_SECONDS", 0.3)
-    monkeypatch.setattr(metadata.MetadataServer.ask, "__defaults__", ("GET", 0.3))
     source = kind()
     assert list(source.look()) == []
     server.misbehave = getattr(metadata_servers, misbehave)
     for _ in range(2):
-        with pytest.raises(metadata.ERRORS):
+        with pytest.raises((OSError, http.client.HTTPException, ValueError)):
             list(source.look())
     server.misbehave = None
     wanted, deadline = preempted_by(server, source.name)
@@ -234,23 +229,7 @@ def test_a_token_of_aws_that_is_too_old_is_renewed(server):
 @pytest.mark.parametrize("time", ["", "soon", None, 5, "9" * 90, "2031-13-06T07:08:09Z"])
 def test_a_deadline_that_cannot_be_read_hides_no_notice(time, server):
     server.aws["spot/instance-action"] = json.dumps({"action": "terminate", "time": time})
-    server.azure = [event("Terminate", time)]
     assert list(AwsNotices().look()) == [Announcement("terminate", None, True)]
-    assert list(AzureNotices().look()) == [Announcement("Terminate", None, True)]
-
-
-def test_events_of_azure_for_other_machines_and_pauses_end_nothing(server):
-    server.azure = [
-        event("Reboot", resources=["another"]),
-        event("Freeze"),
-        event("Redeploy", resources=["x", "MACHINE"]),
-    ]
-    look = AzureNotices().look
-    assert list(look()) == [Announcement("Freeze", None, False), Announcement("Redeploy", None, True)]
-    server.name = None  # where the own name is not known, every event counts
-    assert [found.kind for found in look()] == ["Reboot", "Freeze", "Redeploy"]
-    server.azure = [5, {}, {"EventType": "x\n", "Resources": 5}, {"EventType": ["Preempt"]}]
-    assert list(look()) == []
 
 
 def test_maintenance_of_gcp_ends_a_run_only_if_the_machine_is_not_moved(server):
@@ -264,20 +243,24 @@ def test_maintenance_of_gcp_ends_a_run_only_if_the_machine_is_not_moved(server):
 def test_servers_that_are_not_there_or_hang_or_announce_other_things_are_one_line_each_and_end_nothing(
     server, monkeypatch, caplog
 ):
-    for kind in (GcpNotices, AwsNotices, AzureNotices):
+    for kind in (GcpNotices, AwsNotices):
         monkeypatch.setattr(kind, "seconds", 0.01)
     server.aws["events/recommendations/rebalance"] = "{}"
-    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as closed:
+
+    def wait(event):
+        time.sleep(0.05)
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        socket.socket() as closed,
+        caplog.at_level(logging.WARNING),
+    ):
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{silent.getsockname()[1]}")
+        assert listened(server, ["gcp"], wait) == (12, False) and not caplog.records
         closed.bind(("127.0.0.1", 0))  # and does not listen
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{closed.getsockname()[1]}")
-        monkeypatch.setenv("LOOPLIB_AZURE_METADATA_HOST", f"127.0.0.1:{silent.getsockname()[1]}")
-
-        def wait(event):
-            time.sleep(0.05)
-
-        with caplog.at_level(logging.WARNING):
-            assert listened(server, ["gcp", "aws", "azure"], wait) == (12, False)
-    lines = [record.getMessage() for record in caplog.records if re.search("gcp|aws|azure", record.getMessage())]
+        assert listened(server, ["gcp", "aws"], wait) == (12, False)
+    lines = [record.getMessage() for record in caplog.records if re.search("gcp|aws", record.getMessage())]
     assert len(lines) == 2 and sorted(line.split(":")[0] for line in lines) == ["--notices=gcp", "aws announces"]
     assert server.asked.count("/latest/meta-data/events/recommendations/rebalance") > 5
 
@@ -325,17 +308,13 @@ def values(*names, **more):
 def test_flags_are_read_or_refused(monkeypatch):
     plugin = NoticesFlag()
     assert plugin.actions({**values(), "notices": None}) == () == plugin.actions(values("gcp", dry_run=True))
-    plugin.check(values("gcp", "aws", "azure", "slurm"))
+    plugin.check(values("gcp", "aws", "slurm"))
     assert isinstance(plugin.actions(values("gcp", "gcp"))[0], NoticeListener)
-    with pytest.raises(FlagError, match="--notices is 'ibm'; expected one of gcp, aws, azure, slurm"):
-        plugin.check(values("ibm"))
+    with pytest.raises(FlagError, match="--notices is 'azure'; expected one of gcp, aws, slurm"):
+        plugin.check(values("azure"))
     with pytest.raises(FlagError, match="--mode=eval does not train"):
         plugin.check(values("gcp", mode="eval"))
-    names = {
-        "gcp": "GCE_METADATA_HOST",
-        "aws": "AWS_EC2_METADATA_SERVICE_ENDPOINT",
-        "azure": "LOOPLIB_AZURE_METADATA_HOST",
-    }
+    names = {"gcp": "GCE_METADATA_HOST", "aws": "AWS_EC2_METADATA_SERVICE_ENDPOINT"}
     wrong = ("https://h", "http://", "h:port", "http://h/path", "http://u:p@h", "h:99999")
     for (name, variable), address in itertools.product(names.items(), wrong):
         monkeypatch.setenv(variable, address)
