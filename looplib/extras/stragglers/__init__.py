@@ -3,5 +3,5 @@
 Names that other rooms may use, by file:
     comparing: none
     own_times: none
-    watching: Stragglers
+    watching: none
 """
