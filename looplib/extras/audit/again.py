@@ -15,7 +15,7 @@ from looplib.checkpoint.commits import Commit
 from looplib.errors import FileError, ReplayError, UsageError
 from looplib.extras.audit import order
 from looplib.extras.audit.intervals import AuditedRun, Interval
-from looplib.extras.tools import perturbation, rerun
+from looplib.extras.tools import rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.replay import copy_checkpoint
 from looplib.extras.tools.runs import say
@@ -77,7 +77,7 @@ def secure(done: Commit, folder: str) -> Commit:
     raise DamagedError(done.step, reason)
 
 
-def train(run: AuditedRun, interval: Interval, first: Commit | None, model_dir: str, nudged: bool = False) -> str:
+def train(run: AuditedRun, interval: Interval, first: Commit | None, model_dir: str) -> str:
     """Trains an interval; returns the path of the checkpoint of its last step.
 
     Args:
@@ -85,7 +85,6 @@ def train(run: AuditedRun, interval: Interval, first: Commit | None, model_dir: 
       interval: the interval.
       first: a copy of the checkpoint that it begins with; None for the start of the run.
       model_dir: the run directory of the training, which does not exist yet.
-      nudged: whether the first weights are changed by their last bit.
 
     Raises:
       UsageError: if a command cannot be started, or fails.
@@ -101,7 +100,6 @@ def train(run: AuditedRun, interval: Interval, first: Commit | None, model_dir: 
             **rerun.environment(run.directory),
             order.VARIABLE: f"{segment.end}",
         }
-        environment |= {perturbation.VARIABLE: "1"} if nudged else {}
         log = f"{model_dir}.log"
         if code := _run(command, place, environment, log, lambda: _news(model_dir, interval)):
             with files.open_regular(log) as lines:

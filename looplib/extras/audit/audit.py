@@ -16,7 +16,6 @@ from looplib.extras.audit.again import DamagedError, GoneError
 from looplib.extras.audit.comparing import Differences
 from looplib.extras.audit.intervals import AuditedRun, Interval, choose
 from looplib.extras.audit.journal import DIFFERENT, EQUAL, UNKNOWN, Verdict
-from looplib.extras.audit.kind import Kind
 from looplib.extras.tools import rerun
 from looplib.extras.tools.runs import say
 from looplib.messages import with_cure
@@ -123,50 +122,30 @@ class _Audit:
             say(f"EQUAL, bit by bit: {self._interval}, {what} and {reports}")
             return self._told(EQUAL)
         if doubt := self._doubt():
-            say(f"not known: {self._interval} differ, but {doubt}")
-            return self._told(UNKNOWN, doubt, found)
+            return self._not_known(doubt, found)
         causes = self._causes(path)
         now = run_json.read_report(run_json.path_of(os.path.join(self._folder, "again"), trains=True))
         starts = [self._run.starts[number] for number in self._numbers()]
-        other = kind.compare_kinds(starts, now, self._of_first, self._of_last, peek(path)[1])
-        if found.data:
+        other = kind.why_other_bits(starts, now, self._of_first, self._of_last, peek(path)[1])
+        if found.data:  # which depends on no machine
             causes.insert(0, f"other examples, by their checksums ({found.of_data()})")
-        return self._of_bounds(path, other, found, causes) if other else self._of_bits(path, found, causes)
-
-    def _of_bits(self, path: str, found: Differences, causes: list[str]) -> Verdict:
-        """Returns the verdict where bits have to be equal and are not."""
+        elif other:
+            return self._not_known(f"bits need not be equal: {other}; audit on a machine like the run's", found)
         say("different; once more, to see whether the program repeats itself")
         if self._compare(path, self._train("twice"), os.path.join(self._folder, "again")):
-            doubt = (
+            return self._not_known(
                 "two repetitions differ from each other: the steps use something that neither a checkpoint nor the "
-                "command holds"
+                "command holds",
+                found,
             )
-            say(f"not known: {self._interval} differ, but {doubt}")
-            return self._told(UNKNOWN, doubt, found)
-        return self._different("", found, causes)
+        return self._different(found, causes)
 
-    def _of_bounds(self, path: str, other: Kind, found: Differences, causes: list[str]) -> Verdict:
-        """Returns the verdict where bits need not be equal."""
-        why = str(other)
-        say(f"bits need not be equal ({why}); once more, from weights off by their last bit, to measure rounding")
-        beyond, tells = comparing.compare_within_rounding(self._last.path, path, self._train("nudged", nudged=True))
-        if found.data:
-            beyond.reports, beyond.first_report = found.reports, found.first_report
-        if not beyond:
-            if not tells:
-                doubt = f"rounding moves half of the tensors by more than 1% in these steps, and {why}"
-                say(f"not known: {self._interval}: {doubt}; audit on a machine of the kind that trained")
-                return self._told(UNKNOWN, doubt)
-            say(f"EQUAL, within rounding: {self._interval}, {beyond.tensors} tensors; bits were not compared: {why}")
-            return self._told(EQUAL, why)
-        if other.random and not found.data:
-            doubt = f"{'; '.join(other.random)}, and the steps may have drawn other random numbers"
-            say(f"not known: {self._interval} differ by more than rounding, but {doubt}")
-            return self._told(UNKNOWN, doubt, beyond)
-        return self._different(why, beyond, causes)
+    def _not_known(self, doubt: str, found: Differences) -> Verdict:
+        say(f"not known: {self._interval} differ, but {doubt}")
+        return self._told(UNKNOWN, doubt, found)
 
-    def _different(self, why: str, found: Differences, causes: list[str]) -> Verdict:
-        say(f"DIFFERENT: {self._interval}" + f", by more than rounding ({why})" * bool(why))
+    def _different(self, found: Differences, causes: list[str]) -> Verdict:
+        say(f"DIFFERENT: {self._interval}")
         if found.first_report is not None:
             say(f"  the first report that differs is of step {found.first_report:,}")
         for title, texts in (("variables", found.variables), ("reports", found.reports)):
@@ -176,10 +155,10 @@ class _Audit:
                 say(f"  {title}: {len(texts) - _SHOWN:,} more")
         for cause in causes:
             say(f"  possible cause: {cause}")
-        return self._told(DIFFERENT, why, found, causes)
+        return self._told(DIFFERENT, "", found, causes)
 
-    def _train(self, name: str, nudged: bool = False) -> str:
-        return again.train(self._run, self._interval, self._first, os.path.join(self._folder, name), nudged)
+    def _train(self, name: str) -> str:
+        return again.train(self._run, self._interval, self._first, os.path.join(self._folder, name))
 
     def _compare(self, kept: str, path: str, directory: str | None = None) -> Differences:
         other = os.path.dirname(os.path.dirname(path))

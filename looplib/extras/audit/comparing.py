@@ -12,15 +12,12 @@ import tensorflow as tf
 from looplib.checkpoint.names import SavedVariables
 from looplib.compat import tensorflow as _tf
 from looplib.extras.page import values
-from looplib.extras.tools.compare import Comparison, compare_tensors, decided_by_rounding, is_speed
+from looplib.extras.tools.compare import Comparison, compare_tensors, is_speed
 from looplib.extras.tools.example_checksum import METRIC
 from looplib.report.records import Record, key
 from looplib.task.record import RunRecord
 
 _TENSOR, _REPLICAS = "tensor ", "replica_state"
-_RTOL, _ATOL = 1e-4, 1e-6  # beside what rounding is measured to do
-_TIMES_ROUNDING = 20.0  # as it varies from step to step
-_LEAST = 1e-12  # relative; so small that differences are measured, and hardly allowed
 _LONGEST = 200  # characters
 
 
@@ -72,23 +69,6 @@ def compare(kept: str, again: str, directory: str, other: str, begin: int) -> Di
             found.records += 1
             _compare_records(ones[place], others[place], found)
     return found
-
-
-def compare_within_rounding(kept: str, again: str, nudged: str) -> tuple[Differences, bool]:
-    """Compares the last checkpoint of an interval with one that was made again, within what rounding does to it.
-
-    Args:
-      kept: its path.
-      again: the path of the one that was made again.
-      nudged: the path of another one, made from weights that are off by their last bit.
-
-    Returns:
-      (the differences beyond rounding, whether rounding is small enough to tell any).
-    """
-    rounding = compare_tensors(again, nudged, _LEAST, _LEAST)
-    slack = {where: _TIMES_ROUNDING * gap for where, gap in rounding.gaps.items()}
-    compared = compare_tensors(kept, again, _RTOL, _ATOL, slack)
-    return Differences(compared.tensors, variables=_named(compared, kept)), not decided_by_rounding([rounding])
 
 
 def _named(compared: Comparison, path: str) -> list[str]:

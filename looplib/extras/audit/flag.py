@@ -41,7 +41,7 @@ class NotesMachine(Action):
 
 
 class EndsForAudit(NotesMachine):
-    """Ends a training at a step, with its save. Where the environment asks for it, changes the weights by rounding.
+    """Ends a training at a step, with its save.
 
     Args:
       step: the global step.
@@ -53,19 +53,6 @@ class EndsForAudit(NotesMachine):
     def stops(self) -> tuple[int, ...]:
         """See `Action`."""
         return (self._step,)
-
-    def on_start(self, controller: Any) -> None:
-        """Changes restored weights by their last bit, see `perturbation.nudge`; a new run's are changed when made."""
-        super().on_start(controller)
-        if controller.restored_from:
-            import tensorflow as tf
-
-            from looplib.extras.tools import perturbation
-            from looplib.task.state import state_of
-
-            training = controller.loops["train"]
-            strategy = training.traced.strategy if training.traced else tf.distribute.get_strategy()
-            perturbation.nudge(strategy, state_of(training.task))
 
     def on_reaching(self, step: int, controller: Any) -> None:
         """Ends the training."""

@@ -32,7 +32,7 @@ class Verdict:
       saved: when the checkpoint of that step was committed, in seconds since the epoch.
       rollbacks: how often the run had gone back to a checkpoint when it was saved.
       result: `EQUAL`, `DIFFERENT`, or `UNKNOWN` if the interval cannot be audited.
-      why: why bits were not compared, or nothing could be told; "" if bits were compared.
+      why: why nothing could be told; "" if it could.
       differences: how many variables and reports differ.
       variables: the first of them, as texts.
       causes: what is likely to have caused the differences.

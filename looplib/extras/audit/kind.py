@@ -1,6 +1,5 @@
 """Whether two trainings of one interval have equal bits: that takes one kind of machine, one engine, one version."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from looplib.extras.audit.machine import machine_of
@@ -12,30 +11,10 @@ _COMPUTING = ("tensorflow", "keras", "tf_keras", "numpy")  # packages
 _SHOWN = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """What is not equal between two trainings of one interval.
-
-    Attributes:
-      rounding: clauses about what rounds in another way.
-      random: clauses about what may draw other random numbers, such as XLA for dropout.
-    """
-
-    rounding: tuple[str, ...]
-    random: tuple[str, ...]
-
-    def __str__(self) -> str:
-        found = [*self.random, *self.rounding]
-        return "; ".join(found[:_SHOWN]) + f", and {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
-
-    def __bool__(self) -> bool:
-        return bool(self.rounding or self.random)
-
-
-def compare_kinds(
+def why_other_bits(
     starts: Sequence[StartRecord], now: Report, first: RunRecord | None, last: RunRecord, again: RunRecord
-) -> Kind:
-    """Returns why an interval need not have the bits that it had; an empty `Kind` if it has to.
+) -> str:
+    """Returns why an interval need not have the bits that it had, as clauses; "" if it has to.
 
     Args:
       starts: the starts of the run that trained the interval.
@@ -44,21 +23,21 @@ def compare_kinds(
       last: the record of its last checkpoint.
       again: the record of the checkpoint that was made again.
     """
-    rounding: list[str] = []
-    random: list[str] = []
+    found: list[str] = []
     here, flags = (now.get("starts") or [StartRecord()])[-1], now.get("flags", {})
     for start in starts:
-        rounding += _differences(start, here)
+        found += _differences(start, here)
         then, replicas = start.get("num_replicas"), here.get("num_replicas")
-        random += [f"it had {values.shown(then)} replicas, and has {values.shown(replicas)}"] * (then != replicas)
+        found += [f"it had {values.shown(then)} replicas, and has {values.shown(replicas)}"] * (then != replicas)
     if flags.get("loop") == "auto" and here.get("num_replicas") == 1:
         engines = {_engine(record) for record in (first or RunRecord(), last, again)}
         if len(engines) > 1 or engines == {None}:
-            random.append("--loop=auto had not chosen one engine for all of these steps")
+            found.append("--loop=auto had not chosen one engine for all of these steps")
     machine = machine_of(here)
     if machine and machine.devices and not flags.get("deterministic"):
-        rounding.append(f"ops on a {machine.devices[0]} need not be deterministic without --deterministic")
-    return Kind(tuple(dict.fromkeys(rounding)), tuple(dict.fromkeys(random)))
+        found.append(f"ops on a {machine.devices[0]} need not be deterministic without --deterministic")
+    found = list(dict.fromkeys(found))
+    return "; ".join(found[:_SHOWN]) + f", and {len(found) - _SHOWN} more" * (len(found) > _SHOWN)
 
 
 def _differences(start: StartRecord, now: StartRecord) -> list[str]:

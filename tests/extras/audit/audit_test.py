@@ -128,8 +128,11 @@ def test_healthy_runs_are_equal(kind, train, tmp_path, capfd):
     written = model.stat().st_mtime_ns if kind == "callbacks" else 0
     assert main(["audit", str(folder), "--all"]) == EXIT_DONE
     out = capfd.readouterr().out
-    assert "DIFFERENT" not in out and "not known" not in out and "(100%)" in out
-    assert "within rounding" not in out or kind == "auto"
+    assert "DIFFERENT" not in out
+    if kind == "auto":  # before the engine is chosen, bits may differ
+        assert not re.search("not known: steps (101|201|301)", out)
+    else:
+        assert "not known" not in out and "(100%)" in out
     if written:
         assert model.stat().st_mtime_ns == written
 
@@ -169,7 +172,7 @@ def test_a_program_that_does_not_repeat_itself_is_no_corruption(train, capfd):
 
 
 @pytest.mark.slow
-def test_on_another_kind_of_machine_rounding_is_no_difference_and_a_flip_is_one(train, tmp_path, capfd):
+def test_on_another_kind_of_machine_other_bits_tell_nothing_and_other_examples_are_a_difference(train, capfd):
     """The runs were trained in XLA, and their copies say that it was another machine, and the engine of the audit."""
 
     def as_of_another_machine(folder):
@@ -182,12 +185,13 @@ def test_on_another_kind_of_machine_rounding_is_no_difference_and_a_flip_is_one(
 
     plain = [*SHORT, "--loop=xla", "--config.dropout=0"]  # whose random numbers are others in XLA
     healthy = as_of_another_machine(train(*plain, name="healthy"))
-    assert main(["audit", str(healthy), "--all"]) == EXIT_DONE
+    assert main(["audit", str(healthy), "--all"]) == EXIT_UNKNOWN
     out = capfd.readouterr().out
-    assert "its CPU was Another CPU then" in out and "EQUAL, within rounding: steps " in out
-    flipped = as_of_another_machine(train(*plain, name="flipped", AUDITED_FLIP="data:33"))
+    assert "DIFFERENT" not in out and "differ, but bits need not be equal: its CPU was Another CPU then" in out
+    settings = {"AUDITED_FLIP": "data:33", "LOOPLIB_EXAMPLE_CHECKSUMS": "1"}
+    flipped = as_of_another_machine(train(*SHORT, name="flipped", **settings))
     assert main(["audit", str(flipped), "--all"]) == EXIT_DIFFERENT
-    assert "DIFFERENT: steps 21 to 40, by more than rounding (its CPU was" in capfd.readouterr().out
+    assert "DIFFERENT: steps 21 to 40\n" in capfd.readouterr().out
 
 
 @pytest.mark.slow
