@@ -177,3 +177,10 @@ def test_two_workers_with_a_cache_each_train_as_on_one_file_system(cloud, nurser
     assert {name for name in marker.files if ".position-" in name} == {
         f"ckpt-{STEPS}.position-{index}-of-2" for index in range(2)
     }
+
+
+def test_older_checkpoints_that_a_start_fetches_while_it_trains_are_pruned_before_the_run_ends(cloud):
+    assert cloud.copied("--steps=4", "--keep=9", machine="one").code() == 0
+    assert cloud.steps() == [1, 2, 3, 4]
+    assert cloud.copied("--steps=5", "--keep=2", machine="two").code() == 0  # one step, which may end before they come
+    assert cloud.steps() == [4, 5]
