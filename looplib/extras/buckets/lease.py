@@ -1,4 +1,4 @@
-"""The lease of a run, or of a sweep, in an object store: one writer at a time, where no operating system holds a lock.
+"""The lease of a run in an object store: one writer at a time, where no operating system holds a lock.
 
 A lease is an object `.lease/<number>`, which a writer creates with the store's conditional write, so that one of two
 that try gets it. The highest number is the one that holds. A writer renews its own; whoever finds one that was not
