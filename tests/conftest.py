@@ -26,7 +26,7 @@ EVERY = ("default", "one_device", "mirrored_x2", "mirrored_x4")
 _REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
-    "elastic_workers", "generative", "docs", "endings", "stragglers", "language_model", "stored_sweep", "rounding",
+    "elastic_workers", "generative", "docs", "endings", "stragglers", "language_model", "shared_sweep", "rounding",
     "controller", "model_garden", "exports", "gradient_trainer", "faults", "foreign", "peers", "engines",
     "preemption", "workers", "checks", "replay", "kill", "guards", "predictions", "inputs", "metrics",
     "lifecycle", "report_page", "local_launch", "writers", "records", "parameter_server", "hostile",

@@ -28,7 +28,7 @@ SHARED = "LOOPLIB_FORK_SERVER"  # a variable: the folder of the fork server that
 MODULES = (
     "faulty", "toy", "wrong", "divided", "asynchronous", "recorded", "replayed", "audited", "swept", "unreliable", "keras", "tf_keras",
     "trainers.image_classification", "sklearn.datasets", "sklearn.model_selection", "looplib.extras.sweep.sweep",
-    "alembic.command", "alembic.migration", "matplotlib.backends.backend_agg", "looplib.extras.page.html",
+    "alembic.command", "alembic.migration", "looplib.extras.page.html",
     "looplib.extras.parameter_server.processes", "looplib.extras.tools.preflight", "looplib.extras.tools.replayer",
     "tensorboard.plugins.hparams.api", *(["s3fs"] if find_spec("s3fs") else []),
 )  # fmt: skip

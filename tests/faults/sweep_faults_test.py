@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -25,10 +26,15 @@ from looplib.report.records import read_jsonl
 DAMAGED = "sweep.db is damaged, or no database of a sweep"
 # What a run of a trial does: a program that costs nothing to start. Its score is its rate.
 PROGRAM = """
-import os, signal, subprocess, sys, time
+import fcntl, os, signal, subprocess, sys, time
 given = dict(argument.lstrip("-").split("=", 1) for argument in sys.argv[1:])
 folder, kind = given["model_dir"], given.get("kind", "plain")
 os.makedirs(folder + "/checkpoints", exist_ok=True)
+lock = open(folder + "/lock", "w")
+try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    sys.exit("looplib: error: it is in use (LockedError)")
 open(folder + "/started", "a").write("x")
 ended = []
 signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
@@ -72,12 +78,12 @@ def begun(program: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Pat
     database = sqlite3.connect(folder / "sweep.db")
     (trial,) = database.execute("SELECT trial_id FROM trials WHERE number = 1").fetchone()
     database.execute("UPDATE trials SET state = 'RUNNING' WHERE number = 1")
-    for table in ("trial_values", "trial_user_attributes"):
-        database.execute(f"DELETE FROM {table} WHERE trial_id = {trial}")
+    database.execute(f"DELETE FROM trial_values WHERE trial_id = {trial}")
+    database.execute(f"DELETE FROM trial_user_attributes WHERE trial_id = {trial} AND key != 'trial'")
     database.commit()
     database.close()
     shutil.rmtree(folder / "trial-0001")
-    for name in ("results.csv", "results.txt", "results.png", "trial-0001.log"):
+    for name in ("results.csv", "results.txt", "trial-0001.log"):
         os.remove(folder / name)
     return folder
 
@@ -107,7 +113,7 @@ def table(folder: pathlib.Path) -> list[tuple[str, ...]]:
         return [tuple(row[key] for key in ("trial", "state", "eval/score", "rate")) for row in csv.DictReader(file)]
 
 
-WHOLE = [("trial-0000", "done", "2.0", "2"), ("trial-0001", "done", "1.0", "1")]
+WHOLE = [("trial-0001", "done", "2.0", "2"), ("trial-0000", "done", "1.0", "1")]
 
 
 def cut(path: pathlib.Path, size: int) -> None:
@@ -146,7 +152,6 @@ def link_outside(path: pathlib.Path) -> None:
 
 
 DATABASES = {
-    "empty": lambda path: cut(path, 0),
     "50 bytes": lambda path: cut(path, 50),
     "half": lambda path: cut(path, path.stat().st_size // 2),
     "scrambled": scramble,
@@ -162,19 +167,29 @@ DATABASES = {
 
 @pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("case", DATABASES)
-def test_a_damaged_database_is_a_sentence_and_without_it_the_trials_continue(
+def test_a_damaged_database_is_a_sentence(
     case: str, folder: pathlib.Path, victim: pathlib.Path, program: str, capsys: pytest.CaptureFixture
 ) -> None:
     DATABASES[case](folder / "sweep.db")
     before = contents(victim)
     assert main(of_a_sweep(folder, program)) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"looplib: error: {folder}/{DAMAGED} (") and "move it away and run the same command" in last
+    assert last.startswith(f"looplib: error: {folder}/{DAMAGED} (") and "restore a copy, or use another --dir" in last
     assert contents(victim) == before and not (folder / "results.csv").exists()
-    if case in ("empty", "a directory"):
-        (folder / "sweep.db").rename(folder / "aside")
-        assert main(of_a_sweep(folder, program)) == EXIT_DONE
-        assert table(folder) == WHOLE and (folder / "trial-0000" / "started").read_text() == "xx"
+
+
+@pytest.mark.parametrize("make", [pathlib.Path.unlink, lambda path: cut(path, 0)])
+def test_runs_whose_database_is_gone_are_never_taken_for_those_of_a_new_sweep(
+    make: Callable[[pathlib.Path], None], folder: pathlib.Path, program: str, capsys: pytest.CaptureFixture
+) -> None:
+    (folder / "sweep.db").rename(folder / "aside")
+    shutil.copy(folder / "aside", folder / "sweep.db")
+    make(folder / "sweep.db")
+    assert main(of_a_sweep(folder, program)) == 2
+    assert "has runs of another sweep, of which" in capsys.readouterr().err.splitlines()[-1]
+    (folder / "aside").rename(folder / "sweep.db")
+    assert main(of_a_sweep(folder, program)) == EXIT_DONE
+    assert table(folder) == WHOLE
 
 
 SECOND = "(SELECT trial_id FROM trials WHERE number = 1)"
@@ -197,7 +212,8 @@ FORGED = {
     "value: gone": ["DELETE FROM trial_values"],
     "number: 77": ["UPDATE trials SET number = 77 WHERE number = 1"],
     "state: unknown": ["UPDATE trials SET state = 'LOST' WHERE number = 1"],
-    "state: waiting": ["UPDATE trials SET state = 'WAITING' WHERE number = 1"],
+    "trial: text": [f"DELETE FROM trial_user_attributes WHERE trial_id = {SECOND}", f"{ATTRIBUTE}'trial', '\"x\"')"],
+    "trial: another": [f"DELETE FROM trial_user_attributes WHERE trial_id = {SECOND}", f"{ATTRIBUTE}'trial', '7')"],
     "version: unknown": ["UPDATE alembic_version SET version_num = 'v9.9.9'"],
     "trials: without end": [
         "ALTER TABLE trials RENAME TO others",
@@ -288,8 +304,7 @@ def test_what_stands_in_the_place_of_a_file_is_named_and_the_sweep_resumes_witho
 def test_links_and_fifos_in_place_of_results_and_garbage_beside_the_database_are_replaced(
     folder: pathlib.Path, victim: pathlib.Path, program: str
 ) -> None:
-    for name in ("results.csv", "results.png"):
-        link_outside(folder / name)
+    link_outside(folder / "results.csv")
     os.mkfifo(folder / "results.txt")
     for name in ("sweep.db-journal", "sweep.db-wal", "sweep.db-shm"):
         (folder / name).write_bytes(bytes(range(256)) * 20)
@@ -297,7 +312,6 @@ def test_links_and_fifos_in_place_of_results_and_garbage_beside_the_database_are
     shutil.rmtree(folder / "trial-0000")  # of a trial that has ended
     assert main(of_a_sweep(folder, program)) == EXIT_DONE
     assert table(folder) == WHOLE and contents(victim) == before
-    assert (folder / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
 METRICS = {
@@ -331,38 +345,17 @@ def test_steps_that_are_none_stop_no_rule_that_compares_them(tmp_path: pathlib.P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [os.mkfifo, pathlib.Path.mkdir, link_outside])
+@pytest.mark.parametrize("make", ["os.mkfifo(path)", "os.mkdir(path)", "os.symlink(folder + '/started', path)"])
 def test_metrics_that_cannot_be_read_fail_their_trial_by_name(
-    make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture
+    make: str, tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture
 ) -> None:
     script = tmp_path / "script.py"
-    text = pathlib.Path(program).read_text()
-    script.write_text(text.replace("try:\n", "if given['rate'] == '2': sys.exit(0)\ntry:\n"))
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "victim" / "file").write_text("precious")
-    folder = tmp_path / "sweep" / "trial-0000"
-    folder.mkdir(parents=True)
-    make(folder / "metrics.jsonl")
+    made = f"path = folder + '/metrics.jsonl'\nif given['rate'] == '1':\n    {make}\n    sys.exit(0)\ntry:\n"
+    head, _, tail = pathlib.Path(program).read_text().rpartition("try:\n")
+    script.write_text(head + made + tail)
     assert main(of_a_sweep(tmp_path / "sweep", str(script))) == EXIT_DONE
-    assert f"trial-0000: failed: {folder}/metrics.jsonl cannot be read" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_run_of_other_settings_is_never_the_result_of_a_trial(
-    folder: pathlib.Path, program: str, capsys: pytest.CaptureFixture
-) -> None:
-    """Of a sweep whose database is gone: its runs are continued with equal settings only."""
-    checkpoint = folder / "trial-0000" / "checkpoints" / "ckpt-40.commit"
-    checkpoint.touch()
-    report = '{"starts": [{"command": ["program.py", "--rate=%s", "--model_dir=/moved"]}]}'
-    os.remove(folder / "sweep.db")
-    for rate in ("1", "2"):
-        (folder / "trial-0000" / "run.json").write_text(report % rate)
-        code = main(of_a_sweep(folder, program))
-        assert code == (2 if rate == "1" else EXIT_DONE)
-        if code:
-            last = capsys.readouterr().err.splitlines()[-1]
-            assert "trial-0000 has a run of an earlier sweep" in last and "started by --rate=1;" in last
+    sentence = f"trial-0000: failed: {tmp_path}/sweep/trial-0000/metrics.jsonl cannot be read"
+    assert sentence in capsys.readouterr().out
 
 
 def test_two_sweeps_in_one_directory_the_second_is_refused_and_harms_nothing(
@@ -463,22 +456,34 @@ def test_children_of_a_run_that_was_killed_hold_up_no_restart(
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
-@pytest.mark.slow
-def test_left_overs_of_a_killed_sweep_are_waited_for_with_a_line_and_not_for_ever(
-    folder: pathlib.Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_a_run_that_a_killed_sweep_has_left_is_waited_for_while_others_run(
+    tmp_path: pathlib.Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("looplib.extras.sweep.jobs._GRACE", 1.0)
-    monkeypatch.setattr("looplib.extras.sweep.jobs._SAID_AFTER", 0.2)
-    with open(folder / "trial-0001.log", "a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        left = subprocess.Popen(["sleep", "100"], stdout=held)
+    monkeypatch.setattr("looplib.extras.sweep.jobs._PAUSE", 0.5)
+    new = tmp_path / "sweep"
+    arguments = of_a_sweep(new, program)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("looplib.extras.sweep.sweep.Job.start", lambda job: 1 / 0)
+        main(arguments)
+    (new / "trial-0000").mkdir()
+    with open(new / "trial-0000" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        left = subprocess.Popen(["sleep", "100"], pass_fds=[lock.fileno()])
+
+    def end_it() -> None:
+        until((new / "trial-0001" / "metrics.jsonl").exists)
+        left.kill()
+
+    watching = threading.Thread(target=end_it)
+    watching.start()
     try:
-        assert main(of_a_sweep(folder, program)) == EXIT_DONE
+        assert main(arguments) == EXIT_DONE
     finally:
         left.kill()
         left.wait()
-    assert capsys.readouterr().out.count("waits for a process of an earlier start, which still has") == 1
-    assert table(folder) == WHOLE
+        watching.join()
+    assert "trial-0000: waits: looplib: error: it is in use (LockedError)" in capsys.readouterr().out
+    assert table(new) == WHOLE
 
 
 @pytest.fixture

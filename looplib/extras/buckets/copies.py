@@ -57,7 +57,7 @@ def fetched(url: str, checkpoints: bool = True, unchecked: bool = False) -> str:
         local = tempfile.mkdtemp(prefix="unchecked-", dir=folders.make_folder(stores.cache_directory()))
         atexit.register(folders.remove, *os.path.split(local))
     if runs and not unchecked:
-        fetch_runs(store, there, local, checkpoints)
+        _fetch_runs(store, there, local, checkpoints)
         return local
     if not there:  # an object, and no folder
         *_, name = place.split("/")
@@ -91,19 +91,14 @@ def _runs_among(names: Mapping[str, StoredFile]) -> set[str]:
     return {run for run in found if run.count("/") < _DEEPEST and FOLDER not in run.split("/")}
 
 
-def fetch_runs(
-    store: Store, there: Mapping[str, StoredFile], local: str, checkpoints: bool
-) -> dict[str, dict[str, StoredFile]]:
-    """Fetches the runs below a folder into folders below a local one.
+def _fetch_runs(store: Store, there: Mapping[str, StoredFile], local: str, checkpoints: bool) -> None:
+    """Fetches the runs below a folder into folders below a local one; warns of one that no directory can hold.
 
     Args:
       store: the folder.
       there: what it has, by name.
       local: the local one.
       checkpoints: whether those are wanted too.
-
-    Returns:
-      A dict from the name of each run to its objects. One that no directory can hold is not fetched, with a warning.
     """
     objects: dict[str, dict[str, StoredFile]] = {run: {} for run in sorted(_runs_among(there))}
     for name, file in there.items():
@@ -120,7 +115,6 @@ def fetch_runs(
 
     with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
         list(pool.map(update, objects))
-    return objects
 
 
 def _fetch_shards(folder: str, index: str, kind: str) -> None:

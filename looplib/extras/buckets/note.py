@@ -115,7 +115,6 @@ class LocalCopy:
     Args:
       url: the run directory in the store.
       directory: the local run directory.
-      names: returns the names of what there is replaced as a whole, see `replaced`; default all but the lock.
 
     Attributes:
       directory: the local run directory.
@@ -128,8 +127,7 @@ class LocalCopy:
       StoreError: if the directory holds something else.
     """
 
-    def __init__(self, url: str, directory: str, names: Callable[[], Iterable[str]] | None = None) -> None:
-        self._names = names or (lambda: set(os.listdir(directory)) - {LOCK})
+    def __init__(self, url: str, directory: str) -> None:
         self.directory, self._url = directory, masked_text(url)
         self._key = hashlib.sha256(url.encode()).hexdigest()
         self.checkpoints = os.path.join(directory, CHECKPOINTS)
@@ -216,7 +214,7 @@ class LocalCopy:
         before = self.note
         self.keep(self.folder(EARLIER))  # of an older version
         self._write(_MOVE, Move(before, False))
-        for name in sorted(self._names()):
+        for name in sorted(set(os.listdir(self.directory)) - {LOCK}):
             folders.move(self.directory, name, self.folder(EARLIER))
         self._write(_MOVE, Move(before, True))
         self.note = Note(self._url, self._key)
@@ -244,7 +242,7 @@ class LocalCopy:
                 f"({gist(error)}); move {self.directory} and {self.place} away, and run the same command again, which "
                 "continues from the store"
             ) from error
-        for name in sorted(self._names()) if move.done else ():
+        for name in sorted(set(os.listdir(self.directory)) - {LOCK}) if move.done else ():
             folders.remove(self.directory, name)
         self._write(_MOVE, Move(move.note, False))
         _merge(self.folder(EARLIER), self.directory)

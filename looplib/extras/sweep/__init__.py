@@ -2,14 +2,10 @@
 
 Names that other rooms may use, by file:
     command: add
-    database: none
     jobs: none
-    leases: none
-    place: none
     results: none
-    shared: none
     space: none
-    stored: none
+    storage: none
     study: none
     sweep: none
 """

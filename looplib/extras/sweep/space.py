@@ -7,10 +7,13 @@
 """
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
+import optuna
 from optuna import Trial
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -23,6 +26,7 @@ _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(\w.*))?")
 _WHOLE = re.compile(r"[-+]?\d+")
 _LARGEST, _LONGEST, _MOST_STEPS = 2.0**53, 100, 1e12  # numbers that databases and floats hold; their characters
 _DIGITS = 12  # of steps, whose sums are not exact
+_LARGEST_GRID = 10_000
 _FLAG = re.compile(r"(--?[\w.]+)=(.*)", re.DOTALL)
 
 
@@ -75,6 +79,39 @@ class Parameter:
             f"{self.flag} is a range without steps, and a grid needs single values; list them (a,b,c), give a step "
             "(LOW..HIGH:STEP), or use --search=random or --search=tpe"
         )
+
+
+def points(search: str, parameters: Sequence[Parameter]) -> Iterator[dict[str, Value]]:
+    """Yields the points of a search in the order in which they are tried, each once.
+
+    Args:
+      search: "grid", "random" or "tpe", which has no points before there are results.
+      parameters: what has several values.
+
+    Raises:
+      UsageError: at once, for a grid that has no end or is too large.
+    """
+    if search != "grid":
+        return _random(parameters) if search == "random" else iter(())
+    lists = [one.grid() for one in parameters]
+    if (size := math.prod(map(len, lists))) > _LARGEST_GRID:
+        raise SweepError(
+            f"the grid has {size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or use "
+            "--search=random"
+        )
+    grid = list(itertools.product(*lists))
+    flags = [one.flag for one in parameters]
+    return (dict(zip(flags, grid[place])) for place in np.random.default_rng(0).permutation(size))
+
+
+def _random(parameters: Sequence[Parameter]) -> Iterator[dict[str, Value]]:
+    sampler, study, seen = optuna.samplers.RandomSampler(0), optuna.create_study(), set()
+    trial = optuna.trial.create_trial(value=0.0)  # a sampler asks for one, and draws at random whatever it is
+    while True:
+        point = {one.flag: sampler.sample_independent(study, trial, one.flag, one.values) for one in parameters}
+        if tuple(point.values()) not in seen:
+            seen.add(tuple(point.values()))
+            yield point
 
 
 def parse(command: Sequence[str]) -> tuple[list[str], list[Parameter]]:

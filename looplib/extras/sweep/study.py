@@ -1,50 +1,54 @@
-"""The database of a sweep: Optuna's, in a SQLite file that a kill at any moment leaves whole."""
+"""The trials of a sweep, and which process runs them.
+
+A trial is in Optuna's storage from the moment it is to run. If the process that runs it ends or gives no sign of life,
+Optuna's record of it is marked as failed and another record of the same trial, with all results that it has, waits for
+the next process. Several processes do that, and take trials, one at a time, by the lock of a file in the directory of
+the sweep. So a kill at any moment loses no trial, and none is taken twice.
+"""
 
 import contextlib
 import dataclasses
-import functools
+import fcntl
 import itertools
 import json
 import math
 import os
 import re
+import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.trial import TrialState
-from sqlalchemy.exc import SQLAlchemyError
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
 
-from looplib import files, folders
+from looplib import files
 from looplib.console import printable
 from looplib.errors import SweepError, UsageError
-from looplib.extras.outputs.new_folder import new_folder
 from looplib.extras.page.values import number, text
-from looplib.extras.sweep.place import FILE, has_runs
-from looplib.extras.sweep.space import Parameter
+from looplib.extras.sweep.space import Parameter, Value, points
+from looplib.extras.sweep.storage import BEAT, FILE, STORAGE_ERRORS, Database, cause_of, check, open_file, open_shared
 from looplib.masks import masked
 from looplib.messages import gist
 
-SEARCHES = ("grid", "random", "tpe")
 PRUNERS = {
     "none": optuna.pruners.NopPruner,
     "median": optuna.pruners.MedianPruner,
     "halving": optuna.pruners.SuccessiveHalvingPruner,
     "hyperband": optuna.pruners.HyperbandPruner,
 }
-VALUES = ("last", "best")
-PLAN = "plan"
-_LARGEST_GRID = 10_000
-_VALUE, _ERROR, _DEVIATION = "value of seed", "error", "deviation"
-RUNS_BEFORE = "runs before"  # whether the directory had runs when the database was made
-# Bounds of a database that is read, which may come from somebody else.
-MOST_BYTES, MOST_TRIALS, _MOST_SECONDS = 1 << 28, 100_000, 60.0
-_OF_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")  # at the end of a journal that names another file, to be removed
+_PLAN, _DIRECTORY = "plan", "directory"  # what a sweep notes beside its trials
+# What it notes of a trial: which one it is, its results, and why it failed.
+_TRIAL, _VALUE, _ERROR = "trial", "value of seed", "error"
+_MARK = "sweep.shared"  # in the directory of a sweep of several processes
+_LOCK_WAIT = 30.0  # seconds
+_LOOK = 1.0  # seconds between two looks for a trial that has become free
 _LONGEST = 300  # characters of a setting in a sentence
+_LOST = re.compile("no such|interrupted")  # in what SQLite says of a damaged file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +57,12 @@ class SweepPlan:
 
     Attributes:
       command: the command, with its ranges and lists.
-      search: one of `SEARCHES`.
+      search: "grid", "random" or "tpe".
       metric: what to compare: the split and the name in metrics.jsonl, such as "eval/accuracy".
       goal: "max" or "min"; None to read it from the name of the metric.
       prune: a name in `PRUNERS`.
       seeds: under how many seeds to run each configuration; 0: once, with the command's own seed.
-      value: which value of the metric to compare, one of `VALUES`: the last of a run, or its best.
+      value: which value of the metric to compare: "last" of a run, or its "best".
     """
 
     command: list[str]
@@ -74,11 +78,6 @@ class SweepPlan:
         """What the trials are compared by, as a person reads it."""
         return self.metric if self.value == "last" else f"best {self.metric}"
 
-    @property
-    def direction(self) -> str:
-        """Optuna's name of the goal."""
-        return "maximize" if self.goal == "max" else "minimize"
-
 
 class Study:
     """The trials of a sweep.
@@ -87,175 +86,260 @@ class Study:
       directory: the sweep's.
       plan: what it does.
       parameters: what it searches.
+      trials: how many to have; None for all points of a grid.
+      database: of several processes; None for a file in the directory, which this process has locked.
 
     Attributes:
-      name: Optuna's name of it.
-      shared: whether other machines take trials of it too.
-      size: the number of combinations of the parameters' values; infinity if one of them is any number of a range.
-      had_runs_before: whether the database was made in a directory that had runs of trials.
+      shared: whether other processes take trials of the sweep too.
+      limit: how many trials the sweep is to have; the caller may lower it.
+      is_over: whether all trials had ended, whichever process ran them, when `next` found none.
 
     Raises:
-      UsageError: if the directory holds a sweep with another plan, or a database that is damaged; or for a grid that
-        has no end.
+      UsageError: if there is a sweep with another plan, or a file that is damaged; or for a grid that has no end.
     """
 
-    name, shared = "sweep", False
-    _other = "--dir"  # the option with which a user has another one
-
-    def __init__(self, directory: str, plan: SweepPlan, parameters: Sequence[Parameter]) -> None:
+    def __init__(
+        self,
+        directory: str,
+        plan: SweepPlan,
+        parameters: Sequence[Parameter],
+        trials: int | None = None,
+        database: Database | None = None,
+    ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._plan, self._parameters = plan, parameters
-        self._grid = {one.flag: one.grid() for one in parameters} if plan.search == "grid" else {}
-        self.size = math.prod(one.count for one in parameters)
-        if self._grid and self.size > _LARGEST_GRID:
+        self._plan, self._parameters, self._database = plan, parameters, database
+        self.shared = database is not None
+        found, size = points(plan.search, parameters), math.prod(one.count for one in parameters)
+        self.limit = trials if trials and (plan.search == "tpe" or trials <= size) else int(size)
+        self._points = list(itertools.islice(found, self.limit))
+        self._own: set[int] = set()  # Optuna's numbers of the trials that this process runs
+        self._next_look = self._next_beat = 0.0
+        self.is_over = False
+        self._path, self._mark = os.path.join(directory, FILE), os.path.join(directory, _MARK)
+        self._where = database.shown if database else directory
+        other = self._path if database else self._mark
+        if os.path.lexists(other) and not (database and os.path.lexists(self._mark)):
+            kind = "without" if database else "with"
+            raise SweepError(f"{other} is of a sweep {kind} --storage; start it as it was, or use another --dir")
+        if database:
+            check(database)
+        with self.alone(), self._reading():
+            self._open(directory)
+
+    def _open(self, directory: str) -> None:
+        name, direction = self._database.study if self._database else "sweep", f"{self._plan.goal}imize"
+        self._storage = open_shared(self._database) if self._database else open_file(self._path)
+        pruner = PRUNERS[self._plan.prune]()
+        self._study = optuna.create_study(
+            storage=self._storage, study_name=name, direction=direction, pruner=pruner, load_if_exists=True
+        )
+        self._id = self._storage.get_study_id_from_name(name)
+        before = self._study.user_attrs
+        if _PLAN not in before:
+            if self._records():
+                raise ValueError("it has trials, and no sweep has made it")
+            if any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory)):
+                raise SweepError(
+                    f"{directory} has runs of another sweep, of which {self._where} knows nothing; restore the "
+                    f"{'database' if self.shared else FILE} of that sweep, or use another --dir"
+                )
+            self._study.set_user_attr(_DIRECTORY, self._token())
+            self._study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(self._plan)))
+            before = self._study.user_attrs
+        self._refuse_another(json.loads(before[_PLAN]))
+        if self.shared and before.get(_DIRECTORY) != self._token():
             raise SweepError(
-                f"the grid has {self.size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
-                "use --search=random"
+                f"{self._where} has its runs in another directory than {directory}, or is of an earlier version of "
+                "looplib; give all processes one --dir, or use another --study"
             )
-        self._storage = self._open(directory)
-        with self._reading():
-            self._study = optuna.load_study(study_name=self.name, storage=self._storage, pruner=PRUNERS[plan.prune]())
-            self._refuse_another(json.loads(self._study.user_attrs[PLAN]))
-            for place, trial in enumerate(self.all()):
-                if wrong := self._wrong_in(place, trial):
-                    raise ValueError(f"its trial {place} has {wrong}")
-            self.had_runs_before = bool(self._study.user_attrs.get(RUNS_BEFORE))
+        if [one.number for one in self._records()] != list(range(len(self._records()))):
+            raise ValueError("its trials have other numbers")
+        for place, trial in enumerate(self.trials()):
+            if not self._fits(place, trial):
+                raise ValueError(f"its trial {place} is not one of this sweep")
 
-    def _open(self, directory: str) -> optuna.storages.RDBStorage:
-        """Opens the database, which is made if it is not there."""
-        self._where, self._path = directory, os.path.join(directory, FILE)
-        if not os.path.lexists(self._path):
-            _create(self._path, self.name, self._plan)
-        with self._reading():
-            _check_file(self._path)
-            return _storage_of(self._path)
-
-    def _refuse_another(self, before: dict[str, Any]) -> None:
-        """Refuses to continue a sweep that was begun with another plan.
-
-        Args:
-          before: the fields of that plan.
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps other processes of the sweep from taking and ending trials while the block runs.
 
         Raises:
-          UsageError: if a field differs.
+          TimeoutError: if another process has the lock for long.
+          OSError: if the file system has no locks.
         """
+        if not self.shared:  # the directory is locked
+            yield
+            return
+        with files.appending(self._mark, _LOCK_WAIT) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # which `appending` does without in a file system that has no locks
+            if not os.path.getsize(self._mark):
+                file.write(secrets.token_hex(16).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            yield
+
+    def _token(self) -> str:
+        """Returns what tells the directory of several processes from any other, by whatever path they have it."""
+        return files.read_text(self._mark, most=100) if self.shared else ""
+
+    def _refuse_another(self, before: dict[str, Any]) -> None:
         for name, new in dataclasses.asdict(self._plan).items():
             if (old := before.get(name, SweepPlan.value if name == "value" else None)) != new:
                 old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
                 raise SweepError(
                     f"{self._where} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
-                    f"start it as it was, or use another {self._other}"
+                    f"start it as it was, or use another {'--study' if self.shared else '--dir'}"
                 )
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Says in a sentence what is wrong with the database, if the block finds any part damaged."""
+        """Says in a sentence what is wrong with the storage, if the block finds any part damaged."""
         try:
             yield
-        except (UsageError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:
-            if isinstance(error, UsageError) or not self._proves_damage(error):
-                raise
-            raise self._damaged(error) from error
         except Exception as error:  # Optuna raises anything for a database of another program
-            raise self._damaged(error) from error
+            cause = cause_of(error)
+            # A server says anything of a connection; a file may only be locked, or on a full disk.
+            passes = self.shared or (isinstance(cause, sqlite3.OperationalError) and not _LOST.search(str(cause)))
+            if isinstance(error, (UsageError, OSError)) or (isinstance(error, STORAGE_ERRORS) and passes):
+                raise
+            shown, cure = self._where, "use another --study, or restore the database"
+            if not self.shared:
+                shown, cure = self._path, "restore a copy, or use another --dir"
+            text = f"{shown} is damaged, or no database of a sweep ({printable(gist(cause))}); {cure}"
+            raise SweepError(text) from error
 
-    def _proves_damage(self, error: BaseException) -> bool:
-        """Returns whether an error is of a damaged file, and not of one that cannot be read or written now."""
-        cause = cause_of(error)
-        return not isinstance(cause, sqlite3.OperationalError) or "no such" in str(cause) or "interrupted" in str(cause)
-
-    def _damaged(self, error: Exception) -> UsageError:
-        return SweepError(
-            f"{self._path} is damaged, or no database of a sweep ({printable(gist(cause_of(error)))}); restore a copy, "
-            "or move it away and run the same command: each trial then continues its run, if it draws the settings "
-            "which that run was started with"
+    def _fits(self, place: int, trial: FrozenTrial) -> bool:
+        """Returns whether a sweep can have written a trial."""
+        expected, found = {one.flag: one.values for one in self._parameters}, values(trial)
+        seeds = max(1, self._plan.seeds)
+        complete = trial.state == TrialState.COMPLETE
+        return (
+            place_of(trial) == place
+            and "fixed_params" not in trial.system_attrs  # which would be run in place of what is drawn
+            and all(expected.get(flag) == of for flag, of in trial.distributions.items())
+            and all(
+                isinstance(of := expected[flag], CategoricalDistribution) or of.low <= setting <= of.high
+                for flag, setting in trial.params.items()
+            )
+            and (trial.params.keys() == expected.keys() or (self._plan.search == "tpe" and not complete))
+            and len(found) == sum(name.startswith(_VALUE) for name in trial.user_attrs)
+            and all(seed < seeds for seed in found)
+            and (not complete or (len(found) == seeds and number(trial.value) is not None))
         )
 
-    def _wrong_in(self, place: int, trial: optuna.trial.FrozenTrial) -> str:
-        """Returns what no sweep has written into a trial; "" if there is nothing."""
-        expected = {one.flag: one.values for one in self._parameters}
-        seeds = max(1, self._plan.seeds)
-        if trial.number != place:
-            return f"the number {trial.number}"
-        if any(expected.get(flag) != values for flag, values in trial.distributions.items()):
-            return "other flags or values"
-        for flag, setting in trial.params.items():
-            of = expected[flag]
-            if not isinstance(of, CategoricalDistribution) and not of.low <= setting <= of.high:
-                return f"{flag}={setting:.6g}"
-        names = [name for name in trial.user_attrs if name.startswith(_VALUE)]
-        if len(names) != len(values(trial)) or any(seed >= seeds for seed in values(trial)):
-            return "results that are not numbers, or of other seeds"
-        if "fixed_params" in trial.system_attrs or trial.state == TrialState.WAITING:
-            return "values that were not drawn"
-        if trial.state == TrialState.COMPLETE:
-            if trial.params.keys() != expected.keys() or len(names) != seeds or number(trial.value) is None:
-                return "ended, and lacks settings or results"
-        return ""
-
-    def all(self) -> list[optuna.trial.FrozenTrial]:
-        """Returns all trials."""
+    def _records(self) -> list[FrozenTrial]:
+        """Returns all of Optuna's records, by their numbers."""
         return self._study.get_trials(deepcopy=False)
 
-    def unfinished(self) -> list[optuna.Trial]:
-        """Returns the trials that were begun and have not ended, for the sweep's next start."""
-        states = (TrialState.RUNNING,)
-        numbers = [one.number for one in self._study.get_trials(deepcopy=False, states=states)]
-        with self._reading():
-            return [self._complete(number, functools.partial(self._again, number)) for number in numbers]
+    def trials(self) -> list[FrozenTrial]:
+        """Returns the newest record of each trial, in the order of the trials."""
+        newest = {place_of(record): record for record in self._records()}
+        return [newest[place] for place in sorted(newest)]
 
-    def _again(self, number: int) -> optuna.Trial:
-        """Returns a trial that was begun, by its number."""
-        study = self._storage.get_study_id_from_name(self.name)
-        return optuna.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study, number))
+    def next(self) -> optuna.Trial | None:
+        """Returns the next trial to run, with a value for each parameter; None if there is none, or none yet."""
+        if time.monotonic() < self._next_look:
+            return None
+        with self.alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # heartbeats are an experimental part of Optuna
+            if self.shared:
+                optuna.storages.fail_stale_trials(self._study)
+            for trial in self.trials():
+                if self._was_left(trial):
+                    self._queue_again(trial)
+            while True:
+                trials = self.trials()
+                waiting = [one.number for one in self._records() if one.state == TrialState.WAITING]
+                if waiting:
+                    trial = self._take(waiting[0])
+                    if not self.end_if_complete(trial):
+                        return trial
+                elif len(trials) < self.limit:
+                    self._queue(self._new_point(trials), {_TRIAL: len(trials)})
+                else:
+                    break
+        self.is_over = all(trial.state.is_finished() for trial in trials)
+        self._next_look = time.monotonic() + _LOOK
+        return None
 
-    def new(self) -> optuna.Trial:
-        """Returns a new trial, with a value for each parameter."""
-        with self._reading():
-            return self._complete(len(self.all()), self._study.ask)
+    def _was_left(self, trial: FrozenTrial) -> bool:
+        """Returns whether the process that ran a trial is gone. The trials that a sweep fails have an error."""
+        if self.shared or trial.state != TrialState.RUNNING:
+            return trial.state == TrialState.FAIL and _ERROR not in trial.user_attrs
+        return trial.number not in self._own
 
-    def next(self, limit: int) -> optuna.Trial | None:
-        """Returns the next trial to run, new or taken over; None if there is none, or none yet.
+    def _queue_again(self, trial: FrozenTrial) -> None:
+        """Ends a record, and has another one of the same trial wait."""
+        if trial.state == TrialState.RUNNING:
+            self._study.tell(trial.number, state=TrialState.FAIL)
+        notes = {name: note for name, note in trial.user_attrs.items() if name != _ERROR}
+        self._queue(trial.params, {**notes, _TRIAL: place_of(trial)}, trial)
 
-        Args:
-          limit: how many trials the sweep is to have.
-        """
-        return self.new() if len(self.all()) < limit else None
+    def _queue(self, params: dict[str, Value], notes: dict[str, Any], of: FrozenTrial | None = None) -> None:
+        of_flags = {one.flag: one.values for one in self._parameters if one.flag in params}
+        trial = optuna.create_trial(state=TrialState.WAITING, params=params, distributions=of_flags, user_attrs=notes)
+        if of:
+            trial.system_attrs, trial.intermediate_values = of.system_attrs, of.intermediate_values
+        self._study.add_trial(trial)
 
-    def is_over(self) -> bool:
-        """Returns whether no trial runs elsewhere, which this sweep would have to wait for or to take over."""
-        return True
+    def _new_point(self, trials: Sequence[FrozenTrial]) -> dict[str, Value]:
+        """Returns the first point that no trial has, of those that an uninterrupted sweep tries in this order."""
+        if self._plan.search == "tpe":  # which draws it from the results, once the trial is taken
+            return {}
+        tried = {tuple(trial.params[one.flag] for one in self._parameters) for trial in trials}
+        return next(point for point in self._points if tuple(point.values()) not in tried)
 
-    def lost(self) -> set[int]:
-        """Returns the numbers of trials that another machine has taken from this one since the last call."""
-        return set()
-
-    def hand_back(self) -> None:
-        """Lets other machines take the trials of this one at once."""
-
-    def _complete(self, number: int, make: Callable[[], optuna.Trial]) -> optuna.Trial:
-        """Makes a trial with this number's sampler: a start of the sweep draws what an uninterrupted one would."""
-        if self._plan.search == "grid":
-            self._study.sampler = optuna.samplers.GridSampler(self._grid, seed=0)
-        elif self._plan.search == "random":
-            self._study.sampler = self._sampler_of_a_new_point(number)
-        else:
-            self._study.sampler = optuna.samplers.TPESampler(seed=_seed(number))
-        trial = make()
+    def _take(self, number: int) -> optuna.Trial:
+        """Returns the first trial that waits, as one of this process."""
+        if self.shared:
+            self._show_life(number)  # before it runs: Optuna takes no trial for stale that has never shown any
+        place = place_of(self._records()[number])
+        seed = int(np.random.SeedSequence((0, place, 0)).generate_state(1)[0])
+        self._study.sampler = optuna.samplers.TPESampler(seed=seed)  # draws what an uninterrupted sweep would
+        trial = self._study.ask()
         for parameter in self._parameters:
             parameter.suggest(trial)
-        self._study.sampler = optuna.samplers.RandomSampler()  # a grid's refuses the end of its last trial
+        self._own.add(trial.number)
         return trial
 
-    def _sampler_of_a_new_point(self, number: int) -> "_Drawn":
-        """Returns a sampler that draws a point which no trial before this number has, while there are any."""
-        before = self.all()[:number]
-        for attempt in itertools.count():
-            drawn = optuna.create_study(sampler=optuna.samplers.RandomSampler(_seed(number, attempt))).ask()
-            for parameter in self._parameters:
-                parameter.suggest(drawn)
-            if number >= self.size or all(drawn.params != trial.params for trial in before):
-                return _Drawn(drawn.params)
+    def _show_life(self, number: int) -> None:
+        self._storage.record_heartbeat(self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
+
+    def beat(self) -> set[int]:
+        """Shows that this process is alive, if it is time; returns the numbers of records that others have ended."""
+        if not self.shared or time.monotonic() < self._next_beat:
+            return set()
+        records = self._records()
+        lost = {one for one in self._own if records[one].state != TrialState.RUNNING}
+        for one in self._own - lost:
+            self._show_life(one)
+        self._own -= lost
+        self._next_beat = time.monotonic() + BEAT
+        return lost
+
+    def has(self, trial: optuna.Trial) -> bool:
+        """Returns whether a trial is still of this process."""
+        return trial.number in self._own and self._records()[trial.number].state == TrialState.RUNNING
+
+    def hand_back(self) -> None:
+        """Lets the next start, and other processes at once, take the trials of this one, if the storage answers."""
+        with contextlib.suppress(*STORAGE_ERRORS, OSError), self.alone():
+            records = self._records()
+            for one in sorted(self._own):
+                if records[one].state == TrialState.RUNNING:
+                    self._queue_again(records[one])
+
+    def is_hopeless(self, trial: optuna.Trial, curve: dict[int, float]) -> bool:
+        """Passes new values of a trial's metric on to the pruner; returns whether it is to be stopped.
+
+        Args:
+          trial: the trial.
+          curve: the values by step.
+        """
+        known = self._records()[trial.number].intermediate_values
+        for step in sorted(curve.keys() - known.keys()):
+            if step >= 0:
+                trial.report(curve[step], step)
+        return max(curve) >= max(known, default=0) and trial.should_prune()  # else by what a rollback has taken back
 
     def note(self, trial: optuna.Trial, seed: int, value: float) -> None:
         """Notes the result under one seed, and ends the trial if it was the last one."""
@@ -264,123 +348,49 @@ class Study:
 
     def end_if_complete(self, trial: optuna.Trial) -> bool:
         """Ends a trial that has a result under each seed; returns whether it has."""
-        found = values(trial)
+        found = list(values(trial).values())
         if len(found) < max(1, self._plan.seeds):
             return False
-        if len(found) > 1:
-            trial.set_user_attr(_DEVIATION, float(np.std(list(found.values()), ddof=1)))
-        self._study.tell(trial, float(np.mean(list(found.values()))))
+        self._end(trial, TrialState.COMPLETE, float(np.mean(found)))
         return True
 
     def fail(self, trial: optuna.Trial, sentence: str) -> None:
         """Ends a trial that failed."""
         trial.set_user_attr(_ERROR, sentence)
-        self._study.tell(trial, state=TrialState.FAIL)
+        self._end(trial, TrialState.FAIL)
 
     def prune(self, trial: optuna.Trial) -> None:
         """Ends a trial that was stopped as hopeless."""
-        self._study.tell(trial, state=TrialState.PRUNED)
+        self._end(trial, TrialState.PRUNED)
+
+    def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
+        self._study.tell(trial, value, state)
+        self._own.discard(trial.number)
+        self._next_look = 0.0
 
 
-class _Drawn(optuna.samplers.RandomSampler):
-    """Gives a trial a point that was drawn before, of which it may have a part from a start that was killed."""
-
-    def __init__(self, point: dict[str, Any]) -> None:
-        super().__init__(seed=0)
-        self._point = point
-
-    def sample_independent(
-        self,
-        study: optuna.Study,
-        trial: optuna.trial.FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
-    ) -> Any:
-        return self._point[param_name]
+def place_of(trial: optuna.Trial | FrozenTrial) -> int:
+    """Returns which trial of the sweep a record is of; Optuna counts records."""
+    return trial.user_attrs.get(_TRIAL, trial.number)
 
 
-def _seed(number: int, attempt: int = 0) -> int:
-    """Returns the seed of an attempt to draw the point of a trial."""
-    return int(np.random.SeedSequence((0, number, attempt)).generate_state(1)[0])
-
-
-def _create(path: str, name: str, plan: SweepPlan) -> None:
-    """Makes the database in another folder first: a kill in the middle leaves no half of one."""
-    directory = os.path.dirname(path)
-    had_runs = has_runs(directory)
-    for suffix in ("-journal", "-wal", "-shm"):  # of a database that was removed
-        if not os.path.isdir(f"{path}{suffix}"):
-            folders.remove(directory, f"{FILE}{suffix}")
-    with new_folder(path) as new:
-        storage = _storage_of(os.path.join(new, FILE))
-        study = optuna.create_study(storage=storage, study_name=name, direction=plan.direction)
-        study.set_user_attr(PLAN, json.dumps(dataclasses.asdict(plan)))
-        if had_runs:
-            study.set_user_attr(RUNS_BEFORE, True)
-        storage.remove_session()
-        storage.engine.dispose()
-        folders.move(new, FILE, directory)
-    files.make_durable(directory)
-
-
-def _storage_of(path: str) -> optuna.storages.RDBStorage:
-    """Returns Optuna's storage in a file; a URL could not name each path."""
-    return optuna.storages.RDBStorage("sqlite://", {"creator": lambda: sqlite3.connect(path, check_same_thread=False)})
-
-
-def _check_file(path: str) -> None:
-    """Checks that a file, with those that SQLite keeps beside it, is a database that can be read at a bounded cost.
-
-    Raises:
-      ValueError, sqlite3.Error: if it is not.
-      OSError: if it cannot be read.
-    """
-    for suffix in ("", "-journal", "-wal", "-shm"):
-        if suffix and not os.path.lexists(f"{path}{suffix}"):
-            continue
-        with files.open_regular(f"{path}{suffix}") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - len(_OF_SUPER_JOURNAL)))
-            if size > MOST_BYTES:
-                raise ValueError(f"{FILE}{suffix} has {size:,} bytes; expected at most {MOST_BYTES:,}")
-            if suffix == "-journal" and file.read() == _OF_SUPER_JOURNAL:
-                raise ValueError(f"{FILE}{suffix} names a file to be removed")
-    end = time.monotonic() + _MOST_SECONDS
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.set_progress_handler(lambda: time.monotonic() > end, 100_000)
-        found = database.execute("SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index')").fetchone()
-        if found:
-            raise ValueError(f"it has {found[0]!r:.50}, which is no table")
-        if (problem := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-            raise ValueError(problem)
-        (trials,) = database.execute("SELECT count(*) FROM trials").fetchone()
-        if trials > MOST_TRIALS:
-            raise ValueError(f"it has {trials:,} trials; expected at most {MOST_TRIALS:,}")
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """Returns the error that led to one of Optuna's, which do not say what is wrong."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def name_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
+def name_of(trial: optuna.Trial | FrozenTrial) -> str:
     """Returns the name of a trial and of its folder in the sweep's directory."""
-    return f"trial-{trial.number:04}"
+    return f"trial-{place_of(trial):04}"
 
 
-def values(trial: optuna.Trial | optuna.trial.FrozenTrial) -> dict[int, float]:
+def values(trial: optuna.Trial | FrozenTrial) -> dict[int, float]:
     """Returns the results of a trial by seed."""
     found = ((re.fullmatch(rf"{_VALUE} (\d{{1,9}})", name), number(value)) for name, value in trial.user_attrs.items())
     return {int(match[1]): value for match, value in found if match and value is not None}
 
 
-def deviation(trial: optuna.trial.FrozenTrial) -> float | None:
+def deviation(trial: FrozenTrial) -> float | None:
     """Returns the standard deviation of a trial's results over its seeds; None with one seed."""
-    return number(trial.user_attrs.get(_DEVIATION))
+    found = list(values(trial).values())
+    return float(np.std(found, ddof=1)) if len(found) > 1 else None
 
 
-def error(trial: optuna.trial.FrozenTrial) -> str:
+def error(trial: FrozenTrial) -> str:
     """Returns the last line of a trial that failed, "" otherwise."""
     return text(trial.user_attrs.get(_ERROR))

@@ -11,25 +11,24 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import optuna
-from sqlalchemy.exc import SQLAlchemyError
 
 from looplib import console, files, folders
-from looplib.checkpoint.lock import RunLock, acquire
+from looplib.checkpoint.lock import LockKind, RunLock, acquire
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError, UsageError
 from looplib.extras.sweep import jobs, results, space
-from looplib.extras.sweep.database import Database
 from looplib.extras.sweep.jobs import Job
-from looplib.extras.sweep.place import FILE, LOCKED, Place, SharedPlace
-from looplib.extras.sweep.space import Parameter
-from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Study, SweepPlan, cause_of, name_of, values
+from looplib.extras.sweep.storage import FILE, GRACE, STORAGE_ERRORS, Database, cause_of
+from looplib.extras.sweep.study import Study, SweepPlan, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
-from looplib.masks import masked
+from looplib.masks import masked, masked_text
 from looplib.messages import with_cure
 from looplib.task.metric_names import mode_of
 
+_LOCKED = LockKind("directory of a sweep", "use another --dir", "sweep.lock")
 _TICK = 0.1
-_MOST_SEEDS = 10_000
+_PAUSE = 1.0  # seconds before a database that does not answer is asked again
+_PATIENCE = GRACE / 2  # seconds; the other half is for runs to be saved before another process takes them
 # What the machine is short of, so that a run which ends with it in its last line is no failure of its trial.
 _OF_THE_MACHINE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO))
 _LEAST_SPACE = 1 << 20  # bytes
@@ -40,11 +39,11 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None, da
     """Runs a sweep, or what is left of it.
 
     Args:
-      directory: for its database and the run directories; maybe a URL.
+      directory: for the run directories, the results, and the trials if there is no database.
       plan: what it does.
       parallel: how many runs at a time.
       trials: how many configurations; default all points of a grid.
-      database: that of a sweep on several machines; default one in the directory, for this machine alone.
+      database: has the trials of a sweep that several processes run; default a file that is this process's alone.
 
     Returns:
       The exit code: `EXIT_DONE`, `EXIT_FAILED` if no trial has a result, or `EXIT_PREEMPTED` if a signal ended it.
@@ -52,7 +51,7 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None, da
     Raises:
       UsageError: for bad input.
     """
-    _check(plan, parallel, trials)
+    _check(directory, plan, trials)
     try:
         plan = dataclasses.replace(plan, goal=mode_of("the sweep", plan.metric, plan.goal))
     except UsageError:
@@ -62,54 +61,33 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None, da
         ) from None
     fixed, parameters = space.parse(plan.command)
     with console.guarded(), Signals() as signals, contextlib.ExitStack() as held:
-        place = _place_of(directory, signals, database)
-        directory = place.directory
+        directory = os.path.abspath(directory)
         held.enter_context(_sentences(database.shown if database else os.path.join(directory, FILE)))
-        place.prepare()
         folders.make_folder(directory)
         lock = None
-        if place.is_alone:
-            lock = acquire(directory, _give_up, LOCKED)
+        if not database:
+            lock = acquire(directory, _give_up, _LOCKED)
             held.callback(lock.release)
-        held.enter_context(place)
-        if lock:
             folders.remove_unfinished(directory, 0.0)  # of sweeps that were killed, as this one has the directory
-        study = _study_of(place, plan, parameters, database, signals)
+        study = Study(directory, plan, parameters, trials, database)
         held.callback(study.hand_back)
-        limit = trials if trials and (plan.search == "tpe" or trials <= study.size) else int(study.size)
-        if trials and trials > limit:
-            say(f"--trials is {trials:,}, and the command has {limit:,} combinations of values: each is tried once")
-        finished = _Sweep(place, lock, plan, fixed, study, parallel, limit).run(signals)
-        if finished or not database:  # else older results might replace those of another machine
-            trials_made = study.all()
-            place.gather()
-            results.write(directory, plan, parameters, trials_made, place.shown)
+        if trials and trials > study.limit:
+            say(f"--trials is {trials:,}, and the command has {study.limit:,} combinations: each is tried once")
+        finished = _Sweep(directory, lock, plan, fixed, study, parallel).run(signals)
+        if finished or not database:  # else older results might replace those of another process
+            results.write(directory, plan, parameters, trials_made := study.trials())
     if not finished:
         say(f"sweep: ended by a signal; all runs are saved; run the same command to resume (code {EXIT_PREEMPTED})")
         return EXIT_PREEMPTED
     return EXIT_DONE if results.ranked(trials_made, plan.goal) else EXIT_FAILED
 
 
-def _place_of(directory: str, signals: Signals, database: Database | None) -> Place:
-    if not files.is_remote(directory):
-        return (SharedPlace if database else Place)(os.path.abspath(directory))
-    from looplib.extras.sweep import stored  # a local sweep needs nothing of stores
-
-    kind = stored.SharedStoredPlace if database else stored.StoredPlace
-    return kind(directory, lambda: len(signals.came))
-
-
-def _study_of(
-    place: Place, plan: SweepPlan, parameters: Sequence[Parameter], database: Database | None, signals: Signals
-) -> Study:
-    if database is None:
-        return Study(place.directory, plan, parameters)
-    from looplib.extras.sweep.shared import SharedStudy  # a sweep on one machine needs nothing of it
-
-    return SharedStudy(database, place, plan, parameters, lambda: bool(signals.came))
-
-
-def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
+def _check(directory: str, plan: SweepPlan, trials: int | None) -> None:
+    if files.is_remote(directory):
+        raise SweepError(
+            f"--dir is {masked_text(directory)}; expected a local directory, or one that machines share; give "
+            "--storage too if several of them are to run the sweep"
+        )
     if not plan.command:
         raise SweepError(
             "the command is missing; write it after --, as in -- python -m trainers.my_trainer --config.a=1,2"
@@ -122,14 +100,6 @@ def _check(plan: SweepPlan, parallel: int, trials: int | None) -> None:
                 f"the command has a secret {named}, which sweep.db and the results would hold; give it to the program "
                 "in an environment variable or in a file, and leave out the flag"
             )
-    for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min", None)), ("value", VALUES)):
-        if (value := getattr(plan, name)) not in options:
-            raise SweepError(f"--{name} is {value!r}; expected one of {', '.join(filter(None, options))}")
-    for name, value in (("parallel", parallel), ("trials", trials)):
-        if value is not None and value < 1:
-            raise SweepError(f"--{name} is {value}; expected at least 1")
-    if not 0 <= plan.seeds <= _MOST_SEEDS:
-        raise SweepError(f"--seeds is {plan.seeds}; expected 1 to {_MOST_SEEDS:,}, or 0 for the command's own seed")
     if trials is None and plan.search != "grid":
         raise SweepError(f"--search={plan.search} has no end of its own; give a number of trials (--trials=20)")
     if plan.prune != "none" and plan.seeds > 1:
@@ -149,7 +119,7 @@ def _sentences(database: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise SweepError(f"{with_cure(error, 'mend that')}; then the same command resumes the sweep") from error
-    except (SQLAlchemyError, optuna.exceptions.OptunaError) as error:
+    except STORAGE_ERRORS as error:
         raise SweepError(
             f"{database} cannot be read or written ({cause_of(error)}); mend that, and run "
             "the same command: no trial that has ended is lost, and the others resume"
@@ -161,72 +131,71 @@ def _give_up() -> NoReturn:
     raise SweepError("a sweep runs in this process; wait until it has ended")
 
 
+@dataclasses.dataclass
 class _Sweep:
     """The runs of a sweep.
 
-    Args:
-      place: where it is.
-      lock: the lock of the directory, which this process holds; None if it is for several machines.
+    Attributes:
+      directory: where it is.
+      lock: the lock of the directory, which this process holds; None if several processes run the sweep.
       plan: what it does.
       fixed: the arguments that all runs have.
       study: its trials.
       parallel: how many runs at a time.
-      limit: how many trials.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        lock: RunLock | None,
-        plan: SweepPlan,
-        fixed: Sequence[str],
-        study: Study,
-        parallel: int,
-        limit: int,
-    ) -> None:
-        self._place, self._directory, self._lock = place, place.directory, lock
-        self._plan, self._fixed, self._study = plan, fixed, study
-        self._parallel, self._limit = parallel, limit
-        self._waiting: collections.deque[Job] = collections.deque()
-        self._running: list[Job] = []
-        self._ended: set[int] = set()  # trials that failed in this start
-        self._without_value = 0  # trials that ended without any value of the metric
+    directory: str
+    lock: RunLock | None
+    plan: SweepPlan
+    fixed: Sequence[str]
+    study: Study
+    parallel: int
+    _waiting: collections.deque[Job] = dataclasses.field(default_factory=collections.deque)
+    _running: list[Job] = dataclasses.field(default_factory=list)
+    _ended: set[int] = dataclasses.field(default_factory=set)  # trials that failed in this start
+    _without_value: int = 0  # trials that ended without any value of the metric
 
     def run(self, signals: Signals) -> bool:
         """Runs all trials; returns whether they have ended, so that False says that a signal came."""
-        before = self._study.all()
-        unfinished = self._study.unfinished()
-        if before:
+        if before := self.study.trials():
             ended = sum(trial.state.is_finished() for trial in before)
-            left = f"that resume: {len(unfinished)}"
-            if self._study.shared:
-                left = f"that machines have begun: {len(before) - ended}"
-            say(f"trials that have ended: {ended}; {left}")
-        for trial in unfinished:
-            if not self._study.end_if_complete(trial):
-                self._add(trial)
+            others = "were begun" if self.study.shared else "resume"
+            say(f"trials that have ended: {ended}; that {others}: {len(before) - ended}")
+        answered = time.monotonic()
         try:
             while not signals.came:
-                if self._lock:
-                    self._lock.check()
-                self._place.check()
-                self._fill()
-                if not self._running and not self._waiting and self._study.is_over():
-                    return True
-                signals.wait(_TICK)
-                self._drop(self._study.lost())
-                for job in [*self._running]:
-                    self._look_at(job)
+                if self.lock:
+                    self.lock.check()
+                try:
+                    if self._turn():
+                        return True
+                    answered = time.monotonic()
+                    signals.wait(_TICK)
+                except (*STORAGE_ERRORS, TimeoutError):
+                    if not self.study.shared or time.monotonic() > answered + _PATIENCE:
+                        raise
+                    signals.wait(_PAUSE)
             return False
         finally:
             self._stop(signals)
 
+    def _turn(self) -> bool:
+        """Looks at all runs, and starts others; returns whether all trials have ended.
+
+        It may be called again if the storage does not answer in the middle.
+        """
+        self._drop(self.study.beat())
+        for job in [*self._running]:
+            self._look_at(job)
+        self._fill()
+        return not self._running and not self._waiting and self.study.is_over
+
     def _drop(self, lost: set[int]) -> None:
-        """Ends the runs of trials that another machine has taken."""
+        """Ends the runs of trials that another process has taken."""
         for job in [job for job in (*self._running, *self._waiting) if job.trial.number in lost]:
             job.kill()
             (self._running if job in self._running else self._waiting).remove(job)
-            self._say(job, "another machine has taken the trial, because this one gave no sign of life for long")
+            self._say(job, "another process has taken the trial, because this one gave no sign of life for long")
 
     def _stop(self, signals: Signals) -> None:
         """Lets all runs save and end; a second signal ends them at once."""
@@ -242,62 +211,58 @@ class _Sweep:
 
     def _add(self, trial: optuna.Trial) -> None:
         """Queues the runs of a trial that have no result yet."""
-        folder = os.path.join(self._directory, name_of(trial))
-        known, noted = values(trial), self._place.note()
-        for seed in range(max(1, self._plan.seeds)):
+        known = values(trial)
+        for seed in range(max(1, self.plan.seeds)):
             if seed not in known:
-                place = os.path.join(folder, f"seed-{seed}") if self._plan.seeds else folder
-                flags, kept = self._place.flags(place), self._place.take(place)
-                command = jobs.command_of(self._fixed, trial, seed if self._plan.seeds else None, flags)
-                if self._study.had_runs_before:
-                    jobs.refuse_other_run(place, command, kept)
-                at = self._place
-                job = Job(trial, seed, self._directory, place, command, at.stored, at.shared, kept, noted)
-                self._waiting.append(job)
+                parts = [name_of(trial), *([f"seed-{seed}"] if self.plan.seeds else [])]
+                folder = os.path.join(self.directory, *parts)
+                command = jobs.command_of(self.fixed, trial, seed if self.plan.seeds else None, folder)
+                self._waiting.append(Job(trial, seed, self.directory, folder, command))
 
     def _fill(self) -> None:
         """Starts runs up to the number that may run at a time."""
-        held = []
-        while len(self._running) < self._parallel:
-            if not self._waiting and (trial := self._study.next(self._limit)):
-                self._add(trial)
-            if not self._waiting:
-                break
-            job = self._waiting.popleft()
-            if not self._place.has(job.noted):
-                held.append(job)
-                break
-            if job.start():
+        while len(self._running) < self.parallel:
+            job = next((one for one in self._waiting if one.waits_until <= time.monotonic()), None)
+            if job is not None:
+                job.start()
+                self._waiting.remove(job)
                 self._running.append(job)
-            else:  # a process of the sweep's last start is still ending
-                held.append(job)
-        self._waiting.extendleft(reversed(held))
+            elif trial := self.study.next():
+                self._add(trial)
+            else:
+                break
 
     def _look_at(self, job: Job) -> None:
         code = job.poll()
-        if self._plan.prune != "none":
-            self._report(job)
+        if self.plan.prune != "none" and job.stopped is None and (found := job.curve(self.plan.metric)):
+            if self.study.is_hopeless(job.trial, found):
+                job.stop()
         if code is None:
             return
+        if job.trial.number not in self._ended:
+            with self.study.alone():
+                if not self.study.has(job.trial):
+                    self._drop({job.trial.number})
+                    return
+                self._note_end(job, code)
         self._running.remove(job)
-        trial = job.trial
-        if trial.number in self._ended:
-            return
+
+    def _note_end(self, job: Job, code: int) -> None:
+        """Notes how a run has ended, or queues it to be started again."""
         if code == EXIT_DONE:
             try:
-                value = jobs.result(job.folder, self._plan)
+                value = jobs.result(job.folder, self.plan)
             except UsageError as error:
                 self._fail(job, str(error))
                 return
-            self._study.note(trial, job.seed, value)
-            self._place.note()
-            self._say(job, f"{self._plan.compared} {value:.6g}")
+            self.study.note(job.trial, job.seed, value)
+            self._say(job, f"{self.plan.compared} {value:.6g}")
         elif job.stopped is not None:
-            self._study.prune(trial)
-            self._place.note()
+            self.study.prune(job.trial)
             self._say(job, f"stopped at step {saved_step(job.folder)}: other trials were better there")
         elif job.may_run_again(code):
-            job.noted = self._place.note()  # a store that did not take the run has to answer first
+            if job.is_locked():
+                self._say(job, f"waits: {job.failure(code)}")
             self._waiting.appendleft(job)
         else:
             self._fail_by_its_own(job, job.failure(code))
@@ -308,9 +273,9 @@ class _Sweep:
         Raises:
           UsageError: if the machine failed it.
         """
-        space = os.statvfs(self._directory)
+        space = os.statvfs(self.directory)
         full = space.f_bavail * space.f_frsize < _LEAST_SPACE
-        if full or job.lacks_its_store() or any(words in sentence for words in _OF_THE_MACHINE):
+        if full or any(words in sentence for words in _OF_THE_MACHINE):
             raise SweepError(
                 f"a run of the sweep ended in {job.folder}: {console.printable(sentence)}"
                 f"{', and the disk is full' if full else ''}; mend that, and run the same command: no trial that has "
@@ -318,40 +283,25 @@ class _Sweep:
             )
         self._fail(job, sentence)
 
-    def _report(self, job: Job) -> None:
-        """Passes new metrics on to the pruner, and stops a hopeless run."""
-        found = job.curve(self._plan.metric)
-        if not found or job.stopped is not None:
-            return
-        known = self._study.all()[job.trial.number].intermediate_values
-        for step in sorted(found.keys() - known.keys()):
-            if step >= 0:
-                job.trial.report(found[step], step)
-        if max(found) >= max(known, default=0) and job.trial.should_prune():  # else by what a rollback has taken back
-            job.stop()
-
     def _fail(self, job: Job, sentence: str) -> None:
         """Marks a trial as failed, and ends its other runs."""
+        self.study.fail(job.trial, sentence)
         self._ended.add(job.trial.number)
-        self._study.fail(job.trial, sentence)
-        self._place.note()
         self._say(job, f"failed: {sentence}")
-        self._without_value += not jobs.curve(job.folder, self._plan.metric)
+        self._without_value += not jobs.curve(job.folder, self.plan.metric)
         self._waiting = collections.deque(one for one in self._waiting if one.trial.number != job.trial.number)
         for other in self._running:
             if other.trial.number == job.trial.number:
                 other.stop()
-        if self._without_value == len(self._ended) == _WITHOUT_VALUE and not results.ranked(
-            self._study.all(), self._plan.goal
-        ):
+        ranked = results.ranked(self.study.trials(), self.plan.goal)
+        if self._without_value == len(self._ended) == _WITHOUT_VALUE and not ranked:
             say(
-                f"sweep: {_WITHOUT_VALUE} trials ended without a value of {self._plan.metric}, and none with one, so "
+                f"sweep: {_WITHOUT_VALUE} trials ended without a value of {self.plan.metric}, and none with one, so "
                 "no more are started; mend the program or the command (another command needs another --dir)"
             )
-            self._limit = 0
-            self._waiting.clear()
+            self.study.limit = 0
 
     def _say(self, job: Job, text: str) -> None:
         settings = " ".join(f"{flag}={value}" for flag, value in job.trial.params.items())
         text = console.printable(text)
-        say(f"{os.path.relpath(job.folder, self._directory)}: {text}{f' ({settings})' if settings else ''}")
+        say(f"{os.path.relpath(job.folder, self.directory)}: {text}{f' ({settings})' if settings else ''}")

@@ -1,8 +1,7 @@
 """A run without a model: commits checkpoints of random bytes to a URL, as a training does, in a process of its own.
 
 `python -m copied URL --steps=9 --pause=0.1`; prints a line of JSON for each step, and for an error its class. What is in
-a checkpoint and in metrics.jsonl is a function of the step and of --seed alone. A sweep tries it with --rate, which is
-then its score per step, and names the URL, or a local directory, by --model_dir.
+a checkpoint and in metrics.jsonl is a function of the step and of --seed alone.
 """
 
 import argparse
@@ -10,7 +9,6 @@ import hashlib
 import json
 import os
 import random
-import signal
 import sys
 import time
 
@@ -47,17 +45,12 @@ def save(directory, step, seed=0, size=1000):
     folders.remove(place, f"ckpt-{step}.unfinished")
 
 
-def score(step, rate):
-    """The line of metrics.jsonl that a sweep reads."""
-    return json.dumps({"step": step, "split": "eval", "score": rate * step}) + "\n"
-
-
-def report(directory, step, seed=0, rate=None):
+def report(directory, step, seed=0):
     """Adds the line of a step to metrics.jsonl, in place of lines that a start has found for it and later ones."""
     path = os.path.join(directory, "metrics.jsonl")
     lines = open(path).read().splitlines(True) if os.path.exists(path) else []
-    new = [line(step, seed), *([] if rate is None else [score(step, rate)])]
-    files.write_whole(path, "".join([*(one for one in lines if json.loads(one)["step"] < step), *new]))
+    before = [one for one in lines if json.loads(one)["step"] < step]
+    files.write_whole(path, "".join([*before, line(step, seed)]))
 
 
 def prune(place, keep, every):
@@ -80,7 +73,6 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("url", nargs="?", default=argparse.SUPPRESS)
     parser.add_argument("--model_dir", dest="url")
-    parser.add_argument("--rate", type=float)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -88,7 +80,6 @@ def main():
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--every", type=int, help="keeps the checkpoints of each so many steps, too")
     parser.add_argument("--local_dir")
-    parser.add_argument("--dies", type=int, help="the step that it is killed before")
     options = parser.parse_args()
 
     def tell(**what):
@@ -102,9 +93,7 @@ def main():
         start = commits.newest_intact(place, tidy=True) if os.path.isdir(place) else None
         tell(start=start.step if start else 0)
         for step in range(start.step + 1 if start else 1, options.steps + 1):
-            if step == options.dies:
-                os.kill(os.getpid(), signal.SIGKILL)
-            report(mirror.directory, step, options.seed, options.rate)
+            report(mirror.directory, step, options.seed)
             mirror.check()
             save(mirror.directory, step, options.seed, options.size)
             prune(place, options.keep, options.every)

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 
-USER, PASSWORD = "looplib", "p%wd:of{tests}"
+USER, PASSWORD = "sweeper", "p%wd:of{tests}"
 QUOTED = "p%25wd%3Aof%7Btests%7D"  # as a URL has it
 _SETTINGS = ("fsync=off", "full_page_writes=off", "synchronous_commit=off", "max_connections=50", "shared_buffers=16MB")
 _SECONDS = 30.0
