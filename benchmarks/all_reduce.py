@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from benchmarks.scaling_model import all_reduce_seconds
 from looplib.cluster import environment
+from looplib.cluster.watched import WatchedPeers
 from looplib.errors import UsageError
-from looplib.extras.peers.watched import WatchedPeers
 
 SIZES = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 _ROUND_SECONDS = 0.3

@@ -22,8 +22,8 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 import looplib
+from looplib.actions.compared import compared_variables
 from looplib.errors import CorruptionError
-from looplib.extras.integrity.compared import compared_variables
 
 _ONLY = flags.DEFINE_string("only", "", "Plants only what has this in its description.")
 _WORKER = flags.DEFINE_string("worker", "", "Runs one worker of a row: the variable to change, a colon, its worker.")

@@ -19,9 +19,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from absl import app, flags
 
-from looplib.extras.page.goodput import restored_step
-from looplib.report import run_json
-from looplib.report.records import read_jsonl
+from looplib.run import run_json
+from looplib.run.goodput import restored_step
+from looplib.run.records import read_jsonl
 
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Deaths.", lower_bound=1)
 _WORKERS = flags.DEFINE_integer("workers", 3, "Workers at the beginning.", lower_bound=2)

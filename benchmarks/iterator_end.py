@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
+from looplib.config.run_config import RunConfig
 from looplib.data import distribution
-from looplib.run_config import RunConfig
 
 _ROUNDS = flags.DEFINE_integer("rounds", 60, "Iterators of each kind.")
 _SECONDS = flags.DEFINE_float("seconds", 1.0, "How long each is read.")

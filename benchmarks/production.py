@@ -38,15 +38,15 @@ from absl import app, flags, logging
 
 import looplib
 from benchmarks.workloads import WORKLOADS, Task
-from looplib.extras.actions.timed_saves import TimedSaves
-from looplib.extras.alerts.command import URLS
-from looplib.extras.defaults import additions
-from looplib.extras.notices.listener import NoticeListener
-from looplib.extras.notices.sources import GcpNotices
-from looplib.extras.page.run_status import read_status
-from looplib.extras.writers.opentelemetry_writer import OpenTelemetryWriter
-from looplib.extras.writers.prometheus_writer import PrometheusWriter
-from looplib.report.progress import Progress
+from looplib.actions import additions
+from looplib.actions.listener import NoticeListener
+from looplib.actions.sources import GcpNotices
+from looplib.actions.timed_saves import TimedSaves
+from looplib.base.progress import Progress
+from looplib.commands.watch import URLS
+from looplib.report.writers.opentelemetry_writer import OpenTelemetryWriter
+from looplib.report.writers.prometheus_writer import PrometheusWriter
+from looplib.run.run_status import read_status
 from looplib.task.actions import Event
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "Turns of each training that count.", lower_bound=3)

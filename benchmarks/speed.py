@@ -15,7 +15,7 @@ from absl import app, flags, logging
 
 from benchmarks import contestants, records
 from benchmarks.workloads import WORKLOADS, Task, take_turns
-from looplib.run_config import ENGINES
+from looplib.config.run_config import ENGINES
 
 _WORKLOAD = flags.DEFINE_enum("workload", "W1", list(WORKLOADS), "The workload to run.")
 _ROUNDS = flags.DEFINE_integer("rounds", 11, "Turns of each contestant that count.", lower_bound=1)

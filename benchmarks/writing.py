@@ -21,7 +21,7 @@ from absl import app, flags, logging
 import looplib
 from benchmarks.media import Mlp
 from benchmarks.workloads import WORKLOADS
-from looplib.extras.page import html
+from looplib.report.page import html
 
 _TURNS = flags.DEFINE_integer("turns", 12, "Turns of each that count.", lower_bound=1)
 _TURN_STEPS = flags.DEFINE_integer("turn_steps", 1000, "Steps of a turn.", lower_bound=300)

@@ -14,38 +14,38 @@ __version__ = "0.1.0"
 _HOMES = {
     "Action": "task.actions",
     "Adapter": "task.adapter",
-    "CheckpointPolicy": "checkpoint.policy",
-    "Commit": "checkpoint.commits",
+    "CheckpointPolicy": "run.policy",
+    "Commit": "run.commits",
     "Controller": "controller",
-    "DEFAULT_WRITERS": "report.writers",
+    "DEFAULT_WRITERS": "report.writers.contract",
     "DivergenceError": "errors",
     "Evaluator": "task.evaluator",
     "Event": "task.actions",
     "Exported": "task.exported",
     "GradientTrainer": "task.gradient_trainer",
-    "Guards": "health.guards",
+    "Guards": "guards.guards",
     "InputContext": "data.input_context",
-    "JsonlWriter": "report.jsonl_writer",
-    "KeepBest": "checkpoint.policy",
-    "KeepEvery": "checkpoint.policy",
-    "KeepLast": "checkpoint.policy",
+    "JsonlWriter": "report.writers.jsonl_writer",
+    "KeepBest": "run.policy",
+    "KeepEvery": "run.policy",
+    "KeepLast": "run.policy",
     "Preempted": "errors",
-    "RunConfig": "run_config",
-    "Start": "checkpoint.policy",
+    "RunConfig": "config.run_config",
+    "Start": "run.policy",
     "Trainer": "task.trainer",
     "UsageError": "errors",
     "WeightAverages": "task.averages",
-    "Writer": "report.writers",
+    "Writer": "report.writers.contract",
     "all_gather": "task.reductions",
     "each": "task.reductions",
     "global_positions": "task.reductions",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
-    "list_checkpoints": "checkpoint.commits",
+    "list_checkpoints": "run.commits",
     "mean": "task.reductions",
     "total": "task.reductions",
 }
-_MODULES, _PART_MODULES = {"launch": "launch", "runtime": "runtime"}, ("preflight", "tpu")
+_MODULES, _PART_MODULES = {"launch": "launch", "runtime": "cluster.runtime"}, ("preflight", "tpu")
 _PARTS = (  # of plug-ins
     "BackgroundWriter",
     "Buckets",
@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"looplib.{_MODULES[name]}")
     elif name in (*_PARTS, *_PART_MODULES):
-        value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
+        value = importlib.import_module("looplib.base.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
     return globals().setdefault(name, value)

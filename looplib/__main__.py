@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from looplib import plugins
+from looplib.base import plugins
+from looplib.base.messages import cure_of, with_cure
 from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 from looplib.masks import mask_tracebacks, masked, masked_text
-from looplib.messages import cure_of, with_cure
 
 _GROUP = "looplib.commands"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_missing = isinstance(error, ModuleNotFoundError) and not (error.name or "looplib").startswith("looplib")
         if not isinstance(error, UsageError) and not cure_of(error) and not is_missing:
             raise
-        from looplib.console import printable, say
+        from looplib.base.console import printable, say
 
         text = error.line if isinstance(error, UsageError) else with_cure(error, "install the package that has it")
         say(f"looplib: error: {printable(text[:_MOST_SHOWN])}")

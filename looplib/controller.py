@@ -10,32 +10,33 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import console, files, plugins, runtime
+from looplib.base import console, files, plugins
+from looplib.base.diagnosis import diagnosis
+from looplib.base.messages import whole_number
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.directory import RunDirectory, resolve
-from looplib.checkpoint.policy import CheckpointPolicy, KeepRule, Start
 from looplib.checkpoint.recorded import RecordedParts
+from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
+from looplib.config.run_config import RunConfig
+from looplib.config.settings import as_flags
 from looplib.data.dataset_requests import BadRecords
-from looplib.diagnosis import diagnosis
 from looplib.errors import MissingPartError
-from looplib.health.guards import Diverged, Guards
-from looplib.health.preemption import notice
-from looplib.health.watchdog import Watchdog
+from looplib.guards.guards import Diverged, Guards
+from looplib.guards.preemption import notice
+from looplib.guards.watchdog import Watchdog
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
 from looplib.loop.schedule import Schedule
 from looplib.loop.window import Window
-from looplib.messages import whole_number
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
 from looplib.report.run_report import Computation, RunReport, RunSettings
-from looplib.report.writers import Writer
-from looplib.run_config import RunConfig
-from looplib.settings import as_flags
+from looplib.report.writers.contract import Writer
+from looplib.run.policy import CheckpointPolicy, KeepRule, Start
 from looplib.task import checks
 from looplib.task.actions import ActionStates, Event, announce_saves, hooks_around, stops_of
 from looplib.task.adapter import Adapter

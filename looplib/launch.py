@@ -16,21 +16,23 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from looplib import command_line, console, files, plugins, runtime
+from looplib.base import console, files, plugins
+from looplib.binary import command_line
+from looplib.binary.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
+from looplib.binary.outcome import Session, failed
 from looplib.checkpoint.directory import resolve
+from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
-from looplib.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
 from looplib.compat import tensorflow as _tf
+from looplib.config.run_config import RunConfig
+from looplib.config.settings import from_flags
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
-from looplib.health.guards import Guards
-from looplib.health.preemption import notice
+from looplib.guards.guards import Guards
+from looplib.guards.preemption import notice
 from looplib.masks import mask_tracebacks, masked
-from looplib.outcome import Session, failed
-from looplib.report import run_json
-from looplib.report.writers import DEFAULT_WRITERS
-from looplib.run_config import RunConfig
-from looplib.settings import from_flags
+from looplib.report.writers.contract import DEFAULT_WRITERS
+from looplib.run import run_json
 from looplib.task.actions import Action, Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer

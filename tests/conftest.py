@@ -339,7 +339,7 @@ def s3():
 
 @pytest.fixture
 def cloud(s3, nursery, tmp_path):
-    """A store, and machines that run there: `tests/extras/buckets/clouds.py`."""
+    """A store, and machines that run there: `tests/buckets/clouds.py`."""
     from clouds import Cloud, Proxy
 
     with Proxy("127.0.0.1", s3.port) as proxy:

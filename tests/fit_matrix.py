@@ -29,8 +29,8 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib.extras.keras import models
-from looplib.messages import gist
+from looplib.base.messages import gist
+from looplib.compat import models
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 OVERVIEW, SAYS = DOCS / "keras_matrix.md", DOCS / "from_keras_differences.md"

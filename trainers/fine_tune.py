@@ -21,9 +21,9 @@ import tensorflow as tf
 
 import looplib
 from looplib import UsageError, launch
-from looplib.extras.configuration import field_types
-from looplib.messages import gist
-from looplib.report import run_json
+from looplib.base.messages import gist
+from looplib.config import field_types
+from looplib.run import run_json
 from trainers import image_classification, image_data, image_models
 
 HEAD = "head"

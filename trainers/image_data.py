@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import InputContext, UsageError, open_records
-from looplib.files import resolve
-from looplib.messages import gist, join_names, parse_error
+from looplib.base.files import resolve
+from looplib.base.messages import gist, join_names, parse_error
 from trainers import needed
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.

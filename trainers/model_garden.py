@@ -12,9 +12,10 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import Controller, Evaluator, Trainer, UsageError, launch
-from looplib.extras.configuration import config, field_types
-from looplib.files import resolve
-from looplib.messages import gist
+from looplib.base.files import resolve
+from looplib.base.messages import gist
+from looplib.binary import config
+from looplib.config import field_types
 from trainers import needed
 
 try:

@@ -10,7 +10,7 @@ from official.common import distribute_utils
 from official.core import config_definitions
 
 from looplib import UsageError
-from looplib.messages import whole_number
+from looplib.base.messages import whole_number
 
 _STRATEGIES = {
     "off": "one_device", "one_device": "one_device", "mirrored": "auto", "multi_worker_mirrored": "multi_worker",

@@ -16,7 +16,7 @@ from official.modeling import optimization
 
 import looplib
 from looplib import UsageError
-from looplib.messages import gist
+from looplib.base.messages import gist
 from trainers.model_garden_metrics import TaskMetrics, flat, results_of_this_replica
 
 _MOST_IMAGES = 20  # as many as Model Garden's own summaries have

@@ -13,8 +13,8 @@ from absl import app, flags
 from matplotlib.figure import Figure
 
 from looplib import UsageError
-from looplib.files import resolve
-from looplib.report.records import read_jsonl
+from looplib.base.files import resolve
+from looplib.run.records import read_jsonl
 
 
 def write_points(path: str, features: np.ndarray, labels: np.ndarray) -> None:

@@ -28,7 +28,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from looplib import UsageError
-from looplib.files import resolve
+from looplib.base.files import resolve
 from trainers import image_data, needed
 
 if TYPE_CHECKING:

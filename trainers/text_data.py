@@ -14,8 +14,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import InputContext, UsageError
-from looplib.files import resolve
-from looplib.messages import gist
+from looplib.base.files import resolve
+from looplib.base.messages import gist
 
 _ENDINGS = (".py", ".md", ".rst", ".txt")
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "testing"}  # tests repeat themselves

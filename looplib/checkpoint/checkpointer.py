@@ -11,22 +11,22 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import logging
 
-from looplib import plugins
-from looplib.checkpoint import choice, commits
+from looplib.base import plugins
+from looplib.base.messages import join_names
 from looplib.checkpoint.directory import RunDirectory
-from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.recorded import RecordedParts
-from looplib.checkpoint.restoring import RestoreMode, peek, read_position
 from looplib.checkpoint.saving import Checkpoints
 from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
-from looplib.health.guards import Diverged, Guards
-from looplib.health.non_finite import StateCheck
-from looplib.health.preemption import notice
-from looplib.messages import join_names
+from looplib.guards.guards import Diverged, Guards
+from looplib.guards.non_finite import StateCheck
+from looplib.guards.preemption import notice
 from looplib.report import run_report
 from looplib.report.reporter import Reporter
+from looplib.run import choice, commits
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
+from looplib.weights.names import stable_names
+from looplib.weights.restoring import RestoreMode, peek, read_position
 
 # What a changed setting does, by its field of the run record.
 _CONSEQUENCES = {

@@ -8,18 +8,17 @@ from collections.abc import Callable
 
 from absl import logging
 
-from looplib import files, folders, plugins
-from looplib.checkpoint import choice, commits
-from looplib.checkpoint.commits import Commit
-from looplib.checkpoint.lock import RunLock, acquire
-from looplib.checkpoint.mirror import Mirror
-from looplib.checkpoint.policy import CheckpointPolicy, Start
-from looplib.checkpoint.restoring import peek
+from looplib.base import files, folders, plugins
+from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.errors import BusyError, CheckpointError, MissingPartError, SettingError, UsageError, WorkerError
-from looplib.messages import gist
-from looplib.report import run_json
+from looplib.run import choice, commits, run_json
+from looplib.run.commits import Commit
+from looplib.run.lock import RunLock, acquire
+from looplib.run.mirror import Mirror
+from looplib.run.policy import CheckpointPolicy, Start
 from looplib.task.record import RunRecord
+from looplib.weights.restoring import peek
 
 _mirrors: dict[str, "Mirror"] = {}  # by their local run directory
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next

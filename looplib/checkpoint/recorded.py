@@ -7,11 +7,11 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import plugins
+from looplib.base import plugins
+from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
-from looplib.messages import join_names
 from looplib.task.actions import ActionStates
 from looplib.task.derived import Constants, starting
 from looplib.task.learning_rates import LearningRates, updating

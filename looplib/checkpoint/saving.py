@@ -21,22 +21,22 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import files, folders
-from looplib.checkpoint import commits
-from looplib.checkpoint.commits import FileChecksum
-from looplib.checkpoint.mirror import Mirror
-from looplib.checkpoint.names import LiveVariables
-from looplib.checkpoint.policy import CheckpointPolicy
-from looplib.checkpoint.restoring import RestoreMode, contents_of, objects_of, restore
+from looplib.base import files, folders
+from looplib.base.messages import gist, with_cure
 from looplib.cluster import peers
 from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import SaveError, UsageError
-from looplib.messages import gist, with_cure
+from looplib.run import commits
+from looplib.run.commits import FileChecksum
+from looplib.run.mirror import Mirror
+from looplib.run.policy import CheckpointPolicy
 from looplib.task import averages
 from looplib.task.plain import as_bytes, as_number
 from looplib.task.record import Contents, RunRecord, VariableNames
+from looplib.weights.names import LiveVariables
+from looplib.weights.restoring import RestoreMode, contents_of, objects_of, restore
 
 _ABSENT = bytes(hashlib.sha256().digest_size)
 

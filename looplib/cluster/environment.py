@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Mapping
 
-from looplib import plugins
+from looplib.base import plugins
+from looplib.base.files import parse_json
 from looplib.errors import ClusterError
-from looplib.files import parse_json
 
 # For messages, where a cluster is needed and `resolve` returned None.
 EXPECTED = (

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from looplib import plugins
+from looplib.base import plugins
 from looplib.cluster.environment import Cluster
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import plugins
+from looplib.base import plugins
 from looplib.compat import tensorflow as _tf
 from looplib.errors import VariableError
 

@@ -7,7 +7,7 @@ Everything else here depends on a private attribute, on a module that is not pub
 Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
 is not as expected, and looplib then says less and does not fail. `tests/compat/tf_test.py` tries each with the
 installed TensorFlow, and names what that version changed; all work with the versions of `KNOWN`. Of this kind is also
-`extras/tools/xla.py`, for messages and programs of XLA that one tool reads.
+`replay/xla.py`, for messages and programs of XLA that one tool reads.
 """
 
 import builtins
@@ -23,8 +23,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from looplib.base.messages import gist
 from looplib.errors import DeviceError, UsageError, WorkerError
-from looplib.messages import gist
 
 _collects = gc.isenabled()
 gc.disable()

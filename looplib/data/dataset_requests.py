@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from looplib.base.messages import whole_number
 from looplib.data.batches import Epoch
-from looplib.messages import whole_number
 
 
 @dataclasses.dataclass

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
+from looplib.config.run_config import RunConfig
 from looplib.data.batches import Batches, BatchSizePeriod
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
 from looplib.data.dataset_requests import BadRecords
@@ -18,7 +19,6 @@ from looplib.data.input_context import InputContext, per_replica_batch_size
 from looplib.data.pipelines import Pipelines, PipelineTask, makes_global_batches
 from looplib.data.stream import BatchProperties, ShareLengths, Stream
 from looplib.errors import EmptyDataError
-from looplib.run_config import RunConfig
 
 _SMALL = 2**14  # bytes of a step; rows of resident arrays are gathered ahead of it up to this size
 

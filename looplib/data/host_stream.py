@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.diagnosis import diagnosis
 from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
 from looplib.data import iterator_state, rows
 from looplib.data.saved_position import SavedPosition
 from looplib.data.stream import Stream, counted_from_0
-from looplib.diagnosis import diagnosis
 from looplib.errors import DatasetError
 
 _PIECE_SECONDS = 0.5  # of reading batches that are skipped

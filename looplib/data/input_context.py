@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import plugins
+from looplib.base import plugins
+from looplib.base.messages import whole_number
 from looplib.data.batches import CHUNK_IDS, Batches, BatchSizePeriod, Epoch, Positions
 from looplib.data.dataset_requests import BadRecords, DatasetCall, DatasetRequests
 from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderError
-from looplib.messages import whole_number
 
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 

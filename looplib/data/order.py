@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.base.messages import whole_number
 from looplib.data.batches import Batches
 from looplib.errors import OrderError
-from looplib.messages import whole_number
 
 # From positions, int64 `[b]`, to the examples there: a structure of tensors `[b, ...]`.
 Locate = Callable[[tf.Tensor], Any]

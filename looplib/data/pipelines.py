@@ -8,13 +8,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.diagnosis import diagnosis
 from looplib.cluster.collectives import Workers
 from looplib.cluster.replicas import KINDS, Share
 from looplib.compat import tensorflow as _tf
 from looplib.data import rows
 from looplib.data.batches import Batches
 from looplib.data.input_context import InputContext
-from looplib.diagnosis import diagnosis
 from looplib.errors import BatchSizeError, DatasetError, ShardingError, TaskError
 
 _ENDLESS = 2**62

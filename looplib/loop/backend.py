@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.base.messages import gist
 from looplib.cluster import remote
 from looplib.data import distribution
 from looplib.data.batches import Batches
@@ -18,7 +19,6 @@ from looplib.loop.host_loop import EagerStep, HostLoop, ShowingLoop
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn
 from looplib.loop.xla import XlaChunk, size_of_chunk, why_not_xla
-from looplib.messages import gist
 from looplib.task.evaluator import Evaluator
 
 Decorator = Callable[[StepFn], StepFn]

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.config.run_config import RunConfig
 from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.data.dataset_requests import BadRecords
 from looplib.errors import StaleTraceError
@@ -18,8 +19,7 @@ from looplib.loop.packing import Packer
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step, StepFn
 from looplib.report.clock import Clock
-from looplib.report.shown import Shown
-from looplib.run_config import RunConfig
+from looplib.report.writers.shown import Shown
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer

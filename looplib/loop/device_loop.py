@@ -13,7 +13,7 @@ from absl import logging
 from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
 from looplib.compat.autograph import converted
-from looplib.health.preemption import notice
+from looplib.guards.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
 from looplib.loop.step import Step, now, timed
 from looplib.loop.xla import XlaChunk

@@ -10,15 +10,15 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StepError
-from looplib.health.preemption import notice
+from looplib.guards.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
 from looplib.loop.reducer import UnknownOutputsError
 from looplib.loop.step import Step, raise_refusal
-from looplib.messages import gist
-from looplib.report.shown import Histogram, Images, Shown, Texts
+from looplib.report.writers.shown import Histogram, Images, Shown, Texts
 from looplib.task.media import Media
 from looplib.task.record import EngineChoice
 

@@ -11,10 +11,12 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.messages import whole_number
 from looplib.cluster import scopes
 from looplib.cluster.collectives import Workers
 from looplib.compat import normalization
 from looplib.compat import tensorflow as _tf
+from looplib.config.run_config import RunConfig
 from looplib.data.batches import Batches, Epoch
 from looplib.data.dataset_requests import BadRecords
 from looplib.errors import ClosedError, EndlessDataError, MissingPartError, SettingError, StepError
@@ -22,9 +24,7 @@ from looplib.loop import task_loop
 from looplib.loop.base import Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
-from looplib.messages import whole_number
 from looplib.report.clock import Clock
-from looplib.run_config import RunConfig
 from looplib.task import checks
 from looplib.task.adapter import Adapter
 from looplib.task.averages import refuse_in_use

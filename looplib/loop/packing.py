@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib.base.messages import is_utf8
 from looplib.compat import keras as _keras
 from looplib.data import rows
 from looplib.errors import MetricError
-from looplib.messages import is_utf8
 from looplib.task.media import Media
 from looplib.task.plain import as_array, as_number
 from looplib.task.reductions import Reduction, total, weighted_sum

@@ -16,7 +16,7 @@ from looplib.cluster import remote, replicas
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat.autograph import converted
-from looplib.health import non_finite
+from looplib.guards import non_finite
 from looplib.loop.packing import Packer, batch_size
 from looplib.task.media import Media
 from looplib.task.record import RunningTotals

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from looplib.base.diagnosis import diagnosis
+from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.data.stream import Stream
-from looplib.diagnosis import diagnosis
 from looplib.errors import StepError, UsageError
 from looplib.loop.reducer import Reducer
-from looplib.messages import gist
 
 StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
 _Batch = TypeVar("_Batch")

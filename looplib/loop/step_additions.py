@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.base.messages import join_names
 from looplib.cluster import replicas
 from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
@@ -14,7 +15,6 @@ from looplib.errors import MetricError
 from looplib.loop.packing import batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_checks import is_summed
-from looplib.messages import join_names
 from looplib.task import reductions
 from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction

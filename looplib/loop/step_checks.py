@@ -14,12 +14,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
 from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StaleTraceError, StepError
 from looplib.loop.step import Step
-from looplib.messages import join_names
 from looplib.task.plain import gaps
 from looplib.task.state import state_of, variables_of
 

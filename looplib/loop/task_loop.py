@@ -11,7 +11,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import plugins
+from looplib.base import plugins
+from looplib.base.diagnosis import diagnosis
+from looplib.base.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
@@ -19,7 +21,6 @@ from looplib.compat.autograph import converted
 from looplib.data import distribution
 from looplib.data.batches import Batches, Epoch
 from looplib.data.stream import Stream
-from looplib.diagnosis import diagnosis
 from looplib.errors import (
     DataError,
     DatasetError,
@@ -31,17 +32,16 @@ from looplib.errors import (
     StaleTraceError,
     UsageError,
 )
-from looplib.health.guards import Diverged
-from looplib.health.preemption import notice
+from looplib.guards.guards import Diverged
+from looplib.guards.preemption import notice
 from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_additions import add_share, check_share, count_examples_alone
 from looplib.loop.step_checks import TracedValues, check_metrics, check_own_updates
-from looplib.messages import OURS, gist, join_names, parse_error, whole_number
-from looplib.report.shown import Shown
-from looplib.task import metric_names
+from looplib.report.writers.shown import Shown
+from looplib.run import metric_names
 from looplib.task.adapter import OwnLoop, rates_of
 from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_number

@@ -1,6 +1,6 @@
 """The window of steps since the last report: its metrics, checked, and its speed."""
 
-from looplib.health.guards import Guards, check_loss, check_skipped
+from looplib.guards.guards import Guards, check_loss, check_skipped
 from looplib.loop.base import TrainingLoop
 from looplib.report.clock import Clock
 from looplib.task.adapter import rates_of

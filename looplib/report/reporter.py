@@ -11,17 +11,17 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import plugins
-from looplib.diagnosis import diagnosis
+from looplib.base import plugins
+from looplib.base.diagnosis import diagnosis
+from looplib.base.progress import Progress
 from looplib.errors import MissingPartError, SettingError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
-from looplib.report.jsonl_writer import JsonlWriter
-from looplib.report.page import make_page
-from looplib.report.progress import Progress
-from looplib.report.run_json import path_of
+from looplib.report.pages import make_page
 from looplib.report.run_report import Points, RunReport, settings_of
-from looplib.report.shown import Shown
-from looplib.report.writers import DEFAULT_WRITERS, GROUP, Setting, Writer
+from looplib.report.writers.contract import DEFAULT_WRITERS, GROUP, Setting, Writer
+from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.shown import Shown
+from looplib.run.run_json import path_of
 
 Metrics = dict[str, float]
 _MOST_WAITING = 20  # calls; media of a slow disk must not fill the memory

@@ -14,15 +14,16 @@ from typing import Any
 
 from absl import logging
 
-from looplib import console, files, folders, plugins
+from looplib.base import console, files, folders, plugins
+from looplib.base.messages import gist, shown, with_cure
 from looplib.cluster import peers
 from looplib.errors import Preempted, UsageError
 from looplib.masks import masked, masked_text
-from looplib.messages import gist, shown, with_cure
 from looplib.report.clock import Clock
-from looplib.report.page import Page, WrittenPage
-from looplib.report.program import DIFF, Program, this_process
-from looplib.report.run_json import (
+from looplib.report.pages import Page, WrittenPage
+from looplib.report.writers.contract import Setting
+from looplib.run.program import DIFF, Program, this_process
+from looplib.run.run_json import (
     TRAINING_REPORT,
     Report,
     as_dict,
@@ -32,7 +33,6 @@ from looplib.report.run_json import (
     read_report,
     strict,
 )
-from looplib.report.writers import Setting
 
 _MOST_POINTS = 100
 _FRESH_SECONDS, _LEAST_SHARE = 60.0, 500  # between two writes, and how many times as long as one takes, of many starts

@@ -9,9 +9,9 @@ from typing import Any
 
 from absl import logging
 
-from looplib import console
+from looplib.base import console
+from looplib.base.messages import gist
 from looplib.errors import ActionError, CheckpointError, StateError
-from looplib.messages import gist
 from looplib.task.plain import as_json
 
 

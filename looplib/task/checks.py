@@ -6,11 +6,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
+from looplib.base.folders import is_name
+from looplib.base.messages import join_names, shown
 from looplib.cluster import remote
 from looplib.compat import keras as _keras
 from looplib.errors import ActionError, SettingError, StateError, StrategyError, TaskError, VariableError
-from looplib.folders import is_name
-from looplib.messages import join_names, shown
 from looplib.task.adapter import Adapter, OwnLoop
 from looplib.task.evaluator import Evaluator
 from looplib.task.state import state_of

@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import plugins
+from looplib.base import plugins
+from looplib.base.messages import join_names, whole_number
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
 from looplib.compat.autograph import converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
-from looplib.messages import join_names, whole_number
 from looplib.task import gradients as gradient_math
 from looplib.task import micro_batches as splitting
 from looplib.task import own_losses, parts, reductions

@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.messages import gist
 from looplib.compat import tensorflow as _tf
 from looplib.errors import LossError
-from looplib.messages import gist
 
 _EXAMPLES, _LENGTH, _DRAWS = 8, 4, 8  # where a size is not known when a step is traced; of random numbers
 _MOST = 2**0.5  # the factor between a mean, which is 1 for a batch that has each example twice, and a sum

@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.errors import ModelError, OptimizerError, SettingError
-from looplib.messages import join_names
 from looplib.task.state import SlotOptimizer
 
 REPORTS = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "layer_norms")

@@ -14,11 +14,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import files
+from looplib.base import files
+from looplib.base.folders import is_name
 from looplib.compat.tensorflow import python_state_key
 from looplib.data.batches import Batches, BatchSizePeriod
 from looplib.errors import CheckpointError, UsageError
-from looplib.folders import is_name
 
 FORMAT = 2
 

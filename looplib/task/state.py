@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import CheckpointError, StateError
-from looplib.messages import gist
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.trainer import Trainer
 

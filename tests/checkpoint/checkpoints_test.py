@@ -9,9 +9,9 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint.restoring import peek
 from looplib.errors import StateError
 from looplib.task.state import state_of
+from looplib.weights.restoring import peek
 
 
 def test_models_optimizers_and_metrics_are_state_and_plain_attributes_are_not(keras):

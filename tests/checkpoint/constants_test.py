@@ -334,4 +334,4 @@ def test_a_subclass_that_nobody_adapted_or_built_evaluates_with_the_restored_sta
 def test_a_checkpoint_without_contents_continues(tmp_path):
     """As an earlier version has written it."""
     record = looplib.task.record.RunRecord.from_json(json.dumps({"reported": {"train": 3}}))
-    looplib.checkpoint.restoring.check_contents({"words": lookups(keras3, "given", WORDS)}, record, "ckpt-3")
+    looplib.weights.restoring.check_contents({"words": lookups(keras3, "given", WORDS)}, record, "ckpt-3")

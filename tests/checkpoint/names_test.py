@@ -8,12 +8,12 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint.restoring import RestoreMode
 from looplib.checkpoint.saving import Checkpoints
 from looplib.errors import MismatchError, UsageError
-from looplib.extras.weights.loading import warm_start
 from looplib.task.record import RunState
 from looplib.task.state import state_of
+from looplib.weights.loading import warm_start
+from looplib.weights.restoring import RestoreMode
 
 WIDTH = 4
 

@@ -11,12 +11,12 @@ from conftest import make_strategy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from looplib.checkpoint import commits
-from looplib.checkpoint.restoring import peek
+from looplib.base.folders import is_name
 from looplib.data.batches import BatchSizePeriod
 from looplib.errors import CheckpointError, UsageError
-from looplib.folders import is_name
+from looplib.run import commits
 from looplib.task.record import EngineChoice, RunningTotals, RunRecord, VariableNames
+from looplib.weights.restoring import peek
 
 TEXT = st.text(max_size=6)
 VALUES = {

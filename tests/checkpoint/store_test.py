@@ -14,11 +14,8 @@ from conftest import make_strategy
 from faults.tampering import sign
 
 import looplib
-from looplib import command_line
 from looplib.__main__ import main as cli
-from looplib.checkpoint import commits
-from looplib.checkpoint.policy import KeepBest, KeepEvery, KeepLast
-from looplib.checkpoint.restoring import RestoreMode
+from looplib.binary import command_line
 from looplib.checkpoint.saving import Checkpoints, Snapshots
 from looplib.errors import (
     CheckpointError,
@@ -31,8 +28,11 @@ from looplib.errors import (
     StateError,
     WarmStartError,
 )
-from looplib.extras.weights.loading import warm_start
+from looplib.run import commits
+from looplib.run.policy import KeepBest, KeepEvery, KeepLast
 from looplib.task.state import ReplicaState
+from looplib.weights.loading import warm_start
+from looplib.weights.restoring import RestoreMode
 
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 

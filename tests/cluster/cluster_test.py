@@ -6,8 +6,8 @@ import os
 import pytest
 
 from looplib.cluster.environment import Cluster, resolve
+from looplib.cluster.environments import expand_hostlist
 from looplib.errors import ClusterError
-from looplib.extras.cluster_managers.environments import expand_hostlist
 
 
 def tf_config(cluster, kind="worker", index=0):

@@ -11,8 +11,8 @@ import time
 import pytest
 import slurm_stand_in
 
-from looplib.checkpoint import commits
-from looplib.extras.tools.compare import compare
+from looplib.commands.compare import compare
+from looplib.run import commits
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "cluster" / "train.sbatch"

@@ -14,10 +14,10 @@ import tpu_stand_in
 from conftest import make_strategy
 
 import looplib
-from looplib import runtime
+from looplib.cluster import connection as tpu
+from looplib.cluster import runtime
 from looplib.errors import SettingError, StrategyError, TpuError
-from looplib.extras.tpu import connection as tpu
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_a_worker_without_a_tpu_is_a_sentence(python):
         python,
         """
 import tensorflow as tf
-from looplib import runtime, UsageError
+from looplib.cluster import runtime; from looplib import UsageError
 server = tf.distribute.Server({"worker": ["localhost:0"]}, job_name="worker", protocol="grpc")
 try:
     runtime.setup("tpu", tpu=server.target.removeprefix("grpc://"))

@@ -13,10 +13,10 @@ import time
 import pytest
 import yaml
 
-from looplib.checkpoint import commits
 from looplib.cluster.environment import resolve
-from looplib.extras.tools.compare import compare
-from looplib.extras.tools.worker_processes import hold_ports
+from looplib.commands.compare import compare
+from looplib.processes.worker_processes import hold_ports
+from looplib.run import commits
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "cluster"
 JOB = yaml.safe_load((DOCS / "vertex_job.yaml").read_text())

@@ -1,4 +1,4 @@
-"""What looplib uses of TensorFlow beyond its public names stands in `compat` (and in `extras/tools/xla.py`), and works with the TensorFlow installed.
+"""What looplib uses of TensorFlow beyond its public names stands in `compat` (and in `replay/xla.py`), and works with the TensorFlow installed.
 
 A failure of `test_the_installed_tensorflow_...` says what this version of TensorFlow has changed.
 """
@@ -17,23 +17,21 @@ import pytest
 import tensorflow as tf
 from conftest import make_strategy, more, repetitions
 
+from looplib.compat import places, traced_ops
 from looplib.compat import tensorflow as _tf
 from looplib.data import iterator_state
-from looplib.extras.diagnosis import places, traced_ops
-from looplib.extras.tools import xla
+from looplib.replay import xla
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
 # Uses outside of looplib/compat, by file, with the reason.
 ELSEWHERE = {
-    "extras/diagnosis/traced_ops.py": {"_get_function"},  # which only messages to users need
-    "extras/orbit/adapters.py": {
-        "_train_options"
-    },  # of Orbit; without it, a loop that it divides is traced in one piece
-    "extras/buckets/ranges.py": {"_shutdown"},  # of concurrent.futures; without it, a thread waits longer at the end
-    "extras/buckets/stores.py": {"_call_s3"},  # of s3fs, whose public functions read without a condition
+    "compat/traced_ops.py": {"_get_function"},  # which only messages to users need
+    "orbit/adapters.py": {"_train_options"},  # of Orbit; without it, a loop that it divides is traced in one piece
+    "stores/ranges.py": {"_shutdown"},  # of concurrent.futures; without it, a thread waits longer at the end
+    "stores/stores.py": {"_call_s3"},  # of s3fs, whose public functions read without a condition
     # The places in files of weights, which follow what tf_keras itself does.
-    "extras/weights/layers.py": {
+    "weights/layers.py": {
         "_functional",
         "_non_trainable_weights",
         "_operations",
@@ -41,10 +39,10 @@ ELSEWHERE = {
         "tf_keras.src",
     },
     # The stages of a pipeline; without them, no pipeline is read a second time.
-    "extras/compat/pipelines.py": {"_functions", "_inputs", "_map_func"},
+    "compat/pipelines.py": {"_functions", "_inputs", "_map_func"},
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
-    "extras/outputs/predictions.py": {"_lock"},
-    "health/watchdog.py": {"_pydevd_bundle"},
+    "exports/predictions.py": {"_lock"},
+    "guards/watchdog.py": {"_pydevd_bundle"},
 }
 OF_TUPLES = ("_asdict", "_fields", "_replace")  # of a NamedTuple, public in spite of their names
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "replace")
@@ -74,7 +72,7 @@ def the_line_that_starts_the_devices(folder: pathlib.Path) -> None:
     program.write_text(
         "import looplib, tensorflow as tf\n"
         "from looplib.compat import tensorflow as _tf\n"
-        "from looplib.extras.diagnosis import places\n"
+        "from looplib.compat import places\n"
         "assert not _tf.started() and _tf.stack_at_start() == []\n"
         "x = tf.constant(1.0)  # here\n"
         "assert _tf.started()\n"
@@ -338,7 +336,7 @@ import os, subprocess, sys
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
 import tensorflow as tf
 from looplib.compat import tensorflow as _tf
-from looplib.extras.tools.worker_processes import hold_ports
+from looplib.processes.worker_processes import hold_ports
 with hold_ports(2) as ports:
     worker, ps = (f"127.0.0.1:{port}" for port in ports)
     server = subprocess.Popen([sys.executable, "-c", sys.argv[1], worker, ps], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -396,7 +394,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/compat/tensorflow.py (or extras/tools/xla.py)"
+            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/compat/tensorflow.py (or replay/xla.py)"
         ) from error
 
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import looplib
-from looplib.checkpoint.restoring import peek
 from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.data.order import OrderKey
 from looplib.errors import BatchSizeError, CallbackError
+from looplib.weights.restoring import peek
 
 N = toy.NUM_EXAMPLES  # 37
 

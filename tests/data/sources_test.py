@@ -22,8 +22,8 @@ from conftest import more, repetitions
 from tensorflow.python.data.experimental.ops import global_shuffle_op  # behind tf.data's option of that name
 
 from looplib.compat import tensorflow as _tf
+from looplib.config.run_config import RunConfig
 from looplib.data import distribution, iterator_state
-from looplib.run_config import RunConfig
 
 Data, X = tf.data.Dataset, tf.data.experimental
 READ, STOPS = repetitions(24, 34), repetitions((8,), (1, 8, 21))

@@ -17,7 +17,7 @@ import pytest
 from conftest import more
 from kill_test import records, saved_step
 
-from looplib.checkpoint import commits
+from looplib.run import commits
 
 COMMON = ["--train_steps=20", "--mode=train", "--config.letter=λ", "--loop=eager"]
 STALLS = "--config.slow_step=1000"

@@ -15,10 +15,10 @@ from conftest import make_strategy, more
 from kill_test import events, records, saved_step
 
 import looplib
-from looplib.checkpoint import commits
+from looplib.commands.compare import compare
 from looplib.errors import SaveError
-from looplib.extras.tools.compare import compare
 from looplib.loop.base import Request
+from looplib.run import commits
 
 MB = 2**20
 

@@ -16,14 +16,15 @@ from conftest import repetitions
 from kill_test import saved_step
 
 import looplib
-from looplib import files, masks
+from looplib import masks
 from looplib.__main__ import main
-from looplib.checkpoint import commits
+from looplib.base import files
 from looplib.checkpoint import directory as run_directory
+from looplib.commands.compare import compare
+from looplib.data.records import index
 from looplib.errors import FileError, RunDirectoryError, UsageError
-from looplib.extras.records import index
-from looplib.extras.tools.compare import compare
-from looplib.extras.weights import loading
+from looplib.run import commits
+from looplib.weights import loading
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHORT = ["--train_steps=10", "--eval_interval=10"]

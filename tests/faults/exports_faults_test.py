@@ -14,8 +14,8 @@ from exports_test import contents
 from tampering import rewrite_run_state
 
 import looplib
+from looplib.binary import dry_run
 from looplib.errors import ExportError, UsageError
-from looplib.extras.trials import dry_run
 
 __all__ = ["disk"]
 SMALL = ("--config.state_mb=0.01", "--loop=eager")

@@ -20,10 +20,10 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.checkpoint import commits
+from looplib.commands.compare import compare
 from looplib.errors import CheckpointError, MismatchError
-from looplib.extras.tools.compare import compare
-from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.run import commits
 
 ROOT = pathlib.Path(__file__).parents[2]
 NEWEST, KEPT, LAST = 9, (3, 6, 9), 12

@@ -18,18 +18,18 @@ import pytest
 from conftest import make_strategy, repetitions
 from tampering import NUL, SURROGATE, WRONG, aliases, make_directory, make_endless, make_fifo, mutate_fields, mutated
 
-from looplib import files
 from looplib.__main__ import main as cli
+from looplib.base import files
+from looplib.base.messages import duration, shown, whole_number
+from looplib.binary import config
+from looplib.config import field_types
 from looplib.errors import ConfigurationError, SettingError, UsageError
-from looplib.extras.configuration import config, field_types
-from looplib.extras.page import values
-from looplib.extras.writers.csv_writer import CsvWriter
-from looplib.extras.writers.media_writer import MediaWriter
-from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
 from looplib.loop.host_loop import as_shown
-from looplib.messages import duration, shown, whole_number
-from looplib.report import run_json
-from looplib.report.records import read_jsonl
+from looplib.report.writers.csv_writer import CsvWriter
+from looplib.report.writers.media_writer import MediaWriter
+from looplib.report.writers.tensorboard_writer import TensorBoardWriter
+from looplib.run import run_json, values
+from looplib.run.records import read_jsonl
 from looplib.task.media import Media
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 40)))
@@ -507,9 +507,9 @@ LONG = 198_000_000
 MEASURED = """
 import sys
 from looplib.__main__ import main
-from looplib.report.jsonl_writer import JsonlWriter
-from looplib.extras.writers.media_writer import MediaWriter
-from looplib.report.records import read_jsonl
+from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.media_writer import MediaWriter
+from looplib.run.records import read_jsonl
 
 def peak():
     with open("/proc/self/status") as file:

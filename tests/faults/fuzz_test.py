@@ -14,11 +14,10 @@ from tampering import RUN_STATE, mutate_fields, mutated, rewrite_run_state, rewr
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.checkpoint import commits
 from looplib.errors import CheckpointError, UsageError
-from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
-from looplib.report import run_json
-from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.tensorboard_writer import TensorBoardWriter
+from looplib.run import commits, run_json
 
 # Fixtures: a run that stopped at step 6, a copy of it, and what must not be touched.
 stopped, folder = hostile_test.stopped, hostile_test.folder

@@ -22,10 +22,10 @@ from tampering import MAKE, make_directory, make_fifo, rewrite_marker, rewrite_r
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.checkpoint import commits
 from looplib.errors import CheckpointError, ClosedError, FileError, RunDirectoryError, UsageError
-from looplib.report.jsonl_writer import JsonlWriter
-from looplib.report.records import read_jsonl
+from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.run import commits
+from looplib.run.records import read_jsonl
 
 
 def start(folder, keep=2, **policy):

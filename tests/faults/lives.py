@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 from faults import fork_client
 
-from looplib.extras.tools.worker_processes import hold_ports
+from looplib.processes.worker_processes import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
@@ -27,9 +27,9 @@ SHARED = "LOOPLIB_FORK_SERVER"  # a variable: the folder of the fork server that
 # What the binaries import is there in each life.
 MODULES = (
     "faulty", "toy", "wrong", "divided", "asynchronous", "recorded", "replayed", "audited", "swept", "unreliable", "keras", "tf_keras",
-    "trainers.image_classification", "sklearn.datasets", "sklearn.model_selection", "looplib.extras.sweep.sweep",
-    "alembic.command", "alembic.migration", "looplib.extras.page.html",
-    "looplib.extras.parameter_server.processes", "looplib.extras.tools.preflight", "looplib.extras.tools.replayer",
+    "trainers.image_classification", "sklearn.datasets", "sklearn.model_selection", "looplib.sweep.sweep",
+    "alembic.command", "alembic.migration", "looplib.report.page.html",
+    "looplib.loop.processes", "looplib.replay.preflight", "looplib.replay.replayer",
     "tensorboard.plugins.hparams.api", *(["s3fs"] if find_spec("s3fs") else []),
 )  # fmt: skip
 

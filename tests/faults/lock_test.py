@@ -10,7 +10,7 @@ import time
 import pytest
 from kill_test import records, saved_step
 
-from looplib.extras.tools.compare import compare
+from looplib.commands.compare import compare
 
 LONG = ["--train_steps=100000", "--config.slow_step=0.01", "--eval_interval=100000", "--loop=eager"]
 EVALUATION = ["--mode=eval", "--loop=eager"]

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 from disk_test import disk  # noqa: F401
 
-from looplib import files
+from looplib.base import files
+from looplib.base.messages import cure_of, with_cure
 from looplib.errors import UsageError
-from looplib.messages import cure_of, with_cure
 
 
 def raised(do):
@@ -90,7 +90,9 @@ def test_a_path_that_cannot_be(make, cure, writer, tmp_path):
 
 def in_a_process(code, *arguments, **settings):
     """What a process prints that runs some code with looplib's files, which takes no TensorFlow."""
-    code = f"import os, sys, resource\nfrom looplib import files\nfrom looplib.messages import with_cure\n{code}"
+    code = (
+        f"import os, sys, resource\nfrom looplib.base import files\nfrom looplib.base.messages import with_cure\n{code}"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, **settings
     )

@@ -20,12 +20,12 @@ import pytest
 from conftest import more, repetitions
 from kill_test import AIMS, STEPS, events, reach, records, strike
 
-from looplib.checkpoint import commits
-from looplib.checkpoint.restoring import peek
-from looplib.extras.tools.compare import compare
-from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
-from looplib.report.jsonl_writer import JsonlWriter
-from looplib.report.records import read_jsonl
+from looplib.commands.compare import compare
+from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.tensorboard_writer import TensorBoardWriter
+from looplib.run import commits
+from looplib.run.records import read_jsonl
+from looplib.weights.restoring import peek
 
 ARGUMENTS = [
     "--config.slow_step=0.004", "--config.slow_evaluation=0.005", "--config.slow_save=0.005",

@@ -31,7 +31,7 @@ from fault import NEWEST, Fault
 from kill_test import events, records
 from sandbox import Sandbox
 
-from looplib.extras.tools.compare import compare
+from looplib.commands.compare import compare
 
 STEPS = 60
 COMMON = [

@@ -23,9 +23,9 @@ from conftest import more, repetitions
 
 import looplib
 from looplib.data.dataset_requests import BadRecords
+from looplib.data.records import damage, index
+from looplib.data.records.indexed import BadRecordError
 from looplib.errors import DataError, FileError, OrderError, RecordsError, RunDirectoryError, SettingError
-from looplib.extras.records import damage, index
-from looplib.extras.records.indexed import BadRecordError
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(120, 400)))
 TOTAL = 300
@@ -406,7 +406,7 @@ def test_a_stopped_process_that_holds_the_lock_of_an_index_is_not_waited_for_wit
     path, place, good = indexed("a.txt")
     place.unlink()
     code = (
-        "import sys, time\nfrom looplib import files\n"
+        "import sys, time\nfrom looplib.base import files\n"
         f"with files.appending({str(place) + '.lock'!r}):\n    print('held', flush=True)\n    time.sleep(60)\n"
     )
     holder = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -547,7 +547,7 @@ def test_records_that_fill_the_memory_are_named(tmp_path, python):
         file.write(length_of((1 << 30) - 16))
         file.truncate(1 << 30)
     code = (
-        "import resource, looplib; from looplib.extras.records.sources import items\n"
+        "import resource, looplib; from looplib.data.records.sources import items\n"
         f"source = looplib.open_records({str(path)!r})\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29),) * 2)\n"
@@ -614,7 +614,7 @@ CHANGES = (truncated, appended, replaced, pathlib.Path.unlink, by_a_fifo, by_a_f
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("training", [True, *more([False])])
 def test_a_file_that_changes_inside_an_epoch_ends_it_in_a_sentence(name, training, tmp_path, monkeypatch):
-    monkeypatch.setattr("looplib.extras.records.files._SECONDS", 0.0)  # it is looked at each time that it is read
+    monkeypatch.setattr("looplib.data.records.files._SECONDS", 0.0)  # it is looked at each time that it is read
     for change in CHANGES:
         path = tmp_path / name
         write(path)

@@ -12,7 +12,7 @@ import replay_test
 
 from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_UNKNOWN
-from looplib.extras.tools import player, replayer
+from looplib.replay import player, replayer
 
 runs, forks = replay_test.runs, replay_test.forks  # fixtures: runs by name, and commands in forks
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from looplib.__main__ import main
-from looplib.extras.tools import status
+from looplib.commands import status
 
 DONE = json.dumps({"status": "done", "step": 7})
 

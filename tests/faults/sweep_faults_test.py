@@ -19,9 +19,9 @@ import sweep_test
 from disk_test import mount
 
 from looplib.__main__ import main
+from looplib.commands import runs
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CheckError, FileError
-from looplib.extras.tools import runs
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 DAMAGED = "sweep.db is damaged, or no database of a sweep"
 # What a run of a trial does: a program that costs nothing to start. Its score is its rate.
@@ -459,11 +459,11 @@ def test_children_of_a_run_that_was_killed_hold_up_no_restart(
 def test_a_run_that_a_killed_sweep_has_left_is_waited_for_while_others_run(
     tmp_path: pathlib.Path, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("looplib.extras.sweep.jobs._PAUSE", 0.5)
+    monkeypatch.setattr("looplib.sweep.jobs._PAUSE", 0.5)
     new = tmp_path / "sweep"
     arguments = of_a_sweep(new, program)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("looplib.extras.sweep.sweep.Job.start", lambda job: 1 / 0)
+        patch.setattr("looplib.sweep.sweep.Job.start", lambda job: 1 / 0)
         main(arguments)
     (new / "trial-0000").mkdir()
     with open(new / "trial-0000" / "lock", "w") as lock:

@@ -20,8 +20,8 @@ import tensorflow as tf
 import toy
 
 import looplib
-from looplib.extras.writers import mlflow_writer
-from looplib.report.records import read_jsonl
+from looplib.report.writers import mlflow_writer
+from looplib.run.records import read_jsonl
 
 SECRET = "s3cret"
 HANG = 60.0

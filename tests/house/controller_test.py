@@ -32,7 +32,7 @@ from looplib.errors import (
     TaskError,
     VariableError,
 )
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 DEFAULT = make_strategy("default")
 

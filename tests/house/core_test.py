@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import looplib
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 PROGRAM = """
 import sys

@@ -13,7 +13,7 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import ActionError, BusyError, ClosedError, StateError, StepError, UsageError
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 
 def disk(folder):

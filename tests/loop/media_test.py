@@ -13,7 +13,7 @@ from tensorboard import program
 
 import looplib
 from looplib.errors import EngineError
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 _MOST = 3
 

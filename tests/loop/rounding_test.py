@@ -6,9 +6,9 @@ import divided
 import numpy as np
 import pytest
 
-from looplib.extras.tools.compare import compare, decided_by_rounding, first_moved_by_rounding
-from looplib.extras.tools.perturbation import VARIABLE
-from looplib.report.records import read_jsonl
+from looplib.checkpoint.perturbation import VARIABLE
+from looplib.commands.compare import compare, decided_by_rounding, first_moved_by_rounding
+from looplib.run.records import read_jsonl
 
 RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
 CASES = {

@@ -16,7 +16,7 @@ import tensorflow as tf
 import yaml
 from faults import lives
 
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[2]
 BINARY = "trainers.model_garden"

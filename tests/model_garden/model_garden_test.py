@@ -19,7 +19,7 @@ from official.core import base_trainer, exp_factory, registry, task_factory, tra
 from official.modeling import optimization
 
 import looplib
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 from trainers import model_garden
 
 # Side by side, each random number that a pipeline draws in several threads would differ; these leave them out.

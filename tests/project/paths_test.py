@@ -1,11 +1,11 @@
-"""What writes, moves or removes files does it in `looplib/files.py` and `looplib/folders.py`, which check the names."""
+"""What writes, moves or removes files does it in `looplib/base/files.py` and `looplib/base/folders.py`, which check the names."""
 
 import ast
 import pathlib
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
-CHECKED = {"looplib/files.py", "looplib/folders.py", "looplib/extras/outputs/new_folder.py"}
+CHECKED = {"looplib/base/files.py", "looplib/base/folders.py", "looplib/exports/new_folder.py"}
 # Functions that change what is on a disk, by the end of their name in the source.
 CHANGES = {
     *(f"os.{name}" for name in ("remove", "unlink", "rename", "replace", "mkdir", "makedirs", "rmdir", "removedirs",
@@ -20,31 +20,31 @@ OPENS = {"open", "gfile.GFile", "io.open"}
 ALLOWED = {
     ("looplib/__main__.py", "os.open"): "/dev/null",
     ("looplib/__main__.py", "open, to write"): "/dev/null",
-    ("looplib/checkpoint/lock.py", "os.open"): "the lock itself, without following a link",
-    ("looplib/checkpoint/lock.py", "open, to read"): "/proc/locks",
-    ("looplib/console.py", "os.open"): "/dev/null",
-    ("looplib/console.py", "open, to write"): "/dev/null",
+    ("looplib/run/lock.py", "os.open"): "the lock itself, without following a link",
+    ("looplib/run/lock.py", "open, to read"): "/proc/locks",
+    ("looplib/base/console.py", "os.open"): "/dev/null",
+    ("looplib/base/console.py", "open, to write"): "/dev/null",
     (
-        "looplib/extras/writers/tensorboard_writer.py",
+        "looplib/report/writers/tensorboard_writer.py",
         "io.TFRecordWriter",
     ): "a new name, below a folder that was checked",
-    ("looplib/extras/buckets/note.py", "os.open"): "the run directory, which was made or checked, to know it again",
-    ("looplib/extras/buckets/note.py", "os.rmdir"): "empty folders that a walk below the mirror's own has found",
-    ("looplib/extras/buckets/fetching.py", "os.utime"): "files of a copy, which this class has written",
-    ("looplib/extras/buckets/ranges.py", "os.utime"): "blocks of the cache, by names that this class has made",
-    ("looplib/extras/audit/machine.py", "open, to read"): "/proc/cpuinfo",
-    ("looplib/extras/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
-    ("looplib/extras/tools/children.py", "open, to read"): "/proc/PID/stat",
-    ("looplib/extras/tools/launch_folder.py", "os.open"): "the lock, new or without following a link",
-    ("looplib/extras/tools/replay.py", "open, to write"): "names in a new temporary folder",
-    ("looplib/extras/tools/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
-    ("looplib/extras/records/files.py", "open, to read"): "the user's data",
-    ("looplib/extras/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
-    ("looplib/extras/weights/writing.py", "open, to write"): "a name in the new folder of an export",
+    ("looplib/buckets/note.py", "os.open"): "the run directory, which was made or checked, to know it again",
+    ("looplib/buckets/note.py", "os.rmdir"): "empty folders that a walk below the mirror's own has found",
+    ("looplib/buckets/fetching.py", "os.utime"): "files of a copy, which this class has written",
+    ("looplib/stores/ranges.py", "os.utime"): "blocks of the cache, by names that this class has made",
+    ("looplib/run/machine.py", "open, to read"): "/proc/cpuinfo",
+    ("looplib/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
+    ("looplib/processes/children.py", "open, to read"): "/proc/PID/stat",
+    ("looplib/processes/launch_folder.py", "os.open"): "the lock, new or without following a link",
+    ("looplib/commands/replay.py", "open, to write"): "names in a new temporary folder",
+    ("looplib/commands/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
+    ("looplib/data/records/files.py", "open, to read"): "the user's data",
+    ("looplib/data/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
+    ("looplib/weights/writing.py", "open, to write"): "a name in the new folder of an export",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
-    ("looplib/report/program.py", "open, to read"): "/proc/PID/stat",
+    ("looplib/run/program.py", "open, to read"): "/proc/PID/stat",
     ("looplib/report/run_report.py", "open, to read"): "/proc/self/statm",
-    ("looplib/extras/actions/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
+    ("looplib/actions/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
 }
 
 
@@ -89,7 +89,9 @@ def test_no_path_is_used_without_the_functions_that_check_it():
     others = [
         f"{file}:{lines}: {function}" for (file, function), lines in found().items() if (file, function) not in ALLOWED
     ]
-    assert not others, "use looplib/files.py or looplib/folders.py, or say in ALLOWED why not:\n" + "\n".join(others)
+    assert not others, "use looplib/base/files.py or looplib/base/folders.py, or say in ALLOWED why not:\n" + "\n".join(
+        others
+    )
 
 
 def test_each_exception_is_still_there():

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 import pytest
 
 import looplib
-from looplib import command_line, errors
+from looplib import errors
+from looplib.binary import command_line, config
 from looplib.checkpoint import directory
-from looplib.extras.configuration import config
-from looplib.extras.page.fields import FIELDS
-from looplib.settings import Flag, flags_of
+from looplib.config.settings import Flag, flags_of
+from looplib.report.page.fields import FIELDS
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -138,7 +138,8 @@ def _page(intro: str, found: list[tuple[str, str]]) -> str:
 
 def helps() -> Iterator[tuple[str, str]]:
     """Yields the name and the --help of each command, with those below it."""
-    from looplib import __main__, plugins
+    from looplib import __main__
+    from looplib.base import plugins
 
     os.environ["COLUMNS"] = "120"
     parser = argparse.ArgumentParser(prog="python -m looplib")

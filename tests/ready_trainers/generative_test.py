@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import make_strategy, more, repetitions
 
 import looplib
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 from trainers import diffusion, gan, image_classification, image_data, sample_quality
 
 ROOT = pathlib.Path(__file__).parents[2]

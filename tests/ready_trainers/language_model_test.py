@@ -19,8 +19,8 @@ import tensorflow as tf
 from conftest import make_strategy, repetitions
 
 import looplib
-from looplib.extras.tools.compare import compare
-from looplib.report.records import read_jsonl
+from looplib.commands.compare import compare
+from looplib.run.records import read_jsonl
 from trainers import language_model, text_data, text_mixture, transformer
 from trainers.language_model import Config
 

@@ -8,8 +8,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint import commits
 from looplib.report.clock import Clock
+from looplib.run import commits
 
 
 class Time:

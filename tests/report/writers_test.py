@@ -26,12 +26,12 @@ from conftest import make_strategy, repetitions
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter, UsageError
-from looplib.extras.writers.numbers import format_number
+from looplib.base.numbers import format_number
+from looplib.base.progress import Progress
 from looplib.report.clock import Clock, SpeedMeter
-from looplib.report.progress import Progress
-from looplib.report.records import read_jsonl
 from looplib.report.reporter import ThreadedWriter
-from looplib.report.writers import Writer
+from looplib.report.writers.contract import Writer
+from looplib.run.records import read_jsonl
 
 
 def scalars(folder):

@@ -16,11 +16,10 @@ from conftest import make_strategy, more
 import looplib
 from looplib import UsageError
 from looplib.__main__ import main as looplib_main
+from looplib.base.messages import parse_error
 from looplib.compat import keras as _keras
 from looplib.errors import DatasetError, EngineError, LossError, OptimizerError, StaleTraceError, StepError
-from looplib.extras.diagnosis import model_table
-from looplib.messages import parse_error
-from looplib.task import micro_batches
+from looplib.task import micro_batches, model_table
 from looplib.task.gradients import Clipping, DynamicLossScale
 
 # A global batch is an epoch, so that each step sees all examples, in any order.

@@ -16,15 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import looplib
-from looplib.checkpoint import commits
-from looplib.checkpoint.restoring import peek
 from looplib.errors import MetricError
 from looplib.loop.task_loop import as_numbers
-from looplib.report.records import read_jsonl
-from looplib.task import metric_names
+from looplib.run import commits, metric_names
+from looplib.run.records import read_jsonl
 from looplib.task.actions import Action, ActionStates
 from looplib.task.plain import as_number, gaps
 from looplib.task.record import RunRecord
+from looplib.weights.restoring import peek
 
 _FLOATS = (np.float16, np.float32, np.float64, np.longdouble)
 _INTS = (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64)

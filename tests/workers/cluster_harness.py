@@ -16,7 +16,7 @@ import threading
 import time
 
 from looplib.cluster.environment import Cluster
-from looplib.extras.tools.worker_processes import hold_ports
+from looplib.processes.worker_processes import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from looplib.checkpoint import commits
-from looplib.extras.page import run_status
-from looplib.extras.tools.compare import compare
-from looplib.report.records import read_jsonl
+from looplib.commands.compare import compare
+from looplib.run import commits, run_status
+from looplib.run.records import read_jsonl
 
 PLAIN = ["--mode=train", "--config.noisy=False", "--config.state_mb=0.01"]
 LIMIT = 900.0  # seconds

@@ -10,7 +10,7 @@ import sys
 import tensorflow as tf
 
 import looplib
-from looplib import runtime
+from looplib.cluster import runtime
 
 BATCH = 4  # of a worker
 # The examples of each worker, and how the pipeline says how many there are.

@@ -9,10 +9,8 @@ import pytest
 from cluster_harness import Namespaces
 from conftest import more, repetitions
 
-from looplib.checkpoint import commits
-from looplib.extras.page import run_status
-from looplib.extras.tools.compare import compare
-from looplib.report import run_json
+from looplib.commands.compare import compare
+from looplib.run import commits, run_json, run_status
 
 # Long enough to strike in the middle; a step is a collective op of both. Each worker has a pipeline of its own, whose
 # iterator's state is saved.

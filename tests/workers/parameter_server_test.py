@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 
 import looplib
-from looplib import UsageError, runtime
+from looplib import UsageError
+from looplib.cluster import runtime
 from looplib.errors import ParameterServerError
-from looplib.extras.parameter_server import processes
-from looplib.extras.tools.worker_processes import hold_ports
+from looplib.loop import processes
+from looplib.processes.worker_processes import hold_ports
 
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
 TIMEOUT = 180

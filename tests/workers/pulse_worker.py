@@ -8,10 +8,9 @@ import time
 
 import without_tensorflow  # noqa: F401
 
-from looplib.cluster import environment
+from looplib.cluster import environment, rendezvous
+from looplib.cluster.watched import WatchedPeers
 from looplib.errors import UsageError
-from looplib.extras.peers import rendezvous
-from looplib.extras.peers.watched import WatchedPeers
 
 
 class _Stuck(io.RawIOBase):

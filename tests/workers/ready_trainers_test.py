@@ -9,7 +9,7 @@ import tensorflow as tf
 from conftest import repetitions
 from workers import ready_trainers
 
-from looplib.report.records import read_jsonl
+from looplib.run.records import read_jsonl
 
 ENGINE = f"--loop={repetitions('eager', 'graph')}"  # other workers have graphs
 

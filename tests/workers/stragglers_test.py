@@ -5,9 +5,9 @@ import json
 import pytest
 from conftest import more
 
-from looplib.extras.page.read import read_run
-from looplib.extras.page.slow_workers import stragglers_of
-from looplib.extras.page.verdict import findings
+from looplib.report.page.read import read_run
+from looplib.report.page.verdict import findings
+from looplib.run.slow_workers import stragglers_of
 
 
 def trained(nursery, folder, *arguments):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import looplib
 from looplib import launch
-from looplib.extras.stragglers import watching
+from looplib.actions import watching
 
 X = np.random.RandomState(0).randn(64, 8).astype(np.float32)
 

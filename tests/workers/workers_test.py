@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 from conftest import more
 
-from looplib.checkpoint import commits
-from looplib.extras.tools.compare import compare
-from looplib.report.records import read_jsonl
+from looplib.commands.compare import compare
+from looplib.run import commits
+from looplib.run.records import read_jsonl
 
 STEPS = 20
 SHORT = [f"--train_steps={STEPS}", "--checkpoint_interval=5", "--eval_interval=10"]

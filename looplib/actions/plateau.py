@@ -1,0 +1,377 @@
+"""Actions that watch a metric: early stopping, exports of the best, and a lower rate where it no longer improves."""
+
+import hashlib
+import math
+import numbers
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from absl import logging
+
+from looplib.base import files, folders, plugins
+from looplib.base.messages import whole_number
+from looplib.compat import keras as _keras
+from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
+from looplib.run.metric_names import gain, mode_of
+from looplib.task.actions import Action, Event
+from looplib.task.learning_rates import constant_rate, updating
+
+_OWNER = ".looplib-run"  # the name of a file that says which run has a directory
+_EXPORT = re.compile(r"step-\d{1,19}")  # the name of one
+
+
+class _MetricWatcher(Action):
+    """The common part: the best value of a metric, and how many reports have passed without a better one.
+
+    A value counts once for each step, so an evaluation that is called by hand or repeated changes nothing. The metric
+    and the mode are part of the action's name, because the best value means nothing for others.
+    """
+
+    _remembered: tuple[str, ...] = ("_best", "_best_step", "_seen", "_waited")
+
+    def __init__(self, metric: str, patience: int, min_change: float, mode: str | None, name: str) -> None:
+        who = type(self).__name__
+        self.metric, self.mode = metric, mode_of(who, metric, mode)
+        if not isinstance(name, str):
+            raise ActionError(f"{who}.name is {name!r:.100}; expected a text")
+        self.name = ", ".join(filter(None, (metric, self.mode, name)))
+        self.patience = whole_number(f"{who}.patience", patience)
+        self.min_change = number(f"{who}.min_change", min_change)
+        self._best: float | None = None
+        self._best_step = self._seen = -1
+        self._waited = 0
+
+    def on_start(self, controller: Any) -> None:
+        """Checks that the metric is reported.
+
+        Raises:
+          UsageError: if it is not.
+        """
+        split, _, name = self.metric.partition("/")
+        if split not in controller.loops:
+            raise MetricError(
+                f"{type(self).__name__}({self.metric!r}) needs a metric of {split!r}, which is not reported; expected "
+                f"a metric of {' or '.join(sorted(controller.loops))}"
+            )
+        known = controller.loops[split].metric_names
+        if known is not None and name not in known:
+            self._refuse(split, known)
+
+    def _refuse(self, split: str, known: Any) -> None:
+        raise MetricError(
+            f"{type(self).__name__}({self.metric!r}) needs a metric that is not reported; expected one of "
+            f"{', '.join(sorted(f'{split}/{one}' for one in known))}"
+        )
+
+    def _improves(self, event: Event) -> bool | None:
+        """Takes a value; returns whether it is better than the best by `min_change`, None if it does not count."""
+        split, _, name = self.metric.partition("/")
+        if event.split != split or event.step <= self._seen:
+            return None
+        if name not in event.metrics:
+            self._refuse(split, event.metrics)
+        value, self._seen = event.metrics[name], event.step
+        better = gain(value, self._best, self.mode) > self.min_change
+        if better:
+            self._best, self._best_step = value, event.step
+        return better
+
+    def _since(self) -> str:
+        """Returns what the action has seen, as a clause."""
+        best = "has had no finite value" if self._best is None else f"was best at step {self._best_step}"
+        return f"{self.metric} {best}" + ("" if self._best is None else f" ({self._best:.6g})")
+
+    def state(self) -> list[Any]:
+        """See `Action`."""
+        return [getattr(self, name) for name in self._remembered]
+
+    def load(self, state: list[Any]) -> None:
+        """See `Action`."""
+        best, *steps = state
+        if not (best is None or type(best) in (int, float)) or any(type(number) is not int for number in steps):
+            raise ValueError("expected a number or None, and whole numbers")
+        vars(self).update(zip(self._remembered, state, strict=True))
+
+
+class EarlyStopping(_MetricWatcher):
+    """Ends the training when a metric no longer improves.
+
+    A run that has stopped, and is started again, trains no further step, unless `patience` is raised.
+
+    Args:
+      metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
+      patience: evaluations (or reports) in a row without an improvement, after which the training ends.
+      min_change: an improvement is a change by more than this; default 0. A value that is not finite is never one.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
+      restore_best: whether the controller is at its best checkpoint once a training has ended, early or not: step,
+        weights and the rest of the state, as by `controller.restore_checkpoint("best")`. It needs a `model_dir` and
+        `KeepBest` of this metric in `CheckpointPolicy.keep`. Jobs that evaluate, predict or export take this
+        checkpoint too. No checkpoint is moved or removed, and the next start of the program continues from the last.
+      name: distinguishes it from another one of this class for this metric and mode; default "".
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int = 3,
+        min_change: float = 0.0,
+        mode: str | None = None,
+        restore_best: bool = False,
+        name: str = "",
+    ) -> None:
+        super().__init__(metric, patience, min_change, mode, name)
+        self.restore_best = restore_best
+
+    def on_start(self, controller: Any) -> None:
+        """Checks the settings, and stops a training that has stopped before.
+
+        Raises:
+          UsageError: if the metric is not reported, or the best checkpoint is not kept.
+        """
+        super().on_start(controller)
+        rule = controller.policy.best
+        if self.restore_best and (rule is None or (rule.metric, rule.mode) != (self.metric, self.mode)):
+            raise ActionError(
+                f"EarlyStopping({self.metric!r}, restore_best=True) needs the best checkpoint by that metric; give "
+                f'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("{self.metric}", "{self.mode}"))), with '
+                f"this KeepBest first, or --keep_best={self.mode}:{self.metric}"
+            )
+        if self.restore_best and not controller.model_dir:
+            raise MissingPartError("EarlyStopping(restore_best=True) needs checkpoints; give Controller(model_dir=...)")
+        self._stop_if_due(controller)
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event."""
+        improves = self._improves(event)
+        if improves is not None:
+            self._waited = 0 if improves else self._waited + 1
+            self._stop_if_due(event.controller)
+
+    def _stop_if_due(self, controller: Any) -> None:
+        if self._waited >= self.patience:
+            logging.info("early stopping at step %d: %s", controller.global_step, self._since())
+            controller.stop()
+
+    def on_end(self, controller: Any) -> None:
+        """Restores the best checkpoint, if that was asked for."""
+        if self.restore_best and self._best is not None:
+            controller.restore_checkpoint("best")
+
+
+class ExportBest(_MetricWatcher):
+    """Exports the model after each evaluation that is better than all before, by `controller.export`.
+
+    A run that is killed and resumed exports at the steps of an uninterrupted one.
+
+    Args:
+      metric: evaluator and metric, such as "eval/loss".
+      directory: gets an export `step-<step>` each; default `export` in the controller's `model_dir`. It is for one run,
+        which a file in it names: another run, also one that continues in a copy of a run directory, is refused.
+      number: how many exports to keep, the newest; those before, which this run has made, are removed.
+      min_change: an improvement is a change by more than this; default 0. NaN is never one.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
+      averages: whether averaged weights are exported, if there are any.
+      formats: what to write too, see `Controller.export`.
+      license: of the model, for its card.
+      name: distinguishes it from another one of this class for this metric and mode; default "".
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        directory: str | os.PathLike[str] | None = None,
+        number: int = 1,
+        min_change: float = 0.0,
+        mode: str | None = None,
+        averages: bool = True,
+        formats: Sequence[str] = (),
+        license: str = "unknown",
+        name: str = "",
+    ) -> None:
+        super().__init__(metric, 1, min_change, mode, name)
+        self.directory = files.resolve(directory, "ExportBest.directory") if directory is not None else None
+        self._number = whole_number("ExportBest.number", number)
+        plugins.load("looplib.parts", "check_export")(formats, license)
+        self._averages, self._formats, self._license = averages, tuple(formats), license
+        self._kept: list[str] = []  # names in the directory
+        self._began = 0  # the step at the start
+
+    def on_start(self, controller: Any) -> None:
+        """Checks that the metric is reported, that the model can be exported, and that there is a local directory.
+
+        Raises:
+          UsageError: if not.
+        """
+        from looplib.exports.exports import check_inputs  # only this action needs it
+        from looplib.processes.order import requested  # here, because its room uses others that use this one
+
+        super().on_start(controller)
+        check_inputs(controller.loops)
+        self._began = controller.global_step
+        if requested() is not None:  # an audit repeats steps, and writes nothing elsewhere
+            self.directory = None
+        place = self.directory or controller.model_dir
+        if place is None:
+            raise MissingPartError("ExportBest has no directory, and the controller no model_dir; give one of them")
+        if self.directory and controller.is_chief and "train" in controller.loops:
+            self._claim(self.directory, controller.model_dir or "")
+
+    def _claim(self, directory: str, model_dir: str) -> None:
+        """Refuses a directory with exports of another run; notes in it that it is this run's."""
+        owner = hashlib.sha256(os.path.realpath(model_dir).encode()).hexdigest() if model_dir else "no run directory"
+        path = os.path.join(folders.make_folder(directory), _OWNER)
+        try:
+            found: str | None = files.read_text(path)
+        except FileNotFoundError:
+            found = None if any(map(_EXPORT.fullmatch, os.listdir(directory))) else owner
+        except (OSError, ValueError):
+            found = None
+        if found != owner:
+            raise ExportError(
+                f"{directory} has exports of another run, or of this one before it was moved, which ExportBest would "
+                f"replace and remove; give it another directory, or write {owner!r} into {path} if they are this run's"
+            )
+        files.write_whole(path, owner)
+
+    def __call__(self, event: Event) -> None:
+        """See `Action`."""
+        if "train" not in event.controller.loops or not self._improves(event):
+            return  # a job that only evaluates has no memory of what was better
+        folder = self.directory or os.path.join(event.controller.model_dir, "export")
+        name = f"step-{event.step}"
+        if not self._is_there(event, os.path.join(folder, name)):
+            event.controller.export(
+                os.path.join(folder, name), averages=self._averages, formats=self._formats, license=self._license
+            )
+        self._kept = [*(kept for kept in self._kept if kept != name), name]
+        *old, self._kept = *self._kept[: -self._number], self._kept[-self._number :]
+        if event.controller.is_chief:
+            for name in old:
+                if _is_export(os.path.join(folder, name)):
+                    folders.delete(os.path.join(folder, name, ""))
+                    folders.remove(folder, name)
+
+    def _is_there(self, event: Event, path: str) -> bool:
+        """Returns whether the step that a start begins with is exported, as when a finished run starts again."""
+        if event.step != self._began:
+            return False
+        return bool(event.controller.gather(float(_is_export(path)))[0])  # as the chief sees it
+
+    def state(self) -> list[Any]:
+        """See `Action`."""
+        return [*super().state(), self._kept]
+
+    def load(self, state: list[Any]) -> None:
+        """See `Action`."""
+        *state, names = state
+        if others := [name for name in names if not _EXPORT.fullmatch(name)]:
+            raise ValueError(f"{others[0]!r:.100} is not the name of an export")
+        super().load(state)
+        self._kept = names
+
+
+def _is_export(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, "export.json"))
+
+
+class ReduceOnPlateau(_MetricWatcher):
+    """Reduces the learning rate of the trainer's optimizers when a metric no longer improves.
+
+    The rate is part of the checkpoints, as all of an optimizer's state is. A program that is started again with
+    another rate than at its last start trains with that one, which is then reduced further.
+
+    Args:
+      metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
+      factor: the new rate is the old one times this.
+      patience: evaluations (or reports) in a row without an improvement, after which the rate is reduced.
+      min_change: an improvement is a change by more than this; default 0. NaN is never one.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
+      cooldown: evaluations (or reports) after a reduction that do not count as ones without an improvement.
+      min_rate: the rate is not reduced below this.
+      name: distinguishes it from another one of this class for this metric and mode; default "".
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    _remembered = (*_MetricWatcher._remembered, "_cooling")
+
+    def __init__(
+        self,
+        metric: str,
+        factor: float = 0.1,
+        patience: int = 3,
+        min_change: float = 0.0,
+        mode: str | None = None,
+        cooldown: int = 0,
+        min_rate: float = 0.0,
+        name: str = "",
+    ) -> None:
+        super().__init__(metric, patience, min_change, mode, name)
+        self.factor = number("ReduceOnPlateau.factor", factor)
+        if not 0 < self.factor < 1:
+            raise SettingError(f"ReduceOnPlateau.factor is {factor!r}; expected a number between 0 and 1")
+        self.cooldown = whole_number("ReduceOnPlateau.cooldown", cooldown, least=0)
+        self.min_rate = number("ReduceOnPlateau.min_rate", min_rate)
+        self._cooling = 0
+
+    def on_start(self, controller: Any) -> None:
+        """Checks the metric, and that there are learning rates to reduce.
+
+        Raises:
+          UsageError: if not.
+        """
+        super().on_start(controller)
+        optimizers = _optimizers(controller)
+        if not optimizers:
+            raise ActionError(
+                f"ReduceOnPlateau needs a Keras optimizer in an attribute of the trainer; "
+                f"{controller.loops['train'].who} has none"
+            )
+        for optimizer in optimizers:
+            if constant_rate(optimizer) is None:
+                raise ActionError(
+                    f"ReduceOnPlateau needs a constant learning rate, but {type(optimizer).__name__} has a schedule; "
+                    "give the optimizer a number"
+                )
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event."""
+        improves = self._improves(event)
+        if improves is None:
+            return
+        self._cooling = max(0, self._cooling - 1)
+        self._waited = 0 if improves or self._cooling else self._waited + 1
+        if self._waited >= self.patience:
+            self._waited, self._cooling = 0, self.cooldown + 1  # counted down before it is looked at
+            self._reduce(event)
+
+    def _reduce(self, event: Event) -> None:
+        for optimizer in _optimizers(event.controller):
+            rate = constant_rate(optimizer)
+            reduced = max(rate * self.factor, self.min_rate)
+            if reduced < rate:
+                optimizer.learning_rate = reduced
+                logging.info(
+                    "the learning rate of %s is %g after step %d, and was %g: %s",
+                    type(optimizer).__name__, reduced, event.step, rate, self._since(),
+                )  # fmt: skip
+
+
+def number(name: str, value: Any) -> float:
+    """Returns a number as a float; raises `UsageError` if it is none, negative or not finite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
+        raise SettingError(f"{name} is {value!r}; expected a number of at least 0")
+    return float(value)
+
+
+def _optimizers(controller: Any) -> list[Any]:
+    return [updating(optimizer) for optimizer in _keras.optimizers(controller.loops["train"].task).values()]

@@ -1,0 +1,54 @@
+"""Numbers and metrics formatted for people."""
+
+import re
+from collections.abc import Mapping
+
+from looplib.base.progress import Progress, format_seconds, format_share
+
+_NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
+_LARGEST_WHOLE = 1e15  # that is written with all its digits
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Selects the loss and one more metric, for a line without room for all of them."""
+    names = [name for name in metrics if not _NOT_SHOWN.search(name)]
+    losses = sorted((name for name in names if "loss" in name.lower()), key=lambda name: name != "loss")
+    others = [name for name in names if name not in losses]
+    return {name: metrics[name] for name in losses[:1] + others[:1]}
+
+
+def format_number(value: float) -> str:
+    """Formats a number for a person: whole numbers up to 15 digits as they are, others with four significant digits.
+
+    Args:
+      value: int or float.
+
+    Returns:
+      str, such as `1797`, `0.9833`, `1.2e-05`.
+    """
+    if (isinstance(value, int) or abs(value) >= 1000) and abs(value) < _LARGEST_WHOLE:
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def format_size(count: float) -> str:
+    """Formats a number of bytes for a person, such as `512 B`, `1.83 MB` or `2.4 TB`; a kB has 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def forecast(now: Progress) -> str:
+    """Describes what comes next, such as `19 s left, evaluation in 2 s, input 8%`; "" where nothing is known."""
+    texts = []
+    if now.left is not None and now.step != now.end:
+        texts.append(f"{format_seconds(now.left)} left")
+    if now.evaluating:
+        texts.append("evaluating")
+    elif now.to_evaluation is not None and now.step != now.end:
+        texts.append(f"evaluation in {format_seconds(now.to_evaluation)}")
+    if now.waiting is not None:
+        texts.append(f"input {format_share(now.waiting)}")
+    return ", ".join(texts)

@@ -1,0 +1,249 @@
+"""The lease of a run in an object store: one writer at a time, where no operating system holds a lock.
+
+A lease is an object `.lease/<number>`, which a writer creates with the store's conditional write, so that one of two
+that try gets it. The highest number is the one that holds. A writer renews its own; whoever finds one that was not
+renewed for `SECONDS` while it looked, or whose process is gone, creates the next. The writer asks whether there is a
+higher one, or its own is another's, before each commit and each deletion, and before anything else is written unless it
+has renewed its own just before; it ends if that is so.
+"""
+
+import json
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from absl import logging
+
+from looplib.base import files
+from looplib.errors import FileError, LockedError, StoreError
+from looplib.masks import masked_text
+from looplib.run.lock import LockKind
+from looplib.stores.stores import PATIENCE, Store
+
+
+def _seconds() -> float:
+    given = os.environ.get("LOOPLIB_LEASE_SECONDS", "60")
+    try:
+        if 0 < (seconds := float(given)) < math.inf:
+            return seconds
+    except ValueError:
+        pass
+    raise StoreError(f"LOOPLIB_LEASE_SECONDS is {given!r:.100}; expected seconds above 0, alike on all machines")
+
+
+SECONDS = _seconds()
+FOLDER = ".lease"
+_KEPT = 20  # older leases, which an old listing may show as the newest, and that are counted up from
+
+
+class Lease:
+    """The lease of a run, held from building it to `release`.
+
+    Args:
+      store: where the run is.
+      kind: what the lease is of.
+      folder: of its objects.
+
+    Attributes:
+      token: what tells this writer from any other.
+      before: what the lease of the writer before said; empty for none.
+      steps: the steps of the checkpoints in the store, which the next writer finds here if its listing is old.
+      jobs: the newest evaluation job whose records the run has.
+      since: the newest evaluation job of an earlier run at this place.
+
+    Raises:
+      LockedError: if another writer has it.
+    """
+
+    def __init__(self, store: Store, kind: LockKind = LockKind(), folder: str = FOLDER) -> None:
+        self.token, self._store, self._kind, self._folder = secrets.token_hex(8), store, kind, folder
+        self.before: dict[str, Any] = {}
+        self._renewed = 0
+        number, self.steps = highest_of(store.listed(folder), folder), []
+        while True:
+            while newer := self._holder(number + 1):  # an old listing; a single object is always the newest
+                number, self.before = number + 1, newer
+            if number:
+                self.before = self._wait_for_end_of(number)
+            self.steps = steps_of(self.before)
+            self.jobs, self.since = text_of(self.before, "jobs"), text_of(self.before, "since")
+            try:
+                store.create(self._name(number + 1), self._content(False))
+            except FileExistsError:
+                if self._holder(number + 1).get("token") != self.token:  # else an answer was lost, and not the write
+                    continue
+            self._number, self._sure_until = number + 1, _now() + SECONDS / 2
+            if number and self._holder(number) != self.before:  # it was renewed after the last look, so its writer is
+                self.withdraw(PATIENCE)  # alive, and may not have seen this one
+                continue
+            store.delete(self._name(old) for old in range(number - _KEPT, number - _KEPT + 1) if old > 0)
+            return
+
+    def _wait_for_end_of(self, number: int) -> dict[str, Any]:
+        """Waits until a lease is not renewed any more; returns what it says."""
+        first, end, noted = self._holder(number), _now() + SECONDS, False
+        while True:
+            holder = self._holder(number) or first  # it was there, and nobody deletes it for a moment
+            first = first or holder
+            if holder.get("released") or _is_gone(holder):
+                return holder
+            if holder != first:
+                raise LockedError(
+                    f"the {self._kind.what} {masked_text(self._store.url)} is in use by process {holder.get('pid')} on "
+                    f"{holder.get('host')}; wait until it ends or stop it, or {self._kind.other}"
+                )
+            if _now() > end:
+                return holder
+            if not noted:
+                url = masked_text(self._store.url)
+                logging.warning("%s may be in use; waiting %g s for a sign of life", url, SECONDS)
+                noted = True
+            time.sleep(SECONDS / 10)
+
+    def _holder(self, number: int, patience: float = PATIENCE) -> dict[str, Any]:
+        return read(self._store, number, patience, self._folder)
+
+    def _content(self, released: bool) -> bytes:
+        note = {
+            "token": self.token,
+            "steps": self.steps,
+            "jobs": self.jobs,
+            "since": self.since,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "released": released,
+        }
+        self._renewed += 1  # counted, and no time: the clocks of two machines differ
+        return json.dumps({**note, "boot": _boot(), "renewed": self._renewed}).encode()
+
+    def _name(self, number: int) -> str:
+        return _name(self._folder, number)
+
+    def renew(self, patience: float) -> None:
+        """Shows that the writer is alive; raises `LockedError` if that came too late."""
+        begun = _now()
+        self._check_own(patience)
+        self.write(patience)
+        self._check_next(patience)
+        self._sure_until = begun + SECONDS / 2
+
+    def keep(self, ending: threading.Event) -> LockedError | None:
+        """Renews the lease until the end, also while a large file is copied; returns the error if it was lost."""
+        while not ending.wait(SECONDS / 3):
+            try:
+                self.renew(SECONDS / 3)
+            except LockedError as error:
+                return error
+            except (StoreError, FileError, OSError):  # of the store, or of this machine
+                continue
+        return None
+
+    def write(self, patience: float) -> None:
+        """Writes what the next writer should know, `steps` above all."""
+        self._store.write(self._name(self._number), self._content(False), patience)
+
+    def check(self, patience: float, surely: bool = False) -> None:
+        """Raises `LockedError` if another writer has taken the run; without `surely`, if it can have done so."""
+        if not surely and _now() < self._sure_until:
+            return
+        self._check_own(patience)
+        self._check_next(patience)
+
+    def _check_next(self, patience: float) -> None:
+        if self._holder(self._number + 1, patience):
+            raise self._taken(f"this one did not renew its lease for {SECONDS:g} s")
+
+    def _check_own(self, patience: float) -> None:
+        """Raises `LockedError` if the lease is of a writer that has found none, as after somebody has removed all."""
+        if self._holder(self._number, patience).get("token") not in (None, "", self.token):
+            raise self._taken("the lease of this one was removed")
+
+    def _taken(self, reason: str) -> LockedError:
+        return LockedError(
+            f"another process has taken the {self._kind.what} {masked_text(self._store.url)}, because {reason}; "
+            "nothing more is written there; stop the other run, or let it continue"
+        )
+
+    def withdraw(self, patience: float) -> None:
+        """Leaves the store as it was before, for a start that has written nothing."""
+        self._store.delete([self._name(self._number)], patience)
+
+    def release(self, patience: float) -> None:
+        """Lets another writer take the run at once."""
+        self._store.write(self._name(self._number), self._content(True), patience)
+
+
+def _now() -> float:
+    """Returns seconds by a clock that nobody sets, and which counts while the machine sleeps, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def highest_of(names: Iterable[str], folder: str = FOLDER) -> int:
+    """Returns the number of the newest lease among the names of a run's objects; 0 for none."""
+    numbers = [name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")]
+    return max((int(number) for number in numbers if number.isascii() and number.isdecimal()), default=0)
+
+
+def _name(folder: str, number: int) -> str:
+    return f"{folder}/{number:08d}"
+
+
+def read(store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER) -> dict[str, Any]:
+    """Returns what a lease says; empty if there is none."""
+    return read_with_age(store, number, patience, folder)[0]
+
+
+def read_with_age(
+    store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER
+) -> tuple[dict[str, Any], float | None]:
+    """Returns what a lease says, and how many seconds ago it was renewed, see `Store.read_with_age`."""
+    try:
+        content, age = store.read_with_age(_name(folder, number), patience)
+    except FileNotFoundError:
+        return {}, None
+    try:
+        found = files.parse_json(content)
+    except ValueError:
+        return {"token": ""}, age  # damaged, so nobody's
+    return (found if isinstance(found, dict) else {"token": ""}), age
+
+
+def steps_of(holder: dict[str, Any]) -> list[int]:
+    """Returns the steps of the checkpoints that a writer has uploaded."""
+    steps = holder.get("steps")
+    return [step for step in steps if type(step) is int and step >= 0] if isinstance(steps, list) else []
+
+
+def text_of(holder: dict[str, Any], key: str) -> str:
+    """Returns a text of what a writer has noted; "" for none."""
+    text = holder.get(key)
+    return text if isinstance(text, str) else ""
+
+
+def _boot() -> str:
+    """Returns what tells this start of this machine, and this container of it, from others; "" if not known."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Returns whether the holder was a process of this machine, and has ended."""
+    pid = holder.get("pid")
+    here = holder.get("host") == socket.gethostname() and holder.get("boot") == _boot() != ""
+    if not here or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        pass
+    return False

@@ -1,0 +1,317 @@
+"""The commands of `python -m looplib`: their options, and what runs them. Importing this file is cheap."""
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+from looplib.base import files, plugins
+from looplib.base.plugins import Command
+from looplib.commands.options import arguments, path, place, run
+
+_CHECK = """\
+COMMAND is your usual command without --model_dir, for example
+  python -m looplib check {name} -- python -m trainers.image_classification --train_steps=200 --checkpoint_interval=50
+
+exit codes: {codes}; 2 the command failed, or could not be checked
+"""
+
+
+def status(tools: Any) -> None:
+    """Adds the parser of `status`."""
+    parser = tools.add_parser(
+        "status",
+        help="show every run below some folders: step, rate, time left, last metrics, and whether it is alive",
+        description="Shows every run below some folders, such as those of a sweep. It only reads, and may be used "
+        "while the runs train. States: starting; running; silent (running without news); killed (its process is gone "
+        "without a word); done; preempted (saved and ended by a signal, to be run again); failed.",
+        epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
+    )
+    parser.add_argument(
+        "directories", nargs="+", type=place, metavar="DIR", help="run directories, or folders that hold some"
+    )
+    parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C; a terminal is redrawn")
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between tables (default %(default)s)")
+    parser.set_defaults(tool=Command(_status, own_signals=True))
+
+
+def inspect(tools: Any) -> None:
+    """Adds the parser of `inspect`."""
+    parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
+    parser.add_argument("directory", type=place, help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read all files and compare checksums")
+    parser.set_defaults(tool=Command(_inspect, _check_inspect))
+
+
+def average(tools: Any) -> None:
+    """Adds the parser of `average`."""
+    text = "write the mean of successive checkpoints of a run as a run directory of its own"
+    parser = tools.add_parser("average", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.add_argument("directory", type=run, help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument(
+        "output", type=path, help="the new directory, for --mode=eval --model_dir=... and --warm_start=..."
+    )
+    parser.add_argument("--last", type=int, help="number of checkpoints (default 5)")
+    _add_checkpoint(parser, "the last of them", "latest")
+    text = "compute statistics of batch normalization from N training batches, by the run's command"
+    parser.add_argument("--statistics_steps", type=int, metavar="N", help=f"{text} (default: average them)")
+    text = "write the moving averages of the last one, not the mean"
+    parser.add_argument("--averages", action="store_true", help=text)
+    parser.set_defaults(tool=Command(_average, _check_checkpoints))
+
+
+def export(tools: Any) -> None:
+    """Adds the parser of `export`."""
+    text = "export the model of a run for programs without looplib, by its own command with --mode=export"
+    parser = tools.add_parser("export", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.add_argument("directory", type=run, help="the run directory")
+    parser.add_argument(
+        "output", nargs="?", type=path, help="the new directory (default: export/step-<step> in the run directory)"
+    )
+    text = "what to write too, with commas between: safetensors, weights.h5, onnx, tflite, int8"
+    parser.add_argument("--formats", default="", help=text)
+    parser.add_argument("--license", default="unknown", help="of the model, for its card (default %(default)s)")
+    text = "export the last weights, not averages of them"
+    parser.add_argument("--last_weights", dest="averages", action="store_false", help=text)
+    _add_checkpoint(parser, "the one to export", "final")
+    parser.set_defaults(tool=Command(_export, _check_run, has_verdict=True))
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, what: str, default: str) -> None:
+    text = f"{what}: final, what the run ended with; latest; best; or a step (default {default})"
+    parser.add_argument("--checkpoint", default=default, help=text)
+
+
+def launch(tools: Any) -> None:
+    """Adds the parser of `launch`."""
+    parser = tools.add_parser(
+        "launch",
+        help="start several workers of a run on this machine",
+        usage="python -m looplib launch --workers=N [options] -- COMMAND ...",
+        description="Starts COMMAND as several processes on this machine, each with TF_CONFIG, and ends and restarts "
+        "them together, also with fewer workers (docs/cluster.md). It is a convenience for one machine, not a cluster "
+        "manager: workers on many machines are started by Slurm or Kubernetes. The processes share "
+        "the machine's cores and GPUs; to use several GPUs of one machine, run one process with --strategy=mirrored.",
+        epilog="exit codes: 0 done; 75 saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again; "
+        "1 failed",
+    )
+    parser.add_argument("--workers", type=int, required=True, help="number of workers")
+    text = "restart with as few workers as this if some die, and with all again later (default: all workers)"
+    parser.add_argument("--min_workers", type=int, help=text)
+    parser.add_argument(
+        "--parameter_servers",
+        type=int,
+        default=0,
+        help="number of parameter servers; if above 0, a chief is started too (default 0)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        help="maximum number of restarts in an hour from the newest checkpoint after a failure; restarts all "
+        "processes, or with parameter servers only the failed one (default 0; with --min_workers 10, if a worker died)",
+    )
+    text = "seconds before a restart, doubled for each after a start of less than a minute (default 1)"
+    parser.add_argument("--backoff", type=float, default=1.0, help=text)
+    text = "seconds until the other processes are ended after a failure: SIGTERM, and 17 s later SIGKILL (default 10)"
+    parser.add_argument("--grace", type=float, default=10.0, help=text)
+    text = "seconds before another worker is tried in the place of one that died, doubled for each within an hour"
+    parser.add_argument("--grow_after", type=float, default=60.0, help=f"{text} (default 60)")
+    parser.set_defaults(tool=Command(_launch, own_signals=True, has_verdict=True))
+
+
+def rerun(tools: Any) -> None:
+    """Adds the parser of `rerun`."""
+    parser = tools.add_parser(
+        "rerun",
+        help="repeat a run, say what differs now, and compare the two bit by bit",
+        description="Repeats the command, configuration and seed of a run in a new directory, says what differs now "
+        "(versions and code), and compares the two runs.",
+        epilog="exit codes: 0 equal, bit by bit; 1 different; 2 the command failed, or the run cannot be repeated",
+    )
+    parser.add_argument("directory", type=run, help="the run directory")
+    parser.add_argument("--to", type=path, help="the new run directory (default: DIR-rerun)")
+    parser.set_defaults(tool=Command(_rerun, _check_run, has_verdict=True))
+
+
+def replay(tools: Any) -> None:
+    """Adds the parser of `replay`."""
+    parser = tools.add_parser(
+        "replay",
+        help="go back to any step of a run, and look at its batch, loss, gradients and ops",
+        description="Restores the newest checkpoint before a step into a temporary directory, trains to the step, and "
+        "shows its batch, metrics, norms and the first op whose output is not finite. Compares with what the run "
+        "reported. Changes nothing in the run directory.",
+        epilog="exit codes: 0 equal to what the run reported; 1 different; 2 the step cannot be replayed",
+    )
+    parser.add_argument("directory", type=run, help="the run directory")
+    parser.add_argument("--step", type=int, required=True, help="the step, counted from 1")
+    parser.add_argument("--eager", action="store_true", help="run the step only op by op, once, and show its prints")
+    text = "stop in step_fn, in Python's debugger; with --eager"
+    parser.add_argument("--pdb", dest="debug", action="store_true", help=text)
+    parser.add_argument("--save", type=path, help="file for the batch, FILE.npz")
+    parser.set_defaults(tool=Command(_replay, _check_replay, has_verdict=True))
+
+
+def diff(tools: Any) -> None:
+    """Adds the parser of `diff`."""
+    parser = tools.add_parser(
+        "diff",
+        help="find the first step at which two runs part, and in what",
+        description="Compares settings, versions, curves and checkpoints of two runs, and replays both between the "
+        "last equal and the first different point, to find the step at which they part, and whether the examples, the "
+        "metrics or the weights differ first. Changes nothing in the run directories.",
+        epilog="exit codes: 0 equal as far as both go; 1 different; 2 not known",
+    )
+    parser.add_argument("first", type=run, metavar="A", help="a run directory")
+    parser.add_argument("second", type=run, metavar="B", help="the other run directory")
+    parser.set_defaults(tool=Command(_diff, _check_diff, has_verdict=True))
+
+
+def check(tools: Any) -> None:
+    """Adds the parsers of `check`."""
+    kinds = tools.add_parser(
+        "check", help="check exact resume, equal results on replicas, and readiness for a TPU or GPU"
+    ).add_subparsers(required=True, metavar="WHAT")
+    resume = _add_kind(
+        kinds, "resume", "kill a run at random moments and compare it with an uninterrupted run", _resume
+    )
+    resume.add_argument("--kills", type=int, default=3, help="number of kills (default %(default)s)")
+    resume.add_argument("--seed", type=int, default=0, help="seed for the moments of the kills (default %(default)s)")
+    resume.add_argument(
+        "--baseline", type=int, default=1, help="number of uninterrupted runs, compared first (default %(default)s)"
+    )
+    counts = _add_kind(kinds, "replicas", "compare runs on different numbers of replicas", _replicas)
+    counts.add_argument("--counts", type=_counts, default=(1, 2, 4), help="numbers of replicas (default 1,2,4)")
+    counts.add_argument("--workers", type=_counts, default=(), help="numbers of workers, compared too (default none)")
+    counts.add_argument("--rtol", type=float, default=1e-4, help="relative tolerance (default %(default)s)")
+    counts.add_argument("--atol", type=float, default=1e-5, help="absolute tolerance (default %(default)s)")
+    for name, platform in (("tpu", "TPU"), ("gpu", "GPU")):
+        text = f"lower a trainer's steps for a {platform}, without one, and report what cannot run"
+        fits = _add_kind(kinds, name, text, _fits, "0 ready; 1 not ready")
+        text = "number of TPU cores or GPUs (default %(default)s)"
+        fits.add_argument("--cores", type=int, default=8, help=text)
+        fits.set_defaults(platform=platform)
+
+
+def _add_kind(
+    kinds: Any, name: str, text: str, run: Callable[[argparse.Namespace], int], codes: str = "0 equal; 1 different"
+) -> argparse.ArgumentParser:
+    parser = kinds.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        usage=f"python -m looplib check {name} [options] -- COMMAND ...",
+        epilog=_CHECK.format(name=name, codes=codes),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = "directory for the run directories (default: a temporary one, kept if the runs differ)"
+    parser.add_argument("--dir", dest="directory", type=path, metavar="DIR", help=text)
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run (default %(default)s)")
+    parser.set_defaults(tool=Command(run, has_verdict=True))
+    return parser
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} found; expected numbers such as 1,2") from None
+
+
+def _check_run(options: argparse.Namespace) -> None:
+    from looplib.commands import recorded_run
+
+    recorded_run.report_of(os.path.abspath(options.directory))
+
+
+def _check_inspect(options: argparse.Namespace) -> None:
+    from looplib.run import commits
+
+    if options.verify and files.is_remote(options.directory):  # what is in the store, and not what was intact once
+        options.directory = plugins.load("looplib.parts", "fetched")(options.directory, unchecked=True)
+    options.directory = commits.checkpoint_folder(options.directory)
+
+
+def _check_checkpoints(options: argparse.Namespace) -> None:
+    from looplib.run import commits
+
+    commits.checkpoint_folder(options.directory)
+
+
+def _check_replay(options: argparse.Namespace) -> None:
+    from looplib.commands import recorded_run
+
+    recorded_run.check_replay(**arguments(options))
+
+
+def _check_diff(options: argparse.Namespace) -> None:
+    from looplib.commands import recorded_run
+
+    for directory in (options.first, options.second):
+        recorded_run.Recorded(directory)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from looplib.commands.status import status
+
+    return status(**arguments(options))
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from looplib.commands.inspect import inspect
+
+    return inspect(options.directory, options.verify)
+
+
+def _average(options: argparse.Namespace) -> int:
+    from looplib.commands.average import average
+
+    return average(**arguments(options))
+
+
+def _export(options: argparse.Namespace) -> int:
+    from looplib.commands.export import export
+
+    return export(**arguments(options))
+
+
+def _launch(options: argparse.Namespace) -> int:
+    from looplib.processes.local_launch import launch
+
+    return launch(options.command, **arguments(options))
+
+
+def _rerun(options: argparse.Namespace) -> int:
+    from looplib.commands.rerun import rerun
+
+    return rerun(options.directory, options.to)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from looplib.commands.replay import replay
+
+    return replay(**arguments(options))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from looplib.commands.diff import diff
+
+    return diff(options.first, options.second)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from looplib.commands import check
+
+    return check.resume(options.command, **arguments(options))
+
+
+def _fits(options: argparse.Namespace) -> int:
+    from looplib.commands import check
+
+    return check.fits(options.command, **arguments(options))
+
+
+def _replicas(options: argparse.Namespace) -> int:
+    from looplib.commands import check
+
+    return check.replicas(options.command, **arguments(options))

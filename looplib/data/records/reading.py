@@ -1,0 +1,353 @@
+"""Records read: by a data set, ahead of the run and in its order; or once all, for numbers that plans need."""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.base import files
+from looplib.base.messages import join_names, with_cure
+from looplib.data.records.files import THREADS
+from looplib.data.records.indexed import Numbered
+from looplib.data.records.order import RecordSelection
+from looplib.data.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
+from looplib.errors import RecordsError
+
+# Records, and their bytes, whose pieces are read before they are used.
+_AHEAD, _AHEAD_BYTES = 4096, 1 << 25
+_BATCH = 256  # records that the function is given at once
+_HEAD = 1 << 12  # bytes in front of the numbers in a file, at most
+_SAMPLE = 256  # records whose kept values are computed again, to compare
+_Piece = tuple[int, int]  # its first record, and the one after its last
+
+
+@dataclasses.dataclass
+class RecordReads:
+    """How the records of a data set are read; see `looplib.data.input_context.Reads`.
+
+    Attributes:
+      source: the records.
+      by_pieces: whether neighbouring records are read at once.
+      may_be_by_pieces: whether they could be.
+      calls: of its stages: that reads ahead, if there is one, and that hands out.
+      records: how many were read.
+    """
+
+    source: Source
+    by_pieces: bool
+    may_be_by_pieces: bool
+    calls: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    records: int = 0
+
+    @property
+    def at_once(self) -> int:
+        """How many pieces, or records, are read at once."""
+        return THREADS if self.by_pieces else 1
+
+    def __str__(self) -> str:
+        own = self._slow
+        if own is None:
+            return "the files of context.records"
+        return f"{type(own).__name__}.{'__getitems__' if isinstance(own, ReadsMany) else '__getitem__'}"
+
+    @property
+    def advice(self) -> str:
+        """What to change if reading takes the time."""
+        own, advice = self._slow, ""
+        if self.may_be_by_pieces and not self.by_pieces:
+            advice = f"give context.records block=16 or more: {THREADS} blocks are read at once; or "
+        if own is None:
+            return advice + "move the files nearer"
+        if isinstance(own, ReadsMany):
+            return advice + f"let {self} read in more threads if it waits; if it computes, write its records to files"
+        return advice + (
+            f"give {type(own).__name__} a method __getitems__(numbers), which reads several records at once, in "
+            "threads if it waits; if it computes, write its records to files"
+        )
+
+    @property
+    def _slow(self) -> Source | None:
+        """The source of the user's or of a library's; None if all are files that looplib reads."""
+        whole = self.source.source if isinstance(self.source, Subset) else self.source
+        parts = whole.sources if isinstance(whole, Chain) else [whole]
+        return next((part for part in parts if not isinstance(part, Numbered)), None)
+
+
+def read_records(
+    source: Source, picks: tf.data.Dataset, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False
+) -> tf.data.Dataset:
+    """Reads the records that an order picks.
+
+    Args:
+      source: the records.
+      picks: chunks of batches: (`RecordSelection` of int64 `[k, b]`, and anything else, which is passed on).
+      reads: says whether neighbouring records are read at once, as the picks say; counts the calls.
+      lanes: how many pieces a batch takes records from, at most.
+      may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
+
+    Returns:
+      A data set of (records, and anything else): strings `[k, b]`, or a structure of arrays `[k, b, ...]`; of records
+      alone if there is nothing else.
+    """
+    element = _Element(source)
+    pieces = _Pieces(source, lanes) if reads.by_pieces else None
+
+    def announce(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        pieces.announce(starts.ravel(), stops.ravel())
+        reads.calls[0] += 1
+        return starts
+
+    def fetch(ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Any:
+        if pieces is None:
+            found = items(source, ids.ravel())
+        else:
+            found = pieces.fetch(ids.ravel(), starts.ravel(), stops.ravel())
+        reads.calls[1] += 1
+        reads.records += len(found)
+        if not may_lack:
+            return element.pack(found, ids.shape)
+        there = np.asarray([record is not None for record in found])
+        found = [record for record in found if record is not None]
+        return [*element.pack(found, (1, len(found))), there]
+
+    @tf.autograph.experimental.do_not_convert
+    def announced(picks: RecordSelection, *others: Any) -> tuple[Any, ...]:
+        starts = tf.numpy_function(announce, [picks.starts, picks.stops], tf.int64)
+        return RecordSelection(picks.ids, tf.ensure_shape(starts, picks.starts.shape), picks.stops), *others
+
+    @tf.autograph.experimental.do_not_convert
+    def fetched(picks: RecordSelection, *others: Any) -> Any:
+        leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
+        if may_lack:
+            there = tf.ensure_shape(leaves.pop(), [None])
+            others = tf.nest.map_structure(lambda other: tf.boolean_mask(other, there, axis=1), others)
+        records = element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
+        return (records, *others) if others else records
+
+    # One thread at a time runs Python. Where many wait for the disk, they are the source's.
+    if pieces is None:
+        return picks.map(fetched).prefetch(2)
+    chunk = picks.element_spec[0].ids.shape.num_elements() or _AHEAD // 4
+    ahead = int(min(_AHEAD, _AHEAD_BYTES / mean_bytes(source)) // chunk)
+    return picks.map(announced).prefetch(max(2, ahead)).map(fetched).prefetch(1)
+
+
+def measure(source: Source | str, function: Callable[[Any], tf.Tensor], *, cache: str | None = None) -> np.ndarray:
+    """Computes a number for each record of a source, in one parallel pass.
+
+    Plans need such numbers before a run starts, so that each position of the run holds an example.
+
+        lengths = looplib.measure(records, lambda record: tf.strings.length(record), cache="/data/lengths.npy")
+        context.records(looplib.Kept(lengths < 512, records))
+
+    What is kept in `cache` is used again if it has as many numbers as there are records, and if the function still
+    gives the same for 256 records spread over the source. Otherwise all are computed again, with a warning. A change
+    of the function that makes a difference for few records may be missed: give each version a file of its own.
+
+    Args:
+      source: records as `looplib.open_records` returns them, or the names of their files.
+      function: from a batch of records, as `context.records` gives them, to a number or bool for each, `[b]`; of
+        TensorFlow ops.
+      cache: the file to keep the numbers in, as `numpy.save` writes it; None keeps nothing.
+
+    Returns:
+      `[n]`, in the order of the records.
+
+    Raises:
+      UsageError: if there is no record, or the function gives something else than one number for each.
+    """
+    source = opened(source)
+    if not len(source):
+        raise RecordsError("looplib.measure was given a source without records; check where the data is read from")
+    kept = _load(cache, _HEAD + len(source) * np.dtype(complex).itemsize) if cache else None
+    if kept is not None:
+        sample = np.unique(np.linspace(0, len(source) - 1, _SAMPLE).astype(np.int64))
+        if kept.shape == (len(source),):
+            numbers, before = _computed(source, function, sample), kept[sample]
+            if np.all((numbers == before) | ((numbers != numbers) & (before != before))):  # or both are NaN
+                return kept
+        logging.warning("the numbers in %s are of other records, or of another function; computing them again", cache)
+    found = _computed(source, function, np.arange(len(source)))
+    if cache:
+        content = io.BytesIO()
+        np.save(content, found, allow_pickle=False)
+        try:
+            files.write_whole(cache, content.getvalue(), durable=False)
+        except (OSError, tf.errors.OpError) as error:
+            logging.warning("the numbers of records cannot be kept in %s: %s", cache, with_cure(error))
+    return found
+
+
+def _load(path: str, most: int) -> np.ndarray | None:
+    with contextlib.suppress(Exception), files.open_regular(path) as file:  # numpy's of a damaged head have many types
+        return np.lib.format.read_array(io.BytesIO(file.read(most)), allow_pickle=False)
+    return None
+
+
+def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.ndarray) -> np.ndarray:
+    picks = (
+        tf.data.Dataset.from_tensor_slices(numbers)
+        .batch(_BATCH)
+        .map(lambda ids: (RecordSelection(ids[None], ids[None], ids[None] + 1),))
+    )
+    batches = read_records(source, picks, RecordReads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
+    measured = batches.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
+    spec = measured.element_spec
+    found = [] if tf.nest.is_nested(spec) else list(measured.as_numpy_iterator())
+    if not found or any(part.ndim != 1 for part in found) or sum(map(len, found)) != len(numbers):
+        raise RecordsError(
+            f"the function of looplib.measure gives {spec} for a batch; expected one number for each record, [b]"
+        )
+    return np.concatenate(found)
+
+
+def without_lists(structure: Any) -> Any:
+    """Returns a structure with tuples in place of lists, which tf.data takes for arrays."""
+    if isinstance(structure, Mapping):
+        return {name: without_lists(part) for name, part in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return tuple_like(structure, [without_lists(part) for part in structure])
+    return structure
+
+
+def tuple_like(structure: list | tuple, parts: Iterable[Any]) -> tuple:
+    """Returns parts as the named tuple that a structure is, or otherwise as a tuple."""
+    is_named = isinstance(structure, tuple) and type(structure) is not tuple
+    return type(structure)(*parts) if is_named else tuple(parts)
+
+
+class _Pieces:
+    """The pieces of a source that are in use, read by threads before they are needed.
+
+    Whatever is asked for is found: a piece that is not there is read. A piece is dropped once each of its records was
+    given. Those that a run entered in the middle never come to that, and are dropped when there are many newer ones.
+    """
+
+    def __init__(self, source: Source, lanes: int) -> None:
+        self._source, self._spare = source, lanes
+        self._found: dict[_Piece, concurrent.futures.Future] = {}  # the one that was used last comes last
+        self._waiting: collections.Counter[_Piece] = collections.Counter()  # chunks that were announced, of each piece
+        self._given: collections.Counter[_Piece] = collections.Counter()  # records, of each piece
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "looplib-records")
+
+    def announce(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Starts to read the pieces that are not there."""
+        pieces = set(zip(starts.tolist(), stops.tolist()))
+        with self._lock:
+            self._waiting.update(pieces)
+            for piece in pieces:
+                self._get(piece)
+
+    def _get(self, piece: _Piece) -> concurrent.futures.Future:
+        found = self._found.pop(piece, None) or self._pool.submit(items, self._source, range(*piece))
+        self._found[piece] = found
+        return found
+
+    def fetch(self, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[Any]:
+        """Returns records by number."""
+        pieces = list(zip(starts.tolist(), stops.tolist()))
+        counts = collections.Counter(pieces)
+        with self._lock:
+            futures = {piece: self._get(piece) for piece in counts}
+        read = {piece: future.result() for piece, future in futures.items()}
+        with self._lock:
+            for piece, count in counts.items():
+                self._waiting[piece] -= 1
+                self._given[piece] += count
+                if self._given[piece] >= piece[1] - piece[0]:
+                    self._drop(piece)
+            unused = [piece for piece in self._found if self._waiting[piece] <= 0]
+            for piece in unused[: -self._spare]:
+                self._drop(piece)
+        return [read[piece][at] for piece, at in zip(pieces, (ids - starts).tolist())]
+
+    def _drop(self, piece: _Piece) -> None:
+        for of_pieces in (self._found, self._given, self._waiting):
+            of_pieces.pop(piece, None)
+
+
+class _Element:
+    """How records become tensors.
+
+    Raises:
+      UsageError: if no record is good, or two sources of a chain have records of different structures.
+    """
+
+    def __init__(self, source: Source) -> None:
+        parts = source.sources if isinstance(source, Chain) else [source]
+        firsts = [_first_of(part) for part in parts if len(part)] or [_first_of(source)]
+        self._like = without_lists(firsts[0])
+        structures = [structure_of(record) for record in firsts]
+        other = next((number for number, found in enumerate(structures) if found != structures[0]), None)
+        if other is not None:
+            names = [name for name, part in zip(source.names, parts) if len(part)]
+            raise RecordsError(
+                f"the sources {names[0]!r} and {names[other]!r} of a mixture have records of different structures: "
+                f"{structures[0]} and {structures[other]}; a batch holds records of both, so expected one structure, "
+                "with equal types and shapes; convert or pad the records of one, or give serialized records of both "
+                "and parse them in dataset.map"
+            )
+        leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(self._like)]
+        self.dtypes = [_dtype(leaf) for leaf in leaves]
+        self._shapes = [list(leaf.shape) for leaf in leaves]
+
+    def pack(self, records: list[Any], shape: tuple[int, ...]) -> list[np.ndarray]:
+        """Returns the leaves of records, each with the leading shape of the picks."""
+        plain = isinstance(self._like, bytes)
+        columns = [records] if plain else zip(*map(tf.nest.flatten, records))
+        return [self._column(*leaf, shape) for leaf in zip(columns, self.dtypes, self._shapes)]
+
+    def _column(self, values: Sequence[Any], dtype: tf.DType, inner: list[int], shape: tuple[int, ...]) -> np.ndarray:
+        if dtype == tf.string and not inner:
+            column = np.empty(len(values), object)
+            column[:] = values
+            return column.reshape(shape)
+        try:
+            return np.stack(values).astype(dtype.as_numpy_dtype, "K", "same_kind", copy=False).reshape(*shape, *inner)
+        except (TypeError, ValueError) as error:
+            kinds = sorted({_text(np.asarray(value)) for value in values})
+            raise RecordsError(
+                f"the records have arrays of different shapes or types, such as {join_names(kinds, 2)}, which make no "
+                "batch; use a source of serialized records, and parse them in dataset.map"
+            ) from error
+
+    def unpack(self, leaves: list[tf.Tensor], shape: Any) -> Any:
+        """Returns the structure of records with the static shapes that are known."""
+        leaves = [tf.ensure_shape(leaf, [*shape, *inner]) for leaf, inner in zip(leaves, self._shapes)]
+        return tf.nest.pack_sequence_as(self._like, leaves)
+
+
+def _first_of(source: Source) -> Any:
+    """Returns the first good record of a source."""
+    found = (items(source, [number])[0] for number in range(len(source)))
+    record = next((record for record in found if record is not None), None)
+    if record is None:
+        raise RecordsError(f"each of {len(source)} records is damaged; restore the files from a copy")
+    return record
+
+
+def _dtype(leaf: np.ndarray) -> tf.DType:
+    return tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(leaf.dtype)
+
+
+def _text(leaf: np.ndarray) -> str:
+    nothing = leaf.dtype == object and not leaf.ndim and leaf[()] is None
+    return "None" if nothing else f"{_dtype(leaf).name} {list(leaf.shape)}"
+
+
+def structure_of(record: Any) -> str:
+    """Describes the structure of a record, with types and shapes, such as {x: float32 [2, 3], y: int64 []}."""
+    if isinstance(record, Mapping):
+        return "{" + ", ".join(f"{key}: {structure_of(record[key])}" for key in sorted(record)) + "}"
+    if isinstance(record, (list, tuple)):
+        return "(" + ", ".join(map(structure_of, record)) + ")"
+    return _text(np.asarray(record))

@@ -1,0 +1,189 @@
+"""The card of an exported model, README.md: what it is, how good it is, how to load it; model hubs read its head."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import yaml
+
+from looplib.compat import keras as _keras
+from looplib.config.formats import FORMATS, KERAS, SAVED_MODEL
+from looplib.exports.int8 import Int8Cost
+from looplib.report.writers.contract import Setting
+
+_OF_THE_CLOCK = ("steps_per_second", "epoch")  # metrics of a training that say nothing of its model
+_OF_FLOAT = "The metrics above are those of the model in floating-point numbers."
+_LONGEST = 200  # characters of a setting
+_LIBRARIES = {"keras": "keras", "tf_keras": "tf-keras", None: "tensorflow"}
+_TAGS = {"safetensors": "safetensors", "onnx": "onnx", "tflite": "tflite", "int8": "tflite"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """The metrics of an evaluator, or of the training, and the step that they are of."""
+
+    split: str
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """What is known of the training data.
+
+    Attributes:
+      examples: how many there are; None where that is not known.
+      files: the fingerprint: a checksum by file; {} where there is none.
+    """
+
+    examples: int | None
+    files: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the card of a model says.
+
+    Attributes:
+      model: the Keras model or `tf.Module`.
+      signature: the structure of `tf.TensorSpec`s of the inputs, with names.
+      step: the global step.
+      weights: "averages" or "last".
+      license: of the model; "unknown" if nobody has said.
+      evaluated: the metrics.
+      evaluated_averages: whether evaluations use averaged weights.
+      data: the training data.
+      settings: of the run, by name.
+      versions: by the name of a package.
+      sizes: bytes of each file.
+      differences: of each file from the trainer's function.
+      int8: what the int8 file costs; None without one.
+    """
+
+    model: Any
+    signature: Any
+    step: int
+    weights: str
+    license: str
+    evaluated: list[Evaluated]
+    evaluated_averages: bool
+    data: TrainingData
+    settings: Mapping[str, Setting]
+    versions: Mapping[str, str]
+    sizes: Mapping[str, int]
+    differences: Mapping[str, float]
+    int8: Int8Cost | None
+
+    def text(self) -> str:
+        """Returns the file."""
+        kind = type(self.model).__name__
+        name = getattr(self.model, "name", "") or kind
+        parts = [
+            f"---\n{yaml.safe_dump(self._head(), sort_keys=False, allow_unicode=True)}---\n",
+            f"# {_cell(name)}\n",
+            f"A `{kind}` of {_LIBRARIES[_keras.family(self.model)]} with {self._parameters():,} parameters, trained "
+            f"with looplib. These are the {'averaged' if self.weights == 'averages' else 'last'} weights of step "
+            f"{self.step:,}.\n",
+            f"License: {_cell(self.license)}.\n",
+            *self._metrics(),
+            *self._data(),
+            "## Load it\n",
+            f"```python\n{self.program()}```\n",
+            *self._files(),
+        ]
+        if self.settings:
+            parts += ["## Settings\n", _table(("setting", "value"), [(f"`{k}`", v) for k, v in self.settings.items()])]
+        parts += ["## Versions\n", _table(("package", "version"), self.versions.items())]
+        return "\n".join(parts)
+
+    def program(self) -> str:
+        """Returns five lines that load the SavedModel, in the directory of the card, and call it."""
+        inputs = [
+            f'"{spec.name}": tf.zeros({[2 if size is None else size for size in spec.shape.as_list()]}, '
+            f'"{spec.dtype.name}")'
+            if spec.dtype != tf.string
+            else f'"{spec.name}": tf.fill({[2 if size is None else size for size in spec.shape.as_list()]}, "")'
+            for spec in tf.nest.flatten(self.signature)
+        ]
+        return (
+            "import tensorflow as tf\n\n"
+            f'model = tf.saved_model.load("{SAVED_MODEL}")\n'
+            f"inputs = {{{', '.join(inputs)}}}\n"
+            'outputs = model.signatures["serving_default"](**inputs)\n'
+            "print({name: value.numpy() for name, value in outputs.items()})\n"
+        )
+
+    def _head(self) -> dict[str, Any]:
+        tags = ["looplib", "tensorflow", *(tag for name, tag in _TAGS.items() if FORMATS[name].file in self.sizes)]
+        metrics = sorted({name for one in self.evaluated if one.split != "train" for name in one.metrics})
+        head = {
+            "library_name": _LIBRARIES[_keras.family(self.model)],
+            "license": self.license,
+            "tags": list(dict.fromkeys(tags)),
+            "metrics": [name for name in metrics if name != "examples"],
+        }
+        return {name: value for name, value in head.items() if value}
+
+    def _parameters(self) -> int:
+        if _keras.is_model(self.model):
+            return int(self.model.count_params())
+        return sum(math.prod(variable.shape) for variable in getattr(self.model, "variables", ()))
+
+    def _metrics(self) -> list[str]:
+        rows = [
+            (_cell(one.split), f"{one.step:,}", _cell(name), f"{value:.6g}")
+            for one in self.evaluated
+            for name, value in one.metrics.items()
+            if np.isscalar(value) and name not in _OF_THE_CLOCK
+        ]
+        if not rows:
+            return []
+        other = self.evaluated_averages and self.weights != "averages"
+        note = ["Evaluations were made with averaged weights, which are not those of this export.\n"] if other else []
+        return ["## Metrics\n", *note, _table(("evaluation", "step", "metric", "value"), rows)]
+
+    def _data(self) -> list[str]:
+        if self.data.examples is None and not self.data.files:
+            return []
+        said = [] if self.data.examples is None else [f"{self.data.examples:,} examples"]
+        if self.data.files:
+            digest = hashlib.sha256(json.dumps(dict(self.data.files)).encode()).hexdigest()[:16]
+            said.append(f"fingerprint `{digest}`, of {len(self.data.files):,} names")
+        return ["## Training data\n", f"{'; '.join(said)}.\n"]
+
+    def _files(self) -> list[str]:
+        family = _keras.family(self.model)
+        loaders = {
+            SAVED_MODEL: "tf.saved_model.load(...)",
+            KERAS: f"{family}.models.load_model(...)",
+            "model.weights.h5": "model.load_weights(...)",
+            "model.safetensors": "safetensors.numpy.load_file(...)",
+            "model.onnx": "onnxruntime.InferenceSession(...)",
+            "model.tflite": "tf.lite.Interpreter(...)",
+            "model.int8.tflite": "tf.lite.Interpreter(...)",
+        }
+        rows = [
+            (f"`{name}`", f"{size:,}", f"{self.differences.get(name, math.nan):.1g}", f"`{loaders[name]}`")
+            for name, size in self.sizes.items()
+            if name in loaders
+        ]
+        text = "A difference is the largest one from the trained model, of outputs for random inputs or of weights.\n"
+        parts = [_table(("file", "bytes", "difference", "load it by"), rows), text]
+        return parts + [f"`model.int8.tflite` is {self.int8}. {_OF_FLOAT}\n"] if self.int8 else parts
+
+
+def _table(head: tuple[str, ...], rows: Any) -> str:
+    lines = [head, ("---",) * len(head), *([_cell(value) for value in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    """Returns a value as text that stays in its place in Markdown."""
+    text = " ".join(str(value).split())
+    text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text.replace("|", "\\|").replace("<", "&lt;").encode(errors="backslashreplace").decode()

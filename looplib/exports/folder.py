@@ -1,0 +1,276 @@
+"""The folder of the predictions for one data set: its pieces, and the index that says which of them are finished."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.base import files, folders
+from looplib.base.messages import gist, join_names, with_cure
+from looplib.errors import PredictionError, UsageError
+from looplib.exports.pieces import KINDS, Record, encode
+
+_VERSION = 2
+_MOST_BYTES = 1 << 27  # of an index, which has about 200 for a piece
+_MOST_STEPS = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionSource:
+    """What the predictions of a folder are made from, and how they are written. All pieces have the one source.
+
+    Attributes:
+      step: the global step of the weights.
+      weights: a checksum of the weights.
+      examples: the number of examples, where it is known before.
+      outputs: the structure of what is predicted.
+      global_batch_size: examples of a step.
+      replicas: where the batches of the data set, and so its position, depend on their number; else None.
+      format: the kind of files, a name in `command_line.PREDICTIONS`.
+      piece: records of a piece.
+    """
+
+    step: int
+    weights: str
+    examples: int | None
+    outputs: str
+    global_batch_size: int
+    replicas: int | None
+    format: str
+    piece: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionPosition:
+    """A place in the predictions.
+
+    Attributes:
+      records: the records up to it.
+      step: the step of the data set that the last of these records comes from.
+      within: the number of records of this step up to it.
+      last_example: a checksum of the example that the last record was predicted for.
+    """
+
+    records: int = 0
+    step: int = 0
+    within: int = 0
+    last_example: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece on disk.
+
+    Attributes:
+      bytes: its size.
+      sha256: its checksum.
+      end: the place that it reaches.
+    """
+
+    bytes: int
+    sha256: str
+    end: PredictionPosition
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What `_index.json` holds.
+
+    Attributes:
+      source: see `PredictionSource`.
+      pieces: the finished ones.
+      complete: whether the data has ended.
+    """
+
+    source: PredictionSource
+    pieces: list[Piece]
+    complete: bool
+
+    def __post_init__(self) -> None:
+        before, last = PredictionPosition(), len(self.pieces) if self.complete else 0
+        for number, piece in enumerate(self.pieces, 1):
+            end, full = piece.end, number * self.source.piece
+            fits = (
+                piece.bytes >= 0
+                and re.fullmatch("[0-9a-f]{64}", piece.sha256)
+                and (end.records == full or (number == last and before.records < end.records < full))
+                and (before.step, before.within) < (end.step, end.within)
+                and end.step < _MOST_STEPS
+                and 0 < end.within <= end.records
+                and abs(end.last_example) <= 2**63
+            )
+            if not fits:
+                raise files.MisfitError(f"what it says of piece {number - 1} cannot be")
+            before = end
+        if self.source.format not in KINDS:
+            raise files.MisfitError(f"its format is {self.source.format!r:.50}")
+
+
+class PredictionFolder:
+    """Takes the records of the steps in order, and writes them in pieces of one size.
+
+    A piece is a file that appears whole. Only then does the index count it, so a process that is killed at any moment
+    leaves finished pieces, which the next one does not repeat. Their sizes and checksums are in the index: a finished
+    piece that is damaged, and those after it, are predicted again.
+
+    Args:
+      path: the folder, which this process alone writes.
+      check: called before something is written; raises `UsageError` if another process may write there.
+      shown: what to remove to begin anew, such as its URL in a store.
+
+    Attributes:
+      path: the folder.
+      finished: how far the intact pieces reach. The next start continues with the step `finished.step`.
+
+    Raises:
+      UsageError: for a folder of other files.
+    """
+
+    def __init__(self, path: str, check: Callable[[], None], shown: str) -> None:
+        self.path, self._check, self._shown = path, check, shown
+        self._index = os.path.join(path, "_index.json")
+        self._buffer: list[Record] = []
+        self._source: PredictionSource | None = None
+        earlier = self._read()
+        self._earlier = earlier and earlier.source
+        pieces = self._intact(earlier) if earlier else []
+        self._complete = earlier is not None and earlier.complete and len(pieces) == len(earlier.pieces)
+        self._pieces = [dataclasses.asdict(piece) for piece in pieces]
+        self.finished = self._newest = pieces[-1].end if pieces else PredictionPosition()
+        self._step, self._resumes = self.finished.step, self.finished.records > 0
+
+    def _read(self) -> Index | None:
+        try:
+            if not os.path.lexists(self._index) and not os.path.exists(self._index):
+                if self._others():
+                    raise ValueError("there are pieces, and no _index.json")
+                return None
+            index = files.parse_json(files.read_text(self._index, _MOST_BYTES))
+            if index["version"] != _VERSION:
+                raise ValueError(f"its version is {index['version']!r:.50}, expected {_VERSION}")
+            return files.typed(index, Index)
+        except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError) as error:
+            raise PredictionError(
+                f"{self._index} cannot be read ({gist(error)}); remove {self._shown}, or name another --predictions"
+            ) from error
+
+    def _others(self) -> list[str]:
+        """Returns the names of files that look like pieces and are not finished ones."""
+        known = {_name(number, self._source.format) for number in range(len(self._pieces))} if self._source else ()
+        return sorted(name for name in os.listdir(self.path) if name.startswith("piece-") and name not in known)
+
+    def _intact(self, index: Index) -> list[Piece]:
+        """Returns the finished pieces up to the first damaged one."""
+        for number, piece in enumerate(index.pieces):
+            path = folders.inside(self.path, _name(number, index.source.format))
+            if reason := files.difference(path, piece.bytes, piece.sha256):
+                logging.warning("%s is damaged (%s); it and the pieces after it are predicted again", path, reason)
+                return index.pieces[:number]
+        return index.pieces
+
+    def begin(self, source: PredictionSource) -> None:
+        """Starts to write, or continues.
+
+        Raises:
+          UsageError: if the pieces that are there have another source, or nothing can be written.
+        """
+        now, earlier = dataclasses.asdict(source), self._earlier and dataclasses.asdict(self._earlier)
+        if different := [name for name in now if earlier and earlier[name] != now[name]]:
+            changes = ", ".join(f"{name} was {earlier[name]!r:.80} and is {now[name]!r:.80}" for name in different)
+            raise PredictionError(
+                f"the predictions in {self.path} were begun with another source ({changes}); remove "
+                f"{self._shown}, or name another --predictions"
+            )
+        self._source = source
+        folders.remove_unfinished(self.path, 0.0)  # of processes that are gone, as this one has the folder
+        self._write_index()
+
+    def take(self, records: Sequence[Record], examples: np.ndarray) -> None:
+        """Takes the records of the next step, and writes the pieces that are full.
+
+        Args:
+          records: a record for each example.
+          examples: int64 `[n]`, a checksum of each example.
+
+        Raises:
+          UsageError: if these are not the examples that the pieces on disk end with.
+        """
+        first = 0
+        if self._resumes:
+            first = self.finished.within
+            if len(records) < first or examples[first - 1] != self.finished.last_example:
+                self._refuse()
+            self._resumes = False
+        if self._complete and len(records) > first:
+            self._refuse()
+        for number in range(first, len(records)):
+            self._buffer.append(records[number])
+            self._newest = PredictionPosition(self._newest.records + 1, self._step, number + 1, int(examples[number]))
+            if len(self._buffer) == self._source.piece:
+                self._write_piece()
+        self._step += 1
+
+    def end(self) -> None:
+        """Writes the last piece, once the data has ended.
+
+        Raises:
+          UsageError: if there are other pieces, which a reader would take for predictions.
+        """
+        if self._resumes:
+            self._refuse()
+        if self._buffer:
+            self._write_piece()
+        self._complete = True
+        self._write_index()
+        if others := self._others():
+            raise PredictionError(
+                f"{self.path} has {ascii(join_names(others))} besides the {len(self._pieces)} pieces of the "
+                "predictions; move away what is not a piece, and run the same command again"
+            )
+
+    def _refuse(self) -> None:
+        raise PredictionError(
+            f"the data set is not the one that the predictions in {self.path} were begun with: its examples differ "
+            f"at record {self.finished.records}; remove {self._shown}, or name another --predictions"
+        )
+
+    def _write_piece(self) -> None:
+        content = encode(self._source.format, self._buffer)
+        self._write(_name(len(self._pieces), self._source.format), content)
+        self._buffer = []
+        self.finished = self._newest
+        piece = Piece(len(content), hashlib.sha256(content).hexdigest(), self.finished)
+        self._pieces.append(dataclasses.asdict(piece))
+        self._write_index()
+
+    def _write_index(self) -> None:
+        source = dataclasses.asdict(self._source)
+        index = {"version": _VERSION, "complete": self._complete, "source": source, "pieces": self._pieces}
+        self._write("_index.json", json.dumps(index) + "\n")
+
+    def _write(self, name: str, content: str | bytes) -> None:
+        self._check()
+        path = os.path.join(self.path, name)
+        try:
+            if os.path.isdir(path):  # of somebody else's, which no file can replace
+                logging.warning("%s is a directory; moved to %s", path, folders.move_aside(self.path, name, "_"))
+            files.write_whole(path, content)
+        except (OSError, tf.errors.OpError) as error:
+            self._check()  # the folder may have been moved just now
+            raise unwritable(self.path, error) from error
+
+
+def _name(number: int, kind: str) -> str:
+    return f"piece-{number:05d}.{kind}"
+
+
+def unwritable(path: str, error: Exception) -> UsageError:
+    """Returns the error of a folder of predictions that cannot be written."""
+    what = with_cure(error, "name another --predictions")
+    return PredictionError(f"the predictions cannot be written to {path}: {what}; then run the same command again")

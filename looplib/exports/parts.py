@@ -1,0 +1,342 @@
+"""The files of an export: each is written, loaded by its own runtime, and compared with the trainer's function."""
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from looplib.base import files, folders
+from looplib.base.messages import gist
+from looplib.cluster import scopes
+from looplib.compat import keras as _keras
+from looplib.config.formats import FORMATS, KERAS, SAVED_MODEL
+from looplib.errors import ExportError
+from looplib.exports import int8
+from looplib.exports.int8 import Int8Cost
+from looplib.exports.samples import ModelInputs
+from looplib.task.exported import Exported
+from looplib.task.plain import gaps
+from looplib.task.state import variables_of
+from looplib.weights.layers import ComputedValue, LayerWalk
+from looplib.weights.safetensors import SafetensorsFile
+from looplib.weights.writing import named_weights, write_safetensors
+
+CLOSE = 1e-3  # difference of two models that compute equal outputs, relative to the largest number
+_SIGNATURE = "serving_default"
+
+
+@dataclasses.dataclass(frozen=True)
+class WhatIsExported:
+    """What the files of an export are of.
+
+    Attributes:
+      exported: the function, its signature whose specs have names, and the model.
+      own_export: whether the program defines the function, and not looplib as the model's outputs in inference.
+      samples: examples for int8; a sentence why there are none; None if they are not needed.
+    """
+
+    exported: Exported
+    own_export: bool
+    samples: ModelInputs | str | None
+
+
+class Parts:
+    """The files of an export. Making it computes the function, whose errors are its own and not those of files.
+
+    Args:
+      what: what they are of.
+
+    Attributes:
+      left_out: why a part is not there, by its name.
+      differences: the largest difference of each part from the trainer's function, or of its weights.
+      int8: what the int8 file costs; None without one.
+    """
+
+    def __init__(self, what: WhatIsExported) -> None:
+        self._what, self._exported, self._folder = what, what.exported, ""
+        self.left_out: dict[str, str] = {}
+        self.differences: dict[str, float] = {}
+        self.int8: Int8Cost | None = None
+        specs = tf.nest.flatten(self._exported.signature)
+        batch = tf.nest.map_structure(random_batch, self._exported.signature)
+        self._inputs = dict(zip([spec.name for spec in specs], tf.nest.flatten(batch)))
+        self._batch = batch
+        with _state_kept(self._exported.model):
+            self._expected = tf.nest.flatten(self._exported.function(batch))
+        self._serve: Any = None  # of the SavedModel, once it is loaded
+
+    def write(self, folder: str, formats: Sequence[str], is_chief: bool) -> None:
+        """Writes the parts.
+
+        Args:
+          folder: where to.
+          formats: which ones, besides a SavedModel and a Keras file.
+          is_chief: whether this process keeps them. All workers read the variables, and the chief alone converts files.
+        """
+        self._folder = folder
+        loaded = self._write_saved_model()
+        self._serve = loaded.signatures[_SIGNATURE]
+        if _keras.is_model(self._exported.model):
+            self._write_keras()
+        writers: dict[str, Callable[[str], None]] = {
+            "safetensors": self._write_safetensors,
+            "weights.h5": self._write_h5,
+            "onnx": self._write_onnx,
+            "tflite": self._write_tflite,
+            "int8": self._write_int8,
+        }
+        for name in formats:
+            if is_chief or name in ("safetensors", "weights.h5", "onnx"):
+                writers[name](FORMATS[name].file)
+
+    def _write_saved_model(self) -> Any:
+        path = os.path.join(self._folder, SAVED_MODEL)
+        _save(self._exported, path)
+        loaded = scopes.outside(lambda: tf.saved_model.load(path))
+        if _is_distributed(self._exported.model):
+            # TensorFlow saves a variable of several replicas with its parts. Readers of sessions, such as TensorFlow
+            # Serving and the converter to TFLite, then take other moving statistics than the mean of the replicas.
+            folders.remove(self._folder, SAVED_MODEL)
+            tf.saved_model.save(loaded, path, signatures=loaded.signatures)
+            loaded = scopes.outside(lambda: tf.saved_model.load(path))
+        self.differences[SAVED_MODEL] = difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
+        return loaded
+
+    def _keep(self, name: str, found: Any, expected: Any, who: str, because: str = "") -> None:
+        """Notes how much a part differs, and leaves out one that is another model."""
+        found, expected = list(found), list(expected)
+        far, sizes = difference(found, expected), (np.abs(value) for value, _ in _numbers(expected, expected))
+        largest = max((float(size.max(where=np.isfinite(size), initial=0)) for size in sizes), default=0.0)
+        if len(found) == len(expected) and far <= CLOSE * (1 + largest):
+            self.differences[name] = far
+        else:
+            self._leave_out(name, f"what {who} differs by {far:.1g}{because}")
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        if os.path.lexists(os.path.join(self._folder, name)):
+            folders.remove(self._folder, name)
+        self.left_out[name] = reason
+
+    def _write_keras(self) -> None:
+        """Writes `model.keras`, for inference, unless Keras cannot load it again, or loads another model."""
+        model, path = self._exported.model, os.path.join(self._folder, KERAS)
+        doing = "write this model"
+        try:
+            model.save(path)
+            doing = "load what it has written, as where a class lacks register_keras_serializable or get_config"
+            loaded = sys.modules[_keras.family(model)].models.load_model(path, compile=False)
+            with _state_kept(model), _state_kept(loaded):
+                found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
+            loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
+        except Exception as error:  # a layer without a configuration raises errors of many types
+            self._leave_out(KERAS, f"Keras cannot {doing} ({gist(error)})")
+            return
+        self._keep(KERAS, found, expected, "Keras loads", ", as where a get_config lacks an argument")
+
+    def _write_safetensors(self, name: str) -> None:
+        path = os.path.join(self._folder, name)
+        try:
+            weights = named_weights(self._exported.model)
+            write_safetensors(path, weights)
+        except ExportError as error:
+            self._leave_out(name, str(error))
+            return
+        with contextlib.closing(SafetensorsFile(path)) as file:
+            self.differences[name] = _unequal((file.read(key), value) for key, value in weights.items())
+
+    def _write_h5(self, name: str) -> None:
+        """Writes the file of weights of Keras, and compares each of its arrays."""
+        model, path = self._exported.model, os.path.join(self._folder, name)
+        if not _keras.is_model(model):
+            self._leave_out(name, f"it is for Keras models, and this is a {type(model).__name__}")
+            return
+        try:
+            import h5py  # here, as other formats do not need it
+
+            model.save_weights(path)
+            with h5py.File(path) as file:
+                places = [("/".join((*place.path, "vars")), place.own) for place in LayerWalk(model).found]
+                pairs = [
+                    (file[f"{place}/{number}"], variable) for place, own in places for number, variable in own.items()
+                ]
+                self.differences[name] = _unequal(
+                    (stored[()], one) for stored, one in pairs if not isinstance(one, ComputedValue)
+                )
+        except Exception as error:  # of a layer with a state of its own
+            self._leave_out(name, f"Keras cannot write its weights ({gist(error)})")
+
+    def _write_onnx(self, name: str) -> None:
+        """Writes ONNX by Keras's own export; by tf2onnx for tf_keras and for functions of the program's own."""
+        import onnxruntime
+
+        model, path, signature = self._exported.model, os.path.join(self._folder, name), self._exported.signature
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of numpy, about names that tf2onnx looks for
+                if _keras.family(model) == "keras" and not self._what.own_export:
+                    model.export(path, format="onnx", verbose=False, input_signature=[signature])
+                else:
+                    _convert(self._exported, path)
+            session = onnxruntime.InferenceSession(path)
+            inputs = {one.name: self._inputs[one.name].numpy() for one in session.get_inputs()}
+            found = session.run(None, inputs)
+        except Exception as error:  # the converter's and the runtime's have many types
+            self._leave_out(name, f"tf2onnx does not take it ({gist(error)})")
+            return
+        self._keep(name, found, self._expected, "onnxruntime computes")
+
+    def _write_tflite(self, name: str) -> None:
+        try:
+            content = tf.lite.TFLiteConverter.from_saved_model(os.path.join(self._folder, SAVED_MODEL)).convert()
+            found = _runner(content)(**{key: tensor.numpy() for key, tensor in self._inputs.items()})
+        except Exception as error:  # the converter's errors have many types
+            self._leave_out(name, f"TensorFlow's converter does not take it ({_of_converter(error)})")
+            return
+        files.write_whole(os.path.join(self._folder, name), content, durable=False)
+        expected = self._serve(**self._inputs)
+        self._keep(name, [found[key] for key in expected], expected.values(), "its interpreter computes")
+
+    def _write_int8(self, name: str) -> None:
+        samples = self._what.samples
+        found, reason = (None, samples) if isinstance(samples, str) else (samples, "")
+        place, inputs = os.path.join(self._folder, SAVED_MODEL), {k: one.numpy() for k, one in self._inputs.items()}
+        try:
+            content, kind, refused = int8.quantize(place, found)
+            try:
+                computed = _runner(content)(**inputs)
+            except (RuntimeError, ValueError) as error:  # the interpreter may not take what the converter makes
+                content, kind, _ = int8.quantize(place, None)
+                computed = _runner(content)(**inputs)
+                refused = refused or f"TensorFlow's interpreter does not take the whole model ({gist(error)})"
+            outputs = int8.compare(self._serve, _runner(content), found.batches if found else ())
+            expected = self._serve(**self._inputs)
+        except Exception as error:  # the converter's errors have many types
+            self._leave_out(name, f"TensorFlow's converter does not take it ({_of_converter(error)})")
+            return
+        self.differences[name] = difference([computed[key] for key in expected], list(expected.values()))
+        files.write_whole(os.path.join(self._folder, name), content, durable=False)
+        calibrated = found.of_one_size(int8.MOST_CALIBRATION).examples if found and kind == "integer" else 0
+        split, examples = (found.split, found.examples) if found else ("", 0)
+        self.int8 = Int8Cost(kind, refused or reason, split, examples, calibrated, outputs)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the bytes of each part."""
+        sizes = {}
+        for name in sorted(os.listdir(self._folder)):
+            path = os.path.join(self._folder, name)
+            inside = [os.path.join(folder, file) for folder, _, names in os.walk(path) for file in names]
+            sizes[name] = sum(map(os.path.getsize, inside or [path]))
+        return sizes
+
+
+def _save(exported: Exported, path: str) -> None:
+    """Writes a SavedModel with the endpoint `serve`, which is also its signature for serving."""
+    if _keras.is_model(exported.model):
+        archive = sys.modules[_keras.family(exported.model)].export.ExportArchive()
+        archive.track(exported.model)
+        archive.add_endpoint("serve", exported.function, [exported.signature])
+        with contextlib.redirect_stdout(io.StringIO()):  # prints how to use it
+            archive.write_out(path)
+        return
+    module = tf.Module()
+    module.model = exported.model
+    module.serve = tf.function(exported.function, input_signature=[exported.signature])
+    tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
+
+
+@contextlib.contextmanager
+def _state_kept(model: Any) -> Iterator[None]:
+    """Gives the values back that a call of a model changes, such as the states of stateful recurrent layers."""
+    trained = {id(_keras.tf_variable(variable)) for variable in getattr(model, "trainable_variables", ())}
+    held = {"model": model, "untracked": _keras.untracked_variables(model)}
+    others = [variable for _, variable in variables_of(held) if id(variable) not in trained]
+    before = [tf.identity(variable) for variable in others]
+    try:
+        yield
+    finally:
+        for variable, value in zip(others, before):
+            if not tf.reduce_all(tf.equal(variable, value)):
+                variable.assign(value)
+
+
+def _of_converter(error: Exception) -> str:
+    """Returns what an error of the converter says, which writes pages about the loops of recurrent layers."""
+    if "tf.TensorListReserve" in str(error):
+        return "a recurrent layer has a loop; build it with unroll=True, which leaves its weights as they are"
+    return gist(error)
+
+
+def _is_distributed(model: Any) -> bool:
+    """Returns whether a Keras model or a module has variables of several replicas."""
+    return any(isinstance(one, tf.distribute.DistributedValues) for _, one in variables_of({"model": model}))
+
+
+def _convert(exported: Exported, path: str) -> None:
+    """Writes ONNX of a function, whose inputs have the names of the signature."""
+    import tf2onnx
+
+    specs = tf.nest.flatten(exported.signature)
+
+    def serve(*inputs: tf.Tensor) -> Any:
+        return exported.function(tf.nest.pack_sequence_as(exported.signature, inputs))
+
+    tf2onnx.convert.from_function(tf.function(serve, input_signature=specs), input_signature=specs, output_path=path)
+
+
+def _runner(content: bytes) -> Any:
+    """Returns a function of named inputs, which TFLite's interpreter computes."""
+    with int8.quiet():
+        return tf.lite.Interpreter(model_content=content).get_signature_runner(_SIGNATURE)
+
+
+def random_batch(spec: tf.TensorSpec) -> tf.Tensor:
+    """Makes a tensor of a spec, with two rows: zeros and ones of whole numbers, and others from 0 to 1."""
+    shape = [2 if size is None else size for size in spec.shape.as_list()]
+    if spec.dtype == tf.string:
+        return tf.fill(shape, "")
+    uniform = tf.random.stateless_uniform(shape, seed=[0, 0])
+    return tf.cast(uniform if spec.dtype.is_floating else tf.round(uniform), spec.dtype)
+
+
+def _outputs_or_weights(model: Any) -> list[Any]:
+    """Returns the outputs of a Keras model for random inputs; its weights, if it does not know its inputs."""
+    specs = _keras.input_specs(model)
+    if specs is None:
+        return model.get_weights()
+    return tf.nest.flatten(model(tf.nest.map_structure(random_batch, specs), training=False))
+
+
+def difference(found: Any, expected: Any) -> float:
+    """Returns the largest difference of two lists of tensors; 0 for those that are no numbers, infinity for others."""
+    if any(tf.convert_to_tensor(one).shape != tf.convert_to_tensor(other).shape for one, other in zip(found, expected)):
+        return math.inf
+    return max((float(gaps(one, other).max(initial=0)) for one, other in _numbers(found, expected)), default=0.0)
+
+
+def _numbers(found: Any, expected: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the pairs of two lists of tensors that are numbers, with float64 or complex elements."""
+    for one, other in zip(found, expected):
+        a, b = tf.convert_to_tensor(one), tf.convert_to_tensor(other)
+        if tf.string not in (a.dtype, b.dtype):
+            kind = tf.complex128 if b.dtype.is_complex else tf.float64
+            yield tf.cast(a, kind).numpy(), tf.cast(b, kind).numpy()
+
+
+def _unequal(pairs: Iterable[tuple[Any, Any]]) -> float:
+    """Returns the largest difference of stored arrays from variables; 0 if all are equal bit by bit."""
+    largest = 0.0
+    for stored, variable in pairs:
+        value = _keras.tf_variable(variable).numpy()
+        found = np.asarray(stored)
+        found = found.view(value.dtype) if found.dtype.kind == "V" else found
+        if found.tobytes() != value.tobytes():
+            largest = max(largest, float(gaps(found, value).max()))
+    return largest

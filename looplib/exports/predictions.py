@@ -1,0 +1,158 @@
+"""The predictions of a run: what its evaluators predict for each example of their data, written in pieces."""
+
+import contextlib
+import functools
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from looplib.base import files, folders
+from looplib.base.messages import whole_number
+from looplib.checkpoint.checkpointer import Checkpointer
+from looplib.checkpoint.directory import RunDirectory
+from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
+from looplib.errors import PredictionError
+from looplib.exports import pieces
+from looplib.exports.folder import PredictionFolder, PredictionSource, unwritable
+from looplib.exports.new_folder import check_free
+from looplib.exports.prediction import Prediction
+from looplib.loop import task_loop
+from looplib.loop.base import Request
+from looplib.loop.loops import Loops
+from looplib.report.reporter import Reporter
+from looplib.run.lock import LockKind, acquire
+from looplib.task.evaluator import Evaluator
+from looplib.task.plain import as_array, as_bytes
+from looplib.task.state import state_of, variables_of
+
+_LOCKED = LockKind("directory of predictions", "name another --predictions", "_lock")
+
+
+def predict(
+    loops: Loops,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    directory: str | os.PathLike[str] | None,
+    kind: str,
+    piece: int,
+) -> dict[str, str]:
+    """Predicts for the data of each evaluator that can, see `Controller.predict`.
+
+    Args:
+      loops: the loops of the run.
+      checkpointer: has its directory, and ends it for a signal.
+      reporter: says what was written.
+      directory: where to write, or None for the run directory.
+      kind: the files' format.
+      piece: records of a file.
+    """
+    pieces.check_kind(kind)
+    whole_number("the records of a piece of predictions", piece)
+    run_directory = checkpointer.directory
+    if directory is None:
+        run_directory.need("predict without a directory")
+        place = (run_directory.model_dir, "predictions")
+    else:
+        place = (files.resolve(directory, "the directory of the predictions"),)
+    evaluators = {name: loop.task for name, loop in loops.evaluations.items()}
+    able = {name: task for name, task in evaluators.items() if type(task).predict_fn is not Evaluator.predict_fn}
+    if not able:
+        names = ", ".join(type(task).__name__ for task in evaluators.values())
+        raise PredictionError(
+            f"there is nothing to predict with: {names or 'the run'} has no predict_fn; define it in an "
+            "Evaluator, returning a dict from name to a tensor [batch, ...]"
+        )
+    found = {}
+    for name, task in able.items():
+        check_free(os.path.join(*place, name), run_directory.model_dir, "predictions", loops.evaluations)
+        folder_of = (
+            _opened((*place, name), run_directory) if run_directory.workers.is_chief else contextlib.nullcontext()
+        )
+        with folder_of as folder:
+            if not _predict_into(loops, run_directory.workers, reporter, name, task, folder, kind, piece):
+                checkpointer.leave(int(loops.global_step))
+        found[name] = os.path.join(*place, name)
+    return found
+
+
+@contextlib.contextmanager
+def _opened(place: Sequence[str], run_directory: RunDirectory) -> Iterator[PredictionFolder]:
+    """Makes a folder of predictions, below a directory by names, and holds it for this process."""
+    path = os.path.join(*place)
+    shown = run_directory.take_folder(path, as_it_is=True)
+    try:
+        folders.make_folder(*place)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    lock = acquire(path, functools.partial(_refuse_two, path), _LOCKED)
+    try:
+        yield PredictionFolder(path, lock.check, shown)
+    finally:
+        lock.release()
+
+
+def _refuse_two(path: str) -> None:
+    raise PredictionError(f"another prediction of this process writes to {path}; wait until it ends")
+
+
+def _predict_into(
+    loops: Loops,
+    workers: Workers,
+    reporter: Reporter,
+    name: str,
+    evaluator: Evaluator,
+    folder: PredictionFolder | None,
+    kind: str,
+    piece: int,
+) -> bool:
+    """Predicts for the data of one evaluator, into a folder in the chief; returns False if a signal ended it."""
+    chief, step = folder is not None, int(loops.global_step)
+    start = workers.agree(folder.finished.step if chief else 0)
+    task = Prediction(evaluator, folder.take if chief else lambda records, examples: None)
+    loops.attach(evaluator)
+    loop = loops.prediction_loop(name, task, start)
+    with loops.lending(loop), evaluator.evaluating():
+        task_loop.check_evaluation({name: loop}, -1)
+        in_order = loop.data.stream.positioned or task.batches == "global"
+        if not in_order and workers.count > 1:
+            raise PredictionError(
+                f"{type(evaluator).__name__}.dataset divides the data among {workers.count} workers itself, so its "
+                "order is not known; make it with context.indices, or predict in one process"
+            )
+        if chief:
+            source = PredictionSource(
+                step=step,
+                weights=_checksum(loops.strategy, evaluator),
+                examples=loop.data.stream.properties.examples,
+                outputs=", ".join(f"{output} {kind}" for output, kind in task.outputs.items()),
+                global_batch_size=loop.data.stream.properties.batch_size * loops.strategy.num_replicas_in_sync,
+                replicas=None if in_order else loops.strategy.num_replicas_in_sync,
+                format=kind,
+                piece=piece,
+            )
+            folder.begin(source)
+        try:
+            ran = loop.run(Request(-1), "evaluate")
+        finally:
+            loop.close()
+    if ran.stopped:
+        return False
+    if chief:
+        folder.end()
+        reporter.say(f"{folder.finished.records} predictions of step {step} are in {folder.path}")
+    return True
+
+
+def _checksum(strategy: tf.distribute.Strategy, evaluator: Evaluator) -> str:
+    """Returns a checksum of the weights that an evaluator predicts with, as this process's first replica has them."""
+    held = vars(evaluator)
+    state = {name: part for name, part in state_of(evaluator).items() if not _keras.is_metrics(held.get(name))}
+    digest = hashlib.sha256()
+    for _, variable in variables_of(state):
+        value = as_array(strategy.experimental_local_results(variable)[0])
+        digest.update(f"{value.dtype} {value.shape}".encode())
+        digest.update(as_bytes(value))
+    return digest.hexdigest()

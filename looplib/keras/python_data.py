@@ -1,0 +1,388 @@
+"""Batches that Python makes: a `PyDataset`, a loader as PyTorch has them, and what generators give."""
+
+import abc
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.base.messages import shown
+from looplib.compat import keras as _keras
+from looplib.data.input_context import InputContext
+from looplib.data.order import Ids, Locate, OrderKey, Plan
+from looplib.errors import BatchSizeError, DatasetError
+from looplib.keras import rows
+from looplib.keras.batch_format import BatchFormat
+
+_LOOKED_AT = 2  # batches, for the sizes that they have in common
+
+
+@runtime_checkable
+class ByNumber(Protocol):
+    """What gives its items by number, such as a map-style data set."""
+
+    def __len__(self) -> int:
+        """Returns the number of items."""
+
+    def __getitem__(self, number: int) -> Any:
+        """Returns an item."""
+
+
+@runtime_checkable
+class Loader(Protocol):
+    """What gives its batches in passes of one length, such as PyTorch's `DataLoader`."""
+
+    def __len__(self) -> int:
+        """Returns the batches of a pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begins a pass."""
+
+
+@runtime_checkable
+class _OfEpochs(Protocol):
+    """What has another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Takes the number of the epoch that begins."""
+
+
+@runtime_checkable
+class _Sampled(Protocol):
+    sampler: Any
+
+
+@runtime_checkable
+class _InProcesses(Protocol):
+    """What says how many of its batches are read at once, such as a `PyDataset` of Keras 3."""
+
+    workers: int
+    use_multiprocessing: bool
+
+
+def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) -> tf.data.Dataset:
+    """Makes the batches of a `PyDataset`, or of a loader with a length, for a task of global batches.
+
+    The pipeline begins at any batch: at the next one of a `PyDataset`, by its number; of a loader, by reading the
+    batches before in the same pass. For an object that gives one example by number, use `context.records`.
+
+        class Classifier(looplib.GradientTrainer):
+            batches = "global"
+
+            def dataset(self, context):
+                return looplib.python_batches(context, self.py_dataset)
+
+    Args:
+      context: the argument of `dataset`.
+      data: a `PyDataset` (`Sequence`), or an object with `__len__` and `__iter__`, such as PyTorch's `DataLoader`; its
+        batches have `context.global_batch_size` examples.
+      shuffle: whether each epoch of a training has the batches of a `PyDataset` in an order of its own.
+
+    Returns:
+      A `tf.data.Dataset` of batches, in which floating-point numbers are float32.
+
+    Raises:
+      UsageError: for other data, or if the batches would not be global ones.
+    """
+    batches = as_batches(data, "float32")
+    if batches is None:
+        raise DatasetError(
+            f"looplib.python_batches got a {type(data).__name__}; expected a PyDataset, or an object with __len__ and "
+            "__iter__ that gives batches; use context.records for examples by number"
+        )
+    if not context.global_batches:
+        raise DatasetError(
+            f"looplib.python_batches makes global batches, of what {type(data).__name__} gives, and the trainer or "
+            'evaluator takes those of a replica; set batches = "global" in its class'
+        )
+    return batches.dataset(context, shuffle)
+
+
+def as_batches(data: Any, float_type: str) -> "PythonBatches | None":
+    """Returns the batches of a `PyDataset` or a loader; None for other data."""
+    if is_py_dataset(data):
+        return PyDatasetBatches(data, float_type)
+    return LoaderBatches(data, float_type) if is_loader(data) and not isinstance(data, tf.data.Dataset) else None
+
+
+def is_py_dataset(data: Any) -> bool:
+    """Returns whether data is a `PyDataset` of Keras 3, or a `Sequence` of tf_keras."""
+    return _keras.is_a(data, "utils", "PyDataset") or _keras.is_a(data, "utils", "Sequence")
+
+
+def is_numbered(data: Any) -> bool:
+    """Returns whether data gives examples by number, and is neither arrays nor a structure of them."""
+    structures = (list, tuple, str, bytes, Mapping)
+    return isinstance(data, ByNumber) and not isinstance(data, structures) and not rows.is_array(data)
+
+
+def is_loader(data: Any) -> bool:
+    """Returns whether data gives batches in passes, and not by number."""
+    others = (ByNumber, set, frozenset, Mapping)
+    return isinstance(data, Loader) and not isinstance(data, others) and not rows.is_array(data)
+
+
+def check_sized(data: Any) -> None:
+    """Raises `UsageError` for a loader that does not say how many batches a pass has."""
+    of_batches = isinstance(data, Iterable) and not callable(data) and not rows.is_array(data)
+    if of_batches and not isinstance(data, Sized) and not is_py_dataset(data):
+        kind = type(data).__name__
+        raise DatasetError(
+            f"{kind} has __iter__ and no __len__, so that its passes and epochs have no known end; give it a __len__ "
+            "of the batches of a pass, or give KerasTrainer a function that makes a generator, such as "
+            f"lambda: iter(loader) of the {kind}"
+        )
+
+
+def check_example(who: str, example: Any) -> None:
+    """Raises `UsageError` for an example with a list of numbers, which may be an array or a structure of numbers."""
+    if isinstance(example, Mapping):
+        example = tuple(example.values())
+    if isinstance(example, list) and example and all(isinstance(part, (int, float)) for part in example):
+        raise DatasetError(
+            f"{who}.__getitem__ returns a list of numbers, {shown(example)}, which may be an array, or inputs and "
+            "targets; return numpy.asarray of each array, in a tuple of inputs and targets"
+        )
+    for part in example if isinstance(example, (list, tuple)) else ():
+        check_example(who, part)
+
+
+class PythonBatches(abc.ABC):
+    """Batches by number, from the start of a run on.
+
+    Args:
+      who: what they come from, for messages.
+      count: the batches of an epoch.
+      first: the first ones, which have the structure, the types and the sizes of all.
+      float_type: the type that floating-point numbers become.
+    """
+
+    at_once = 1  # how many threads read
+
+    def __init__(self, who: str, count: int, first: Iterable[Any], float_type: str) -> None:
+        self.count = count
+        self._format = BatchFormat(who, first, float_type)
+        self.first_size = self._format.first_size
+
+    @abc.abstractmethod
+    def reader(self) -> Callable[[int], Any]:
+        """Returns a function from numbers to batches, which mostly come one after the other."""
+
+    @abc.abstractmethod
+    def order(self, shuffle: bool) -> Ids | None:
+        """Returns the order of the numbers in each epoch; None for numbers from the start of the run on."""
+
+    def dataset(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
+        """Makes the batches of a pipeline of global batches, which begins at any position by itself.
+
+        Args:
+          context: the context.
+          shuffle: whether each epoch of a training has an order of its own, if the batches have numbers.
+        """
+        if context.training and context.places.sizes.earlier:
+            raise BatchSizeError(
+                f"{self._format.who} makes the batches, so that their numbers mean other examples with another size, "
+                f"and this run had batches of {context.places.sizes}; continue with {context.places.sizes.original}, "
+                "or start a new run from the weights (--warm_start)"
+            )
+        plan = _BatchNumbers(self.count, context.global_batch_size, self.order(shuffle))
+        found = context.located(plan, context.order_seed(plan, None))
+        chunks, call = context.positions_of(plan, "indices", False, False, 1)
+        call.batches = self._read(chunks.map(lambda chunk: found(chunk)[0, 0]))
+        return call.batches
+
+    def once(self) -> tf.data.Dataset:
+        """Makes the batches of one pass."""
+        return self._read(tf.data.Dataset.range(self.count))
+
+    def _read(self, numbers: tf.data.Dataset) -> tf.data.Dataset:
+        reader, own = self.reader(), self._format
+
+        def read(number: np.ndarray) -> list[np.ndarray]:
+            return own.flat(reader(int(number)))
+
+        @tf.autograph.experimental.do_not_convert
+        def batch(number: tf.Tensor) -> Any:
+            return own.packed(tf.numpy_function(read, [number], own.types))
+
+        parallel = {"num_parallel_calls": self.at_once, "deterministic": True} if self.at_once > 1 else {}
+        return numbers.map(batch, **parallel).prefetch(2)
+
+
+class PyDatasetBatches(PythonBatches):
+    """The batches of a `PyDataset`.
+
+    Args:
+      data: the `PyDataset`.
+      float_type: see `PythonBatches`.
+
+    Raises:
+      UsageError: if their position would not say which batches they are.
+    """
+
+    def __init__(self, data: Any, float_type: str) -> None:
+        kind = type(data).__name__
+        base = sys.modules[_keras.family(data)].utils.Sequence
+        for hook in ("on_epoch_begin", "on_epoch_end"):
+            if getattr(type(data), hook, None) is not getattr(base, hook, None):
+                raise DatasetError(
+                    f"{kind} has {hook}, which changes its batches between epochs, and looplib may begin at any batch "
+                    f"of any epoch; leave out {hook}, because KerasTrainer shuffles the batches of each epoch by the "
+                    "run's seed, or the examples, if it gets an object whose __getitem__ returns one example; or give "
+                    "a function that makes a generator, whose batches are read again and skipped at a resume"
+                )
+        count = _count(data, base)
+        if not count:
+            raise DatasetError(
+                f"{kind} has no batch, or no end; give it a __len__ or num_batches of an epoch, or give KerasTrainer a "
+                "function that makes a generator, and train by steps"
+            )
+        if isinstance(data, _InProcesses) and data.use_multiprocessing:
+            raise DatasetError(
+                f"{kind} has use_multiprocessing=True, and looplib reads it in threads of its own process; leave that "
+                "out (workers=8 reads 8 batches at once, in the same order), or write the data to files of records, "
+                "which are read fast (docs/data.md)"
+            )
+        super().__init__(kind, count, (data[number] for number in range(min(_LOOKED_AT, count))), float_type)
+        self._data, self.at_once = data, max(1, data.workers) if isinstance(data, _InProcesses) else 1
+
+    def reader(self) -> Callable[[int], Any]:
+        """See `PythonBatches`."""
+        return lambda number: self._data[number % self.count]
+
+    def order(self, shuffle: bool) -> Ids | None:
+        """See `PythonBatches`."""
+        return Ids(self.count, shuffle)
+
+
+def _count(data: Any, base: type) -> int | None:
+    """Returns the batches of an epoch of a `PyDataset`, of a class of Keras's; None if it says none, or no end."""
+    if "num_batches" in vars(base):  # of Keras 3, by default the `__len__`
+        try:
+            return data.num_batches
+        except NotImplementedError:
+            return None
+    return len(data) if isinstance(data, Sized) else None
+
+
+class LoaderBatches(PythonBatches):
+    """The batches of a loader, pass after pass.
+
+    A reader that begins within a pass reads the batches before in that pass, and no earlier pass. A loader, or its
+    sampler, that has `set_epoch` is given the number of each pass.
+
+    Args:
+      data: the loader.
+      float_type: see `PythonBatches`.
+    """
+
+    def __init__(self, data: Any, float_type: str) -> None:
+        self._data, self._said = data, False
+        super().__init__(type(data).__name__, len(data), itertools.islice(self._begun(0), _LOOKED_AT), float_type)
+        firsts = [self._format.flat(next(self._begun(0))) for _ in range(2)]
+        if not all(map(_equal, *firsts)):
+            logging.warning(
+                "two passes of the %s that KerasTrainer got begin with different batches, so that a resumed run "
+                "reads other batches than an uninterrupted one; give its data set (%s.dataset), whose examples "
+                "looplib shuffles by the run's seed, or a sampler with set_epoch, which is given the epoch",
+                type(data).__name__, type(data).__name__,
+            )  # fmt: skip
+
+    def _begun(self, epoch: int) -> Iterator[Any]:
+        for part in (self._data, *([self._data.sampler] if isinstance(self._data, _Sampled) else [])):
+            if isinstance(part, _OfEpochs):
+                part.set_epoch(epoch)
+        return iter(self._data)
+
+    def reader(self) -> Callable[[int], Any]:
+        """See `PythonBatches`."""
+        lock, batches, following = threading.Lock(), iter(()), -1
+
+        def read(number: int) -> Any:
+            nonlocal batches, following
+            with lock:
+                epoch, index = divmod(number, self.count)
+                if number != following or not index:
+                    batches = itertools.islice(self._begun(epoch), index, None)
+                following = number + 1
+                for batch in batches:
+                    if index == self.count - 1:
+                        self._end(batches, epoch)
+                    return batch
+            raise DatasetError(
+                f"{type(self._data).__name__} has {self.count} batches by its len(), and ended before the batch "
+                f"{index + 1} of epoch {epoch + 1}; give it the length that its passes have"
+            )
+
+        return read
+
+    def _end(self, rest: Iterator[Any], epoch: int) -> None:
+        """Says once that a pass is longer than its length."""
+        if not self._said and next(rest, None) is not None:
+            self._said = True
+            logging.warning(
+                "%s has %d batches by its len(), and epoch %d has more; looplib leaves out what is beyond the len() in "
+                "each epoch: give it the length that its passes have",
+                type(self._data).__name__, self.count, epoch + 1,
+            )  # fmt: skip
+
+    def order(self, shuffle: bool) -> Ids | None:
+        """See `PythonBatches`: its passes have the order that it gives them."""
+        return None
+
+
+class Generated:
+    """The batches of generators, one for each pass, whose number is not known.
+
+    Args:
+      make: makes a generator.
+      first: one that it has made.
+      float_type: see `PythonBatches`.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Any]], first: Iterable[Any], float_type: str) -> None:
+        self._make = make
+        self._format = BatchFormat("the generator of KerasTrainer", itertools.islice(first, _LOOKED_AT), float_type)
+
+    def once(self) -> tf.data.Dataset:
+        """Makes the batches of one pass."""
+        own = self._format
+
+        def flat() -> Iterator[tuple]:
+            return (tuple(own.flat(batch)) for batch in self._make())
+
+        dataset = tf.data.Dataset.from_generator(flat, output_signature=tuple(own.specs))
+        return dataset.map(tf.autograph.experimental.do_not_convert(lambda *parts: own.packed(parts)))
+
+
+class _BatchNumbers(Plan):
+    """The numbers of batches that others make: each example has that of its batch.
+
+    Args:
+      count: the batches of an epoch.
+      batch_size: the examples of a batch.
+      order: of the numbers in an epoch; None for numbers from the start of the run on.
+    """
+
+    chosen_by_batch = True
+
+    def __init__(self, count: int, batch_size: int, order: Ids | None) -> None:
+        self.size, self._batch_size, self._order = count * batch_size, batch_size, order
+
+    def endless(self, key: OrderKey) -> Locate:
+        """See `Plan`."""
+        located = self._order.endless(key) if self._order else lambda numbers: numbers
+        return lambda positions: located(positions // self._batch_size)
+
+    def once(self) -> Locate:
+        """See `Plan`."""
+        return lambda positions: positions // self._batch_size
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape == other.shape and bool(np.all((one == other) | ((one != one) & (other != other))))

@@ -1,0 +1,10 @@
+"""What a tool orders of the own program of a run: steps once more, a close look at one, statistics.
+
+Names that other rooms may use, by file:
+    normalization: none
+    player: none
+    preflight: none
+    replayer: none
+    step_view: none
+    xla: none
+"""

@@ -1,0 +1,153 @@
+"""The page of one run, or of several side by side, as one HTML file that needs no network."""
+
+import base64
+import dataclasses
+import datetime
+import functools
+import hashlib
+import html
+import importlib.resources
+import json
+import os
+import re
+import string
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from looplib.base import files
+from looplib.base.console import printable
+from looplib.report.page import curves
+from looplib.report.page.read import not_shown, read_run
+from looplib.report.page.run import Run
+from looplib.report.page.verdict import findings
+from looplib.run.run_json import PAGE
+
+_SCRIPTS = (
+    "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "equal.js", "charts.js", "controls.js", "time.js",
+    "samples.js", "sections.js", "run.js", "compare.js", "main.js",
+)  # fmt: skip
+_STYLES = ("uPlot.min.css", "page.css")
+_MOST_POINTS = 80_000  # of all curves of a page
+_MOST_POINTS_OF_A_CURVE = 2000
+_REVERSING = re.compile(r"(?<!\\)((?:\\\\)*)\\u(202[a-e]|206[6-9])")  # as JSON has them
+
+
+@dataclasses.dataclass(frozen=True)
+class HtmlPage:
+    """A page that was written; a notebook shows it below the cell that ends with it.
+
+    Attributes:
+      path: the file.
+    """
+
+    path: str
+
+    def _repr_html_(self) -> str:
+        # As an attribute, because no address of the file works in all notebooks.
+        page = html.escape(files.read_text(self.path, most=1 << 28))
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" width="100%" height="600" style="border: 0"></iframe>'
+
+
+def write_of_run(directory: str) -> HtmlPage:
+    """Writes the page of a run into its directory, and returns it.
+
+    Args:
+      directory: the run directory.
+
+    Raises:
+      OSError, tf.errors.OpError: if it cannot be written.
+    """
+    name = os.path.basename(os.path.normpath(directory))
+    path = os.path.join(directory, PAGE)
+    files.write_whole(path, page([read_run(directory, name)], name))
+    return HtmlPage(path)
+
+
+def page(runs: Sequence[Run], title: str, written: datetime.datetime | None = None) -> str:
+    """Returns the page as HTML.
+
+    What comes from the runs is in it as JSON, which the page's script puts into the document as text. A
+    Content-Security-Policy lets no other script run.
+
+    Args:
+      runs: one run, or several to be compared.
+      title: of the page.
+      written: when the page says that it was written; default now.
+    """
+    assets = importlib.resources.files(__package__) / "assets"
+    style, script = _style(), _script()
+    written = written or datetime.datetime.now(datetime.timezone.utc)
+    data = _json({"title": title, "written": written.isoformat(timespec="seconds")})
+    return string.Template((assets / "page.html").read_text("utf-8")).substitute(
+        policy=policy_of([style], [script]),
+        title=html.escape(printable(title)),
+        style=style,
+        script=script,
+        data=f'{data[:-1]},"runs":[{",".join(_drawn(runs))}]}}',
+    )
+
+
+def policy_of(styles: Sequence[str], scripts: Sequence[str], more: str = "") -> str:
+    """Returns a Content-Security-Policy that lets these styles and scripts run, and what `more` says."""
+    return (
+        f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {' '.join(map(_hash, styles))}; "
+        f"img-src data:; {more}base-uri 'none'; form-action 'none'"
+    )
+
+
+def shell_of(names: Sequence[str], title: str, **settings: str) -> tuple[str, str]:
+    """Returns a page that holds the page of the runs in a frame, and its policy, which the frame inherits.
+
+    Args:
+      names: of its template, style and script in `assets/`.
+      title: of the page.
+      **settings: what stands for names in its script.
+    """
+    template, style, script = (_joined([name]) for name in names)
+    script = string.Template(script).substitute(settings)
+    text = string.Template(template).substitute(title=html.escape(printable(title)), style=style, script=script)
+    return text, policy_of([style, _style()], [script, _script()], "connect-src 'self'; ")
+
+
+@functools.cache
+def _style() -> str:
+    return _joined(_STYLES)
+
+
+@functools.cache
+def _script() -> str:
+    return _joined(_SCRIPTS)
+
+
+def _joined(names: Sequence[str]) -> str:
+    assets = importlib.resources.files(__package__) / "assets"
+    return "\n".join((assets / name).read_text("utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(data: Any) -> str:
+    """Returns JSON that can stand in a script element: nothing in it ends the element or starts a comment.
+
+    Characters that reverse the text after them (Unicode's bidirectional controls) are shown as escapes.
+    """
+    text = json.dumps(data, default=vars, allow_nan=False, separators=(",", ":"))  # of a dataclass, its fields
+    return _REVERSING.sub(r"\1\\\\u\2", text).replace("<", "\\u003c")
+
+
+def _drawn(runs: Sequence[Run]) -> Iterator[str]:
+    """Yields what the scripts in `assets/` read, as JSON: the fields of each `Run`, thinned curves and its findings."""
+    count = sum(len(run.curves) for run in runs)
+    most = min(_MOST_POINTS_OF_A_CURVE, _MOST_POINTS // max(count, 1))
+    for run in runs:
+        try:
+            yield _json(_of_run(run, most, whole=len(runs) == 1))
+        except Exception as error:  # one run takes no page from the others
+            yield _json(_of_run(not_shown(run.directory, run.name, error), most, whole=True))
+
+
+def _of_run(run: Run, most: int, whole: bool) -> dict[str, Any]:
+    shown = [curves.draw(curve, most) for curve in run.curves if whole or not curve.undone]
+    return {**vars(run), "curves": shown, "findings": findings(run, alone=whole)}

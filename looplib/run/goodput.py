@@ -1,0 +1,155 @@
+"""Goodput: what became of the time since a run's first start."""
+
+import dataclasses
+import datetime
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from looplib.run import values
+
+_STARTING = ("start", "compile", "restore")
+_NAMED = ("evaluate", "save", "suspended")
+_TRAINING = ("train", "input")
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """Seconds since the first start of a run, by what they were spent on.
+
+    Goodput is the share of the time in which steps were trained that the run has kept. That of ml-goodput-measurement
+    also has the time in which they waited for their data.
+
+    Attributes:
+      seconds: dict from cause to seconds. "train": steps that are kept; "input": waiting for their data; "repeated":
+        steps, and waiting for their data, that a kill or a rollback took back; "start": starting, compiling and
+        restoring; "evaluate"; "save"; "suspended"; "other"; and "off": between two starts.
+    """
+
+    seconds: dict[str, float]
+
+    @property
+    def wall(self) -> float:
+        """The sum."""
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float:
+        """The share of the time that became kept steps."""
+        return self.seconds["train"] / self.wall if self.wall else 0.0
+
+
+@dataclasses.dataclass
+class _Part:
+    """Steps that were trained in succession: after step `first`, up to `last`, with their seconds."""
+
+    first: int
+    last: int
+    train: float
+    input: float
+
+    def cut(self, step: int) -> float:
+        """Takes out the steps after a step; returns their seconds."""
+        if step >= self.last:
+            return 0.0
+        kept = max(0, step - self.first) / (self.last - self.first)
+        lost = (1 - kept) * (self.train + self.input)
+        self.last, self.train, self.input = max(step, self.first), kept * self.train, kept * self.input
+        return lost
+
+
+def goodput(starts: list[dict[str, Any]]) -> Goodput | None:
+    """Returns the goodput of a run; None if its starts do not say when they were.
+
+    A start that was killed counts as far as its last entry, which is a minute old at most; the rest is "off". Of a run
+    with more starts than `run.json` keeps, those that it has not are left out.
+
+    Args:
+      starts: the `starts` of a `run.json`, whose contents may be anything.
+    """
+    seconds = dict.fromkeys(("train", "input", "repeated", "start", *_NAMED, "other", "off"), 0.0)
+    parts: list[_Part] = []
+    ended: float | None = None
+    for start in starts:
+        spent, began = values.durations(start.get("seconds")), _time(start.get("started"))
+        wall = spent.pop("wall", sum(spent.values()))
+        if began is None:
+            return None
+        if ended is not None:
+            seconds["off"] += max(0.0, began - ended)
+        ended = began + wall
+        for name, value in spent.items():
+            if name not in _TRAINING:
+                seconds["start" if name in _STARTING else name if name in _NAMED else "other"] += value
+        seconds["repeated"] += _cut(parts, restored_step(start) or 0)
+        trained = sum(spent.get(name, 0.0) for name in _TRAINING)
+        for part in _parts(start, spent):
+            trained -= part.train + part.input
+            seconds["repeated"] += _cut(parts, part.first)
+            parts.append(part)
+        seconds["repeated"] += max(0.0, trained)  # of steps after which no other was noted
+    seconds["train"] = sum(part.train for part in parts)
+    seconds["input"] = sum(part.input for part in parts)
+    found = Goodput({name: round(value, 3) for name, value in seconds.items()})
+    return found if found.wall else None
+
+
+def as_report(starts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Returns the `goodput` of `run.json`: `share` and `seconds`; None if it is not known, or nothing was trained."""
+    found = goodput(starts)
+    return {"share": round(found.share, 4), "seconds": found.seconds} if found and found.share else None
+
+
+def restored_step(start: dict[str, Any]) -> int | None:
+    """Returns the step of the checkpoint that a start continued from; None for none."""
+    found = re.search(r"ckpt-(\d{1,15})$", values.text(start.get("restored_from")))
+    return int(found[1]) if found else None
+
+
+def _cut(parts: list[_Part], step: int) -> float:
+    """Takes the steps after a step out of parts, which ascend; returns their seconds."""
+    lost = 0.0
+    while parts and parts[-1].last > step:
+        lost += parts[-1].cut(step)
+        if parts[-1].last == parts[-1].first:
+            parts.pop()
+    return lost
+
+
+def _parts(start: dict[str, Any], spent: dict[str, float]) -> Iterator[_Part]:
+    """Yields what a start has trained between its points, its rollbacks and its end.
+
+    The seconds between two points are divided by steps.
+    """
+    step, train, waited = restored_step(start) or 0, 0.0, 0.0
+    for seconds, end, to in _moments(start, spent):
+        more = max(0.0, seconds.get("train", 0.0) - train), max(0.0, seconds.get("input", 0.0) - waited)
+        train, waited = train + more[0], waited + more[1]
+        if end > step:
+            yield _Part(step, end, *more)
+        step = to
+
+
+def _moments(start: dict[str, Any], spent: dict[str, float]) -> list[tuple[dict[str, float], int, int]]:
+    """Returns the moments of a start whose seconds are known, in order.
+
+    Returns:
+      List of (seconds so far, the step that was reached, the step that training continued from).
+    """
+    found = []
+    for name in ("points", "rollbacks"):
+        for each in map(values.mapping, values.items(start.get(name))):
+            step, seconds = values.whole(each.get("step")), values.durations(each.get("seconds"))
+            to = step if name == "points" else values.whole(each.get("to"))
+            if step is not None and to is not None and seconds:
+                found.append((seconds, step, to))
+    found.sort(key=lambda moment: sum(moment[0].get(name, 0.0) for name in _TRAINING))
+    end = values.whole(start.get("step"))
+    return [*found, *([(spent, end, end)] if end is not None else [])]
+
+
+def _time(text: Any) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(values.text(text, 40)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None

@@ -1,0 +1,11 @@
+"""Trials of a sweep, chosen by Optuna and run as processes.
+
+Names that other rooms may use, by file:
+    command: none
+    jobs: none
+    results: none
+    space: none
+    storage: none
+    study: none
+    sweep: none
+"""

@@ -1,0 +1,167 @@
+"""One run of a trial: its process, started again from its checkpoints until it is done, and its metrics."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+
+import optuna
+
+from looplib.base import files, folders
+from looplib.base.messages import gist, join_names
+from looplib.commands.runs import last_lines, saved_step
+from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, SweepError
+from looplib.processes import children
+from looplib.run import values
+from looplib.run.metric_names import best_first
+from looplib.run.records import each_record
+from looplib.sweep.study import SweepPlan
+
+_IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
+_GRACE = 30.0  # seconds that a process has to save and end
+_PAUSE = 20.0  # seconds before a run is started again whose directory another process has
+_MOST_NAMES = 20  # in a sentence
+
+
+@dataclasses.dataclass
+class Job:
+    """A run of a trial.
+
+    Attributes:
+      trial: the trial.
+      seed: which of its seeds.
+      directory: the sweep's.
+      folder: the run directory, below it.
+      command: what to start.
+      waits_until: the time before which it is not to be started again.
+      stopped: when it was asked to end because it is hopeless or another run of its trial failed; None if not.
+    """
+
+    trial: optuna.Trial
+    seed: int
+    directory: str
+    folder: str
+    command: Sequence[str]
+    stopped: float | None = None
+    waits_until: float = 0.0
+    _process: subprocess.Popen | None = None
+    _found: int = 0
+    _idle: int = 0
+    _seen: tuple[int, int] = (0, 0)
+
+    def start(self) -> None:
+        """Starts the process.
+
+        Raises:
+          UsageError: if it cannot be started.
+        """
+        folders.make_folder(self.directory, *os.path.relpath(self.folder, self.directory).split(os.sep)[:-1])
+        folders.check_folder(self.folder)
+        with files.open_to_append(f"{self.folder}.log") as log:
+            self._found = saved_step(self.folder)
+            self._process = children.start(self.command, log)
+
+    def poll(self) -> int | None:
+        """Returns how the process ended; None while it runs."""
+        if self.stopped is not None and time.monotonic() > self.stopped + _GRACE:
+            self.kill()
+        return children.poll(self._process)
+
+    def stop(self) -> None:
+        """Asks the process to save and end; it is killed if that takes long."""
+        if self.stopped is None and self._process.poll() is None:
+            self.stopped = time.monotonic()
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills the process and its children."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def may_run_again(self, code: int) -> bool:
+        """Returns whether the command is to be started again after this end, from its newest checkpoint."""
+        if self.is_locked():
+            self.waits_until = time.monotonic() + _PAUSE
+            return True
+        if code >= 0 and code not in (EXIT_PREEMPTED, EXIT_STALLED):
+            return False
+        self._idle = 0 if saved_step(self.folder) > self._found else self._idle + 1
+        return self._idle < _IDLE_STARTS
+
+    def is_locked(self) -> bool:
+        """Returns whether the process ended because another one has its run directory, as of a killed sweep."""
+        return self._last_line().endswith("(LockedError)")
+
+    def _last_line(self) -> str:
+        return next((line.strip() for line in reversed(last_lines(self.folder)) if line.strip()), "")
+
+    def failure(self, code: int) -> str:
+        """Returns the last line of a run that failed."""
+        last = self._last_line()
+        how = f"killed by signal {-code}, {_IDLE_STARTS} times without a new checkpoint" if code < 0 else f"code {code}"
+        return f"{last[:300]} ({how})" if last else how
+
+    def curve(self, metric: str) -> dict[int, float]:
+        """Returns the values of a metric so far by step; nothing if the file has not changed since the last call."""
+        path = os.path.join(self.folder, "metrics.jsonl")
+        try:
+            status = os.stat(path)
+        except OSError:
+            return {}
+        if self._seen == (status.st_mtime_ns, status.st_size):
+            return {}
+        self._seen = status.st_mtime_ns, status.st_size
+        return curve(self.folder, metric)
+
+
+def command_of(fixed: Sequence[str], trial: optuna.Trial, seed: int | None, folder: str) -> list[str]:
+    """Returns the command of a run.
+
+    Args:
+      fixed: the arguments that all runs have.
+      trial: has the others.
+      seed: to be set; None leaves the command's own.
+      folder: the run directory.
+    """
+    seeds = [] if seed is None else [f"--seed={seed}"]
+    return [*fixed, *(f"{flag}={value}" for flag, value in trial.params.items()), *seeds, f"--model_dir={folder}"]
+
+
+def curve(folder: str, metric: str) -> dict[int, float]:
+    """Returns the values of a metric by step, from a run directory; NaN where it was not a finite number."""
+    split, _, name = metric.partition("/")
+    found = {}
+    with contextlib.suppress(OSError):  # `result` says what is wrong
+        for one in each_record(os.path.join(folder, "metrics.jsonl")):
+            if one["split"] == split and name in one and (step := values.whole(one["step"])) is not None:
+                value = values.number(one[name])
+                found[step] = math.nan if value is None else value
+    return found
+
+
+def result(folder: str, plan: SweepPlan) -> float:
+    """Returns the value of a run that a sweep compares: the last one of its metric, or the best.
+
+    Raises:
+      UsageError: if the run has none, or it is not a finite number.
+    """
+    path, metric, found = os.path.join(folder, "metrics.jsonl"), plan.metric, curve(folder, plan.metric)
+    if not found:
+        try:
+            files.open_regular(path).close()
+            names = {f"{one['split']}/{name}" for one in each_record(path) for name in one.keys() - {"step", "split"}}
+        except FileNotFoundError:
+            names = set()
+        except (OSError, files.NotRegularError) as error:
+            raise SweepError(f"{path} cannot be read ({gist(error)})") from error
+        shown = join_names(sorted(names), most=_MOST_NAMES)
+        raise SweepError(f"the run has no metric {metric}; name one with --metric: {shown or 'it has none'}")
+    compared = [found[max(found)]] if plan.value == "last" else list(found.values())
+    if scores := best_first(compared, lambda value: value, plan.goal):
+        return scores[0]
+    raise SweepError(f"{metric} is not a finite number{' at the end' if plan.value == 'last' else ''}")

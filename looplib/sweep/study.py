@@ -1,0 +1,396 @@
+"""The trials of a sweep, and which process runs them.
+
+A trial is in Optuna's storage from the moment it is to run. If the process that runs it ends or gives no sign of life,
+Optuna's record of it is marked as failed and another record of the same trial, with all results that it has, waits for
+the next process. Several processes do that, and take trials, one at a time, by the lock of a file in the directory of
+the sweep. So a kill at any moment loses no trial, and none is taken twice.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+import secrets
+import sqlite3
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from looplib.base import files
+from looplib.base.console import printable
+from looplib.base.messages import gist
+from looplib.errors import SweepError, UsageError
+from looplib.masks import masked
+from looplib.run.values import number, text
+from looplib.sweep.space import Parameter, Value, points
+from looplib.sweep.storage import BEAT, FILE, STORAGE_ERRORS, Database, cause_of, check, open_file, open_shared
+
+PRUNERS = {
+    "none": optuna.pruners.NopPruner,
+    "median": optuna.pruners.MedianPruner,
+    "halving": optuna.pruners.SuccessiveHalvingPruner,
+    "hyperband": optuna.pruners.HyperbandPruner,
+}
+_PLAN, _DIRECTORY = "plan", "directory"  # what a sweep notes beside its trials
+# What it notes of a trial: which one it is, its results, and why it failed.
+_TRIAL, _VALUE, _ERROR = "trial", "value of seed", "error"
+_MARK = "sweep.shared"  # in the directory of a sweep of several processes
+_LOCK_WAIT = 30.0  # seconds
+_LOOK = 1.0  # seconds between two looks for a trial that has become free
+_LONGEST = 300  # characters of a setting in a sentence
+_LOST = re.compile("no such|interrupted")  # in what SQLite says of a damaged file
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepPlan:
+    """What a sweep does; it does not change when the sweep is started again.
+
+    Attributes:
+      command: the command, with its ranges and lists.
+      search: "grid", "random" or "tpe".
+      metric: what to compare: the split and the name in metrics.jsonl, such as "eval/accuracy".
+      goal: "max" or "min"; None to read it from the name of the metric.
+      prune: a name in `PRUNERS`.
+      seeds: under how many seeds to run each configuration; 0: once, with the command's own seed.
+      value: which value of the metric to compare: "last" of a run, or its "best".
+    """
+
+    command: list[str]
+    search: str
+    metric: str
+    goal: str | None
+    prune: str
+    seeds: int
+    value: str = "last"  # as sweeps that were begun before there was a choice have it
+
+    @property
+    def compared(self) -> str:
+        """What the trials are compared by, as a person reads it."""
+        return self.metric if self.value == "last" else f"best {self.metric}"
+
+
+class Study:
+    """The trials of a sweep.
+
+    Args:
+      directory: the sweep's.
+      plan: what it does.
+      parameters: what it searches.
+      trials: how many to have; None for all points of a grid.
+      database: of several processes; None for a file in the directory, which this process has locked.
+
+    Attributes:
+      shared: whether other processes take trials of the sweep too.
+      limit: how many trials the sweep is to have; the caller may lower it.
+      is_over: whether all trials had ended, whichever process ran them, when `next` found none.
+
+    Raises:
+      UsageError: if there is a sweep with another plan, or a file that is damaged; or for a grid that has no end.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        plan: SweepPlan,
+        parameters: Sequence[Parameter],
+        trials: int | None = None,
+        database: Database | None = None,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._plan, self._parameters, self._database = plan, parameters, database
+        self.shared = database is not None
+        found, size = points(plan.search, parameters), math.prod(one.count for one in parameters)
+        self.limit = trials if trials and (plan.search == "tpe" or trials <= size) else int(size)
+        self._points = list(itertools.islice(found, self.limit))
+        self._own: set[int] = set()  # Optuna's numbers of the trials that this process runs
+        self._next_look = self._next_beat = 0.0
+        self.is_over = False
+        self._path, self._mark = os.path.join(directory, FILE), os.path.join(directory, _MARK)
+        self._where = database.shown if database else directory
+        other = self._path if database else self._mark
+        if os.path.lexists(other) and not (database and os.path.lexists(self._mark)):
+            kind = "without" if database else "with"
+            raise SweepError(f"{other} is of a sweep {kind} --storage; start it as it was, or use another --dir")
+        if database:
+            check(database)
+        with self.alone(), self._reading():
+            self._open(directory)
+
+    def _open(self, directory: str) -> None:
+        name, direction = self._database.study if self._database else "sweep", f"{self._plan.goal}imize"
+        self._storage = open_shared(self._database) if self._database else open_file(self._path)
+        pruner = PRUNERS[self._plan.prune]()
+        self._study = optuna.create_study(
+            storage=self._storage, study_name=name, direction=direction, pruner=pruner, load_if_exists=True
+        )
+        self._id = self._storage.get_study_id_from_name(name)
+        before = self._study.user_attrs
+        if _PLAN not in before:
+            if self._records():
+                raise ValueError("it has trials, and no sweep has made it")
+            if any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory)):
+                raise SweepError(
+                    f"{directory} has runs of another sweep, of which {self._where} knows nothing; restore the "
+                    f"{'database' if self.shared else FILE} of that sweep, or use another --dir"
+                )
+            self._study.set_user_attr(_DIRECTORY, self._token())
+            self._study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(self._plan)))
+            before = self._study.user_attrs
+        self._refuse_another(json.loads(before[_PLAN]))
+        if self.shared and before.get(_DIRECTORY) != self._token():
+            raise SweepError(
+                f"{self._where} has its runs in another directory than {directory}, or is of an earlier version of "
+                "looplib; give all processes one --dir, or use another --study"
+            )
+        if [one.number for one in self._records()] != list(range(len(self._records()))):
+            raise ValueError("its trials have other numbers")
+        for place, trial in enumerate(self.trials()):
+            if not self._fits(place, trial):
+                raise ValueError(f"its trial {place} is not one of this sweep")
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps other processes of the sweep from taking and ending trials while the block runs.
+
+        Raises:
+          TimeoutError: if another process has the lock for long.
+          OSError: if the file system has no locks.
+        """
+        if not self.shared:  # the directory is locked
+            yield
+            return
+        with files.appending(self._mark, _LOCK_WAIT) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # which `appending` does without in a file system that has no locks
+            if not os.path.getsize(self._mark):
+                file.write(secrets.token_hex(16).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            yield
+
+    def _token(self) -> str:
+        """Returns what tells the directory of several processes from any other, by whatever path they have it."""
+        return files.read_text(self._mark, most=100) if self.shared else ""
+
+    def _refuse_another(self, before: dict[str, Any]) -> None:
+        for name, new in dataclasses.asdict(self._plan).items():
+            if (old := before.get(name, SweepPlan.value if name == "value" else None)) != new:
+                old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
+                raise SweepError(
+                    f"{self._where} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
+                    f"start it as it was, or use another {'--study' if self.shared else '--dir'}"
+                )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Says in a sentence what is wrong with the storage, if the block finds any part damaged."""
+        try:
+            yield
+        except Exception as error:  # Optuna raises anything for a database of another program
+            cause = cause_of(error)
+            # A server says anything of a connection; a file may only be locked, or on a full disk.
+            passes = self.shared or (isinstance(cause, sqlite3.OperationalError) and not _LOST.search(str(cause)))
+            if isinstance(error, (UsageError, OSError)) or (isinstance(error, STORAGE_ERRORS) and passes):
+                raise
+            shown, cure = self._where, "use another --study, or restore the database"
+            if not self.shared:
+                shown, cure = self._path, "restore a copy, or use another --dir"
+            text = f"{shown} is damaged, or no database of a sweep ({printable(gist(cause))}); {cure}"
+            raise SweepError(text) from error
+
+    def _fits(self, place: int, trial: FrozenTrial) -> bool:
+        """Returns whether a sweep can have written a trial."""
+        expected, found = {one.flag: one.values for one in self._parameters}, values(trial)
+        seeds = max(1, self._plan.seeds)
+        complete = trial.state == TrialState.COMPLETE
+        return (
+            place_of(trial) == place
+            and "fixed_params" not in trial.system_attrs  # which would be run in place of what is drawn
+            and all(expected.get(flag) == of for flag, of in trial.distributions.items())
+            and all(
+                isinstance(of := expected[flag], CategoricalDistribution) or of.low <= setting <= of.high
+                for flag, setting in trial.params.items()
+            )
+            and (trial.params.keys() == expected.keys() or (self._plan.search == "tpe" and not complete))
+            and len(found) == sum(name.startswith(_VALUE) for name in trial.user_attrs)
+            and all(seed < seeds for seed in found)
+            and (not complete or (len(found) == seeds and number(trial.value) is not None))
+        )
+
+    def _records(self) -> list[FrozenTrial]:
+        """Returns all of Optuna's records, by their numbers."""
+        return self._study.get_trials(deepcopy=False)
+
+    def trials(self) -> list[FrozenTrial]:
+        """Returns the newest record of each trial, in the order of the trials."""
+        newest = {place_of(record): record for record in self._records()}
+        return [newest[place] for place in sorted(newest)]
+
+    def next(self) -> optuna.Trial | None:
+        """Returns the next trial to run, with a value for each parameter; None if there is none, or none yet."""
+        if time.monotonic() < self._next_look:
+            return None
+        with self.alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # heartbeats are an experimental part of Optuna
+            if self.shared:
+                optuna.storages.fail_stale_trials(self._study)
+            for trial in self.trials():
+                if self._was_left(trial):
+                    self._queue_again(trial)
+            while True:
+                trials = self.trials()
+                waiting = [one.number for one in self._records() if one.state == TrialState.WAITING]
+                if waiting:
+                    trial = self._take(waiting[0])
+                    if not self.end_if_complete(trial):
+                        return trial
+                elif len(trials) < self.limit:
+                    self._queue(self._new_point(trials), {_TRIAL: len(trials)})
+                else:
+                    break
+        self.is_over = all(trial.state.is_finished() for trial in trials)
+        self._next_look = time.monotonic() + _LOOK
+        return None
+
+    def _was_left(self, trial: FrozenTrial) -> bool:
+        """Returns whether the process that ran a trial is gone. The trials that a sweep fails have an error."""
+        if self.shared or trial.state != TrialState.RUNNING:
+            return trial.state == TrialState.FAIL and _ERROR not in trial.user_attrs
+        return trial.number not in self._own
+
+    def _queue_again(self, trial: FrozenTrial) -> None:
+        """Ends a record, and has another one of the same trial wait."""
+        if trial.state == TrialState.RUNNING:
+            self._study.tell(trial.number, state=TrialState.FAIL)
+        notes = {name: note for name, note in trial.user_attrs.items() if name != _ERROR}
+        self._queue(trial.params, {**notes, _TRIAL: place_of(trial)}, trial)
+
+    def _queue(self, params: dict[str, Value], notes: dict[str, Any], of: FrozenTrial | None = None) -> None:
+        of_flags = {one.flag: one.values for one in self._parameters if one.flag in params}
+        trial = optuna.create_trial(state=TrialState.WAITING, params=params, distributions=of_flags, user_attrs=notes)
+        if of:
+            trial.system_attrs, trial.intermediate_values = of.system_attrs, of.intermediate_values
+        self._study.add_trial(trial)
+
+    def _new_point(self, trials: Sequence[FrozenTrial]) -> dict[str, Value]:
+        """Returns the first point that no trial has, of those that an uninterrupted sweep tries in this order."""
+        if self._plan.search == "tpe":  # which draws it from the results, once the trial is taken
+            return {}
+        tried = {tuple(trial.params[one.flag] for one in self._parameters) for trial in trials}
+        return next(point for point in self._points if tuple(point.values()) not in tried)
+
+    def _take(self, number: int) -> optuna.Trial:
+        """Returns the first trial that waits, as one of this process."""
+        if self.shared:
+            self._show_life(number)  # before it runs: Optuna takes no trial for stale that has never shown any
+        place = place_of(self._records()[number])
+        seed = int(np.random.SeedSequence((0, place, 0)).generate_state(1)[0])
+        self._study.sampler = optuna.samplers.TPESampler(seed=seed)  # draws what an uninterrupted sweep would
+        trial = self._study.ask()
+        for parameter in self._parameters:
+            parameter.suggest(trial)
+        self._own.add(trial.number)
+        return trial
+
+    def _show_life(self, number: int) -> None:
+        self._storage.record_heartbeat(self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
+
+    def beat(self) -> set[int]:
+        """Shows that this process is alive, if it is time; returns the numbers of records that others have ended."""
+        if not self.shared or time.monotonic() < self._next_beat:
+            return set()
+        records = self._records()
+        lost = {one for one in self._own if records[one].state != TrialState.RUNNING}
+        for one in self._own - lost:
+            self._show_life(one)
+        self._own -= lost
+        self._next_beat = time.monotonic() + BEAT
+        return lost
+
+    def has(self, trial: optuna.Trial) -> bool:
+        """Returns whether a trial is still of this process."""
+        return trial.number in self._own and self._records()[trial.number].state == TrialState.RUNNING
+
+    def hand_back(self) -> None:
+        """Lets the next start, and other processes at once, take the trials of this one, if the storage answers."""
+        with contextlib.suppress(*STORAGE_ERRORS, OSError), self.alone():
+            records = self._records()
+            for one in sorted(self._own):
+                if records[one].state == TrialState.RUNNING:
+                    self._queue_again(records[one])
+
+    def is_hopeless(self, trial: optuna.Trial, curve: dict[int, float]) -> bool:
+        """Passes new values of a trial's metric on to the pruner; returns whether it is to be stopped.
+
+        Args:
+          trial: the trial.
+          curve: the values by step.
+        """
+        known = self._records()[trial.number].intermediate_values
+        for step in sorted(curve.keys() - known.keys()):
+            if step >= 0:
+                trial.report(curve[step], step)
+        return max(curve) >= max(known, default=0) and trial.should_prune()  # else by what a rollback has taken back
+
+    def note(self, trial: optuna.Trial, seed: int, value: float) -> None:
+        """Notes the result under one seed, and ends the trial if it was the last one."""
+        trial.set_user_attr(f"{_VALUE} {seed}", value)
+        self.end_if_complete(trial)
+
+    def end_if_complete(self, trial: optuna.Trial) -> bool:
+        """Ends a trial that has a result under each seed; returns whether it has."""
+        found = list(values(trial).values())
+        if len(found) < max(1, self._plan.seeds):
+            return False
+        self._end(trial, TrialState.COMPLETE, float(np.mean(found)))
+        return True
+
+    def fail(self, trial: optuna.Trial, sentence: str) -> None:
+        """Ends a trial that failed."""
+        trial.set_user_attr(_ERROR, sentence)
+        self._end(trial, TrialState.FAIL)
+
+    def prune(self, trial: optuna.Trial) -> None:
+        """Ends a trial that was stopped as hopeless."""
+        self._end(trial, TrialState.PRUNED)
+
+    def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
+        self._study.tell(trial, value, state)
+        self._own.discard(trial.number)
+        self._next_look = 0.0
+
+
+def place_of(trial: optuna.Trial | FrozenTrial) -> int:
+    """Returns which trial of the sweep a record is of; Optuna counts records."""
+    return trial.user_attrs.get(_TRIAL, trial.number)
+
+
+def name_of(trial: optuna.Trial | FrozenTrial) -> str:
+    """Returns the name of a trial and of its folder in the sweep's directory."""
+    return f"trial-{place_of(trial):04}"
+
+
+def values(trial: optuna.Trial | FrozenTrial) -> dict[int, float]:
+    """Returns the results of a trial by seed."""
+    found = ((re.fullmatch(rf"{_VALUE} (\d{{1,9}})", name), number(value)) for name, value in trial.user_attrs.items())
+    return {int(match[1]): value for match, value in found if match and value is not None}
+
+
+def deviation(trial: FrozenTrial) -> float | None:
+    """Returns the standard deviation of a trial's results over its seeds; None with one seed."""
+    found = list(values(trial).values())
+    return float(np.std(found, ddof=1)) if len(found) > 1 else None
+
+
+def error(trial: FrozenTrial) -> str:
+    """Returns the last line of a trial that failed, "" otherwise."""
+    return text(trial.user_attrs.get(_ERROR))

@@ -1,0 +1,236 @@
+"""Plug-ins that are missing, broken or registered twice: one sentence that names the package, and nothing else breaks."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import toy
+
+import looplib
+from looplib.base import plugins
+from looplib.errors import PluginError
+
+CODE = """
+def writer(directory): raise AssertionError
+def add(tools): tools.add_parser("fine", help="a fine tool").set_defaults(tool=None)
+def fails(tools): raise ValueError("its own fault")
+"""
+OWN_FOLDER = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]  # which has other folders
+"""
+
+
+def install(folder, package, **groups):
+    """Makes a package with a module and entry points, {group: lines}."""
+    module = package.replace("-", "_")
+    (folder / f"{module}.py").write_text(CODE)
+    (folder / f"{module}_needy.py").write_text("import package_that_is_missing")
+    info = folder / f"{module}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "".join(f"[looplib.{group}]\n" + "".join(f"{line}\n" for line in lines) for group, lines in groups.items())
+    )
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs packages for this process; see `install`."""
+
+    def add(package, **groups):
+        install(tmp_path, package, **groups)
+        plugins._all.cache_clear()
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield add
+    monkeypatch.undo()
+    plugins._all.cache_clear()
+
+
+def tool(folder, *arguments):
+    """Runs a tool in a process where the packages of a folder are installed too."""
+    return subprocess.run(
+        [sys.executable, "-m", "looplib", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.slow(spread=2)
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        ("stranger:nothing", "AttributeError: module 'stranger' has no attribute 'nothing'"),
+        ("stranger_needy:x", "ModuleNotFoundError: No module named 'package_that_is_missing'"),
+        ("stranger_gone:x", "ModuleNotFoundError: No module named 'stranger_gone'"),
+    ],
+)
+def test_a_broken_plug_in_of_another_package_is_refused_in_a_sentence_that_names_the_package(
+    value, why, installed, tmp_path
+):
+    installed("stranger", writers=[f"odd = {value}"])
+    with pytest.raises(PluginError) as caught:
+        toy.controller(None, toy.Regression(), model_dir=tmp_path / "run", writers=["odd"])
+    said = f"the plug-in 'odd' in looplib.writers is registered by the package stranger, but {value} cannot be used"
+    assert str(caught.value) == f"{said} ({why}); install stranger again, with the packages that it needs"
+    assert caught.value.__cause__ is not None
+
+
+def test_a_plug_in_that_is_not_installed_is_none_but_one_that_lacks_a_package_is_an_error(installed):
+    installed("stranger", parts=["away = stranger_gone:x", "needy = stranger_needy:x", "fine = stranger:writer"])
+    assert plugins.find("looplib.parts", "away") is None and plugins.find("looplib.parts", "nowhere") is None
+    with pytest.raises(PluginError, match="No module named 'package_that_is_missing'"):
+        plugins.find("looplib.parts", "needy")
+    assert plugins.find("looplib.parts", "fine") is plugins.load("looplib.parts", "fine")
+
+
+def test_two_plug_ins_of_one_name_are_refused_once_that_name_is_loaded(installed, tmp_path):
+    installed("stranger", writers=["csv = stranger:writer"])
+    assert plugins.names("looplib.writers").count("csv") == 1
+    toy.controller(None, toy.Regression(), model_dir=tmp_path / "a", writers=["jsonl", "media"]).close()
+    sentence = (
+        "the plug-in 'csv' in looplib.writers is registered by looplib and stranger; uninstall all but one of them"
+    )
+    with pytest.raises(PluginError, match=f"^{sentence}$"):
+        toy.controller(None, toy.Regression(), model_dir=tmp_path / "b", writers=["csv"])
+
+
+def test_a_broken_command_of_another_package_is_left_out_of_the_list_with_one_line(tmp_path):
+    lines = ["broken = stranger_needy:add", "fine = stranger:add", "failing = stranger:fails", "status = stranger:add"]
+    install(tmp_path, "stranger", commands=lines)
+    usage = tool(tmp_path, "--help")
+    assert usage.returncode == 0 and "a fine tool" in usage.stdout and "inspect" in usage.stdout, usage.stderr
+    said = usage.stderr.splitlines()
+    assert [line.split("'")[1] for line in said] == ["broken", "failing", "status"]
+    assert all(line.startswith("looplib: warning: the plug-in") and "stranger" in line for line in said)
+    assert "(ValueError: its own fault)" in said[1]
+    mistyped = tool(tmp_path, "inspct")
+    assert mistyped.returncode == 2 and mistyped.stderr.splitlines()[:3] == said
+    assert "invalid choice: 'inspct'" in mistyped.stderr.splitlines()[-1]
+    named = tool(tmp_path, "broken")
+    assert named.returncode == 2 and named.stdout == ""
+    assert named.stderr == said[0].replace("warning", "error") + " (PluginError)\n"
+    other = tool(tmp_path, "inspect", "--help")
+    assert other.returncode == 0 and other.stderr == ""
+
+
+# Writers.
+
+
+@pytest.mark.parametrize("model_dir", [True, False])
+def test_a_writer_that_does_not_exist_is_named_before_anything_else(model_dir, tmp_path):
+    with pytest.raises(PluginError, match="there is no plug-in 'nope' in looplib.writers"):
+        toy.controller(None, toy.Regression(), model_dir=tmp_path if model_dir else None, writers=["nope"])
+
+
+@pytest.mark.parametrize("writers", ["csv", looplib.CsvWriter("x")], ids=["name", "writer"])
+def test_one_writer_in_place_of_a_list_is_refused(writers, tmp_path):
+    with pytest.raises(looplib.errors.SettingError, match="^writers is .*csv.*; expected a list of writers"):
+        toy.controller(None, toy.Regression(), model_dir=tmp_path, writers=writers)
+
+
+def without_board(group, name):
+    """Finds plug-ins as if that of TensorBoard was not installed."""
+    return None if name == "tensorboard" else FIND(group, name)
+
+
+def load_without_board(group, name):
+    if name == "tensorboard":
+        raise PluginError("tensorboard is away")
+    return LOAD(group, name)
+
+
+FIND, LOAD = plugins.find, plugins.load
+
+
+@pytest.mark.slow
+def test_of_writers_that_are_not_installed_only_the_defaults_are_left_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(plugins, "find", without_board)
+    monkeypatch.setattr(plugins, "load", load_without_board)
+    for writers in (None, [*looplib.DEFAULT_WRITERS], [*looplib.DEFAULT_WRITERS, "csv"]):
+        caplog.clear()
+        toy.controller(None, toy.Regression(), model_dir=tmp_path / "a", writers=writers).close()
+        assert "these writers are not installed and are left out: tensorboard" in caplog.text
+    with pytest.raises(PluginError, match="^tensorboard is away$"):
+        toy.controller(None, toy.Regression(), model_dir=tmp_path / "b", writers=["tensorboard", "jsonl"])
+
+
+# Without looplib/extras.
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    """A copy of looplib without its extras, which are registered all the same."""
+    copy = tmp_path_factory.mktemp("core") / "looplib"
+    shutil.copytree(pathlib.Path(looplib.__file__).parent, copy, ignore=shutil.ignore_patterns("extras", "__pycache__"))
+    for path in pathlib.Path(looplib.__file__).parents[1].glob("looplib.egg-info"):
+        shutil.copytree(path, copy.parent / path.name)
+
+    def run(code, *arguments):
+        return subprocess.run(
+            [sys.executable, "-c", OWN_FOLDER + code, *arguments],
+            cwd=copy.parent,
+            env={**os.environ, "PYTHONPATH": str(copy.parent)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def registered(name, value, group="looplib.parts"):
+    return (
+        f"the plug-in {name!r} in {group} is registered by the package looplib, but {value} cannot be used "
+        "(ModuleNotFoundError: No module named 'looplib.extras'); install looplib again, with the packages that it needs"
+    )
+
+
+@pytest.mark.slow
+def test_a_part_that_is_missing_is_an_attribute_error_with_a_sentence(core):
+    code = """
+import looplib
+print(hasattr(looplib, "KerasTrainer"), hasattr(looplib, "Trainr"), hasattr(looplib, "Trainer"))
+try:
+    looplib.KerasTrainer
+except AttributeError as error:
+    print(f"{error} ({type(error).__name__})")
+"""
+    sentence = registered("KerasTrainer", "looplib.keras.trainer:KerasTrainer")
+    done = core(code)
+    assert done.stdout.splitlines() == ["False False True", f"{sentence} (PluginError)"], done.stderr
+
+
+@pytest.mark.slow(spread=2)
+@pytest.mark.parametrize("arguments", [["--help"], ["status", "."], ["nonsense"]], ids=" ".join)
+def test_without_the_extras_the_tools_end_in_one_line(arguments, core):
+    done = core("from looplib.__main__ import main; sys.exit(main())", *arguments)
+    status = "status", "looplib.commands.commands:status"
+    command, place = status if arguments[0] == "status" else ("audit", "looplib.commands.audit_command:add")
+    sentence = registered(command, place, "looplib.commands")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"looplib: error: {sentence} (PluginError)\n"
+
+
+@pytest.mark.slow
+def test_without_the_extras_a_program_ends_in_one_line(core, tmp_path):
+    code = """
+import dataclasses, looplib
+@dataclasses.dataclass
+class Config:
+    rate: float = 0.1
+looplib.launch.run(None, Config() if "with" in sys.argv.pop() else None)
+"""
+    sentence = registered("configuration", "looplib.binary.config")
+    done = core(code, "--help", "with")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == f"looplib: error: {sentence} (PluginError)"
+    done = core(code, f"--model_dir={tmp_path}", "--dry_run", "none")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "Unknown command line flag 'dry_run'" in done.stderr.splitlines()[-1]
