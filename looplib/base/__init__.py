@@ -1,12 +1,16 @@
 """What everything stands on: errors, sentences, masks of secrets, files, folders, the console, plug-ins.
 
 Names that other rooms may use, by file:
-    console: none
-    diagnosis: none
-    files: none
-    folders: none
-    messages: none
-    numbers: none
-    plugins: none
-    progress: none
+    console: bar_is_drawn, first_fault, guarded, last_line, noting_errors, printable, say
+    diagnosis: Diagnosis, diagnosis
+    files: appending, cannot_read, CannotReadError, check_temporary, check_writable, difference, fails_here, free_name,
+        is_at, is_new_name, is_open_here, is_remote, make_durable, measure, MisfitError, new_name, NotRegularError,
+        open_regular, open_to_append, parse_json, proves_damage, read_text, refuse_patterns, resolve, rewriting,
+        safe_name, typed, write_named, write_whole
+    folders: check_folder, delete, inside, is_name, link, make_folder, move, move_aside, note_deletions, remove,
+        remove_unfinished
+    messages: cure_of, duration, gist, is_utf8, join_names, OURS, parse_error, shown, whole_number, with_cure
+    numbers: forecast, format_number, format_size, headline
+    plugins: Command, failure, find, load, names
+    progress: format_seconds, format_share, Progress
 """

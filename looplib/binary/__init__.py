@@ -1,23 +1,24 @@
 """A binary: its flags and their groups, trials before a training, and how it ends.
 
 Names that other rooms may use, by file:
-    alert_flag: none
-    audit_flag: none
-    batch_report: none
-    command_line: none
+    alert_flag: AlertFlags
+    audit_flag: AuditFlag
+    batch_report: BatchReport
+    command_line: all_flags, check, FETCHED, flag_plugins, FlagPlugin, parse, PATHS, policy, PREDICTIONS, PRINT_FLAG,
+        SETUP_FLAGS, start, TRAINING_MODES
     config: none
     dry_run: none
-    export_flags: none
+    export_flags: ExportFlags
     forecast: none
-    integrity_flags: none
-    learning_warnings_flag: none
+    integrity_flags: IntegrityFlags
+    learning_warnings_flag: LearningWarningsFlag
     measuring: none
-    metrics_port: none
-    notices_flag: none
-    outcome: none
-    profile_flag: none
+    metrics_port: MetricsPortFlag
+    notices_flag: NoticesFlag
+    outcome: failed, Session
+    profile_flag: ProfileFlag
     saves: none
-    timed_saves_flags: none
-    trackers_flag: none
-    trial: none
+    timed_saves_flags: TimedSavesFlags
+    trackers_flag: TrackersFlag
+    trial: trial_flags, TRIALS
 """

@@ -1,12 +1,12 @@
 """A run that is in an object store: its lease, what is copied there and fetched from there.
 
 Names that other rooms may use, by file:
-    copies: none
+    copies: fetched
     copying: none
     fetching: none
     held: none
     lease: none
-    mirror: none
+    mirror: open_mirror
     note: none
     outputs: none
 """

@@ -2,11 +2,16 @@
 
 Names that other rooms may use, by file:
     collectives: PEER_ERRORS, Workers
-    environment: Cluster, EXPECTED, resolve
-    peers: current, join, Peers
-    remote: check_placement, connect, connected, named, names, plugin_of, RemoteStrategy
+    connection: none
+    environment: Cluster, resolve
+    environments: read_cluster
+    peers: current
+    remote: check_placement, connected, plugin_of, RemoteStrategy
+    rendezvous: none
     replicas: counted, current, in_micro_batch, in_use, KINDS, micro_batch, over_replicas, Share, times, watching,
         weight_of_part, weighted, weighting_means
+    runtime: describe, PRECISIONS, setup, STRATEGIES
     scopes: outside
     updates: apply_gradients, refuse_others, TrainingOptimizers
+    watched: WatchedPeers
 """

@@ -3,11 +3,11 @@
 Names that other rooms may use, by file:
     again: none
     audit: none
-    audit_command: none
+    audit_command: add
     average: none
-    board: none
+    board: add
     check: none
-    commands: none
+    commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
     comparing: none
     diff: none
@@ -16,17 +16,17 @@ Names that other rooms may use, by file:
     intervals: none
     journal: none
     kind: none
-    new: none
-    options: none
+    new: add
+    options: place
     project: none
-    ray: none
+    ray: add
     recorded_run: none
     replay: none
-    report: none
+    report: add
     rerun: none
-    runs: none
+    runs: last_lines, saved_step, say
     status: none
-    watch: none
+    watch: add, URLS
     watching: none
-    weights: none
+    weights: add
 """

@@ -2,14 +2,14 @@
 
 Names that other rooms may use, by file:
     card: none
-    exports: none
+    exports: check_inputs, export
     facts: none
     folder: none
     int8: none
-    new_folder: none
+    new_folder: new_folder
     parts: none
     pieces: none
     prediction: none
-    predictions: none
+    predictions: predict
     samples: none
 """

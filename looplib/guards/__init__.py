@@ -1,8 +1,8 @@
 """Guards against values that are not finite, losses that diverge, and steps that make no progress.
 
 Names that other rooms may use, by file:
-    guards: none
-    non_finite: none
-    preemption: none
-    watchdog: none
+    guards: check_loss, check_skipped, Diverged, Guards
+    non_finite: GRADIENT_OF, measure_gradients, StateCheck
+    preemption: notice
+    watchdog: Watchdog
 """

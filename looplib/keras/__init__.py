@@ -13,9 +13,9 @@ Names that other rooms may use, by file:
     means: none
     metric_parts: none
     origins: none
-    python_data: none
+    python_data: python_batches
     results: none
     rows: none
     step_trial: none
-    trainer: none
+    trainer: KerasTrainer
 """

@@ -2,17 +2,27 @@
 
 Names that other rooms may use, by file:
     auto: none
-    backend: Backend, backend_of, Decorator
-    base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, StepAddition, TrainingLoop
+    backend: none
+    base: Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
+    batch_sizes: BatchSizes
+    causes: Causes
+    coordinator: none
     device_loop: none
+    example_checksum: enabled, ExampleChecksum, hash_of_each, METRIC, VARIABLE
     host_loop: as_shown
     loops: Loops
-    packing: batch_size, Packer
-    reducer: Accumulator, Reducer, State, UnknownOutputsError
+    packing: batch_size
+    phased_loop: PhasedLoop
+    plugin: STRATEGY
+    processes: none
+    reducer: Accumulator, State, UnknownOutputsError
+    remote_stream: none
+    results: none
     schedule: Schedule
-    step: now, raise_refusal, Step, StepFn, timed
+    speed: none
+    step: now, raise_refusal, Step, StepFn
     step_additions: none
-    step_checks: TracedValues
+    step_checks: none
     task_loop: as_numbers, check_evaluation, TaskLoop
     trial: none
     window: Window

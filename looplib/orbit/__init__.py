@@ -1,7 +1,7 @@
 """Trainers and evaluators of Orbit, with loops of their own.
 
 Names that other rooms may use, by file:
-    adapters: none
+    adapters: OrbitEvaluator, OrbitTrainer
     data: none
     results: none
 """

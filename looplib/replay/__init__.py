@@ -2,8 +2,8 @@
 
 Names that other rooms may use, by file:
     normalization: none
-    player: none
-    preflight: none
+    player: Answer, CHECKSUM, Order, Trace
+    preflight: VARIABLE
     replayer: none
     step_view: none
     xla: none

@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     drivers: none
-    ranges: none
-    shards: none
-    stores: none
+    ranges: matching, Ranges, ReplacedError
+    shards: files_of, INDEXES, KERAS, kind_of, places_in, SAFETENSORS
+    stores: ADVICE, cache, cache_directory, PATIENCE, Store, StoredFile
 """

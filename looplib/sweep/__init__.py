@@ -1,7 +1,7 @@
 """Trials of a sweep, chosen by Optuna and run as processes.
 
 Names that other rooms may use, by file:
-    command: none
+    command: add
     jobs: none
     results: none
     space: none

@@ -8,17 +8,22 @@ Names that other rooms may use, by file:
     derived: Constants, starting
     evaluator: Evaluator
     exported: check_names, Exported, of_model
-    gradient_trainer: GradientTrainer, UpdatePlan
+    fitting: fitting
+    gradient_trainer: GradientTrainer
     gradients: DynamicLossScale
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     media: Media
-    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, mode_of, refuse_in
+    media_reductions: histogram, image, text
     micro_batches: none
+    model_table: note, variables
     own_losses: none
-    parts: layers_of, matching, nested_layers
+    parts: none
+    phase: Phase
+    phases: PhasedTraining
     plain: as_array, as_bytes, as_json, as_number, gaps, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
+    rematerialization: rematerialize
     state: differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of,
         unheld, variables_of
     trainer: Trainer

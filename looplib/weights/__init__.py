@@ -1,23 +1,23 @@
 """Weights from elsewhere, found and taken by name: files, formats, rules.
 
 Names that other rooms may use, by file:
-    checkpoints: none
+    checkpoints: CheckpointWeights
     hdf5: none
     hdf5_contents: none
-    layers: none
-    loading: none
+    layers: ComputedValue, LayerWalk
+    loading: located, warm_start
     matching: none
-    names: none
-    opening: none
+    names: LiveVariables, SavedVariables, stable_names
+    opening: open_weights
     pairing: none
-    restoring: none
-    rules: none
-    safetensors: none
-    sources: none
-    suggestions: none
-    taking: none
+    restoring: contents_of, objects_of, peek, read_position, restore, RestoreMode
+    rules: apply, given, RuledName, WarmStart, WeightRule
+    safetensors: SafetensorsFile
+    sources: MOST_TENSORS, refusal, StoredTensor
+    suggestions: suggest
+    taking: unique_names
     targets: none
     values: none
-    writing: none
+    writing: named_weights, write_safetensors
     zipped: none
 """

@@ -3,15 +3,15 @@
 Names that other rooms may use, by file:
     damage: none
     files: none
-    fingerprint: none
+    fingerprint: changes
     formats: none
     index: none
     indexed: none
-    lengths: none
-    mixture: none
+    lengths: Buckets, Packed, PackedRows
+    mixture: Mixture
     order: none
-    plans: none
-    reader: none
-    reading: none
-    sources: none
+    plans: Kept
+    reader: RecordReader
+    reading: measure, structure_of, tuple_like, without_lists
+    sources: items, open_records
 """

@@ -4,10 +4,10 @@ Names that other rooms may use, by file:
     curves: none
     exports: none
     fields: none
-    html: none
+    html: page, shell_of
     marks: none
-    read: none
-    run: none
+    read: not_shown, read_run
+    run: Run
     samples: none
     verdict: none
 """

@@ -1,18 +1,18 @@
 """Writers: where metrics go, and in which form.
 
 Names that other rooms may use, by file:
-    console_writer: none
-    contract: none
-    csv_writer: none
-    jsonl_writer: none
+    console_writer: ConsoleWriter
+    contract: DEFAULT_WRITERS, GROUP, Setting, Writer
+    csv_writer: CsvWriter
+    jsonl_writer: JsonlWriter
     media_writer: none
-    mlflow_models: none
-    mlflow_writer: none
+    mlflow_models: register
+    mlflow_writer: MlflowWriter
     opentelemetry_writer: none
-    prometheus_writer: none
-    registered: none
-    shown: none
-    tensorboard_writer: none
+    prometheus_writer: ALL_ADDRESSES, PrometheusWriter
+    registered: console, csv, media, mlflow, opentelemetry, tensorboard, wandb
+    shown: Histogram, Images, Shown, Texts
+    tensorboard_writer: TensorBoardWriter
     tracked: none
-    wandb_writer: none
+    wandb_writer: WandbWriter
 """
