@@ -7,7 +7,7 @@ _FOLDER = pathlib.Path(__file__).absolute().parent
 
 
 def plug_ins(group):
-    """Returns where the plug-ins of a group are, by name, such as {"records": "extras.records.reader.RecordReader"}."""
+    """Returns where the plug-ins of a group are, by name, such as {"records": "data.records.reader.RecordReader"}."""
     setup = configparser.ConfigParser()
     setup.read(_FOLDER.parent / "setup.cfg")
     lines = setup["options.entry_points"][group].split("\n")

@@ -4,8 +4,8 @@ Names that other rooms may use, by file:
     alert_flag: AlertFlags
     audit_flag: AuditFlag
     batch_report: BatchReport
-    command_line: all_flags, check, FETCHED, flag_plugins, FlagPlugin, parse, PATHS, policy, PREDICTIONS, PRINT_FLAG,
-        SETUP_FLAGS, start, TRAINING_MODES
+    command_line: all_flags, check, FETCHED, flag_plugins, FlagPlugin, parse, PATHS, policy, PRINT_FLAG, SETUP_FLAGS,
+        start, TRAINING_MODES
     config: none
     dry_run: none
     export_flags: ExportFlags

@@ -12,6 +12,7 @@ from absl import flags
 from looplib.base import plugins
 from looplib.base.messages import duration, is_utf8
 from looplib.cluster import runtime
+from looplib.config.formats import PREDICTIONS
 from looplib.config.run_config import RunConfig
 from looplib.config.settings import Flag, flags_of, from_flags
 from looplib.errors import FlagError, NoCheckpointError
@@ -22,7 +23,6 @@ from looplib.run.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast, 
 from looplib.task.actions import Action
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
-PREDICTIONS = ("jsonl", "tfrecord", "parquet")  # kinds of files
 _MOST_DEVICES = 256  # virtual ones, which a process takes seconds to make
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
 _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.LATEST}

@@ -32,7 +32,7 @@ class PredictionSource:
       outputs: the structure of what is predicted.
       global_batch_size: examples of a step.
       replicas: where the batches of the data set, and so its position, depend on their number; else None.
-      format: the kind of files, a name in `command_line.PREDICTIONS`.
+      format: the kind of files, a name in `formats.PREDICTIONS`.
       piece: records of a piece.
     """
 

@@ -9,7 +9,7 @@ import google_crc32c
 import numpy as np
 import tensorflow as tf
 
-from looplib.binary.command_line import PREDICTIONS
+from looplib.config.formats import PREDICTIONS
 from looplib.errors import PluginError, PredictionError
 
 Row = Any  # what one example has of an output: a numpy array or number, or lists of these where it is ragged

@@ -3,6 +3,6 @@
 Names that other rooms may use, by file:
     drivers: none
     ranges: matching, Ranges, ReplacedError
-    shards: files_of, INDEXES, KERAS, kind_of, places_in, SAFETENSORS
+    shards: files_of, INDEXES, KERAS, kind_of, MOST_TENSORS, places_in, refusal, SAFETENSORS
     stores: ADVICE, cache, cache_directory, PATIENCE, Store, StoredFile
 """

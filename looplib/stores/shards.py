@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from looplib.base import files, folders
-from looplib.weights.sources import MOST_TENSORS, refusal
+from looplib.base.console import printable
+from looplib.errors import WarmStartError
 
 # How the name of an index ends, and that of its files: of safetensors, and of Keras 3.
 INDEXES = {".safetensors.index.json": ".safetensors", ".weights.json": ".weights.h5"}
 SAFETENSORS, KERAS = INDEXES
+MOST_TENSORS = 200_000  # of a file
 _MOST_FILES = 1000  # of one entry
 
 
@@ -51,3 +53,8 @@ def places_in(path: str, kind: str) -> Mapping[str, Sequence[str]]:
 def files_of(path: str, kind: str) -> list[str]:
     """Returns the names of the files in an index, sorted; for the rest see `places_in`."""
     return sorted({name for names in places_in(path, kind).values() for name in names})
+
+
+def refusal(path: str, reason: str, cure: str = "save the weights again, or copy the file again") -> WarmStartError:
+    """Returns the error of a file that is not what it should be."""
+    return WarmStartError(printable(f"{path} is not taken: {reason}; {cure}"))

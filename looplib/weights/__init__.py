@@ -13,7 +13,7 @@ Names that other rooms may use, by file:
     restoring: contents_of, objects_of, peek, read_position, restore, RestoreMode
     rules: apply, given, RuledName, WarmStart, WeightRule
     safetensors: SafetensorsFile
-    sources: MOST_TENSORS, refusal, StoredTensor
+    sources: StoredTensor
     suggestions: suggest
     taking: unique_names
     targets: none

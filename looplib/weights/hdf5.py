@@ -23,7 +23,8 @@ import numpy as np
 from looplib.base import files
 from looplib.base.messages import is_utf8
 from looplib.errors import PluginError
-from looplib.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
+from looplib.stores.shards import MOST_TENSORS, refusal
+from looplib.weights.sources import MOST_HEADER, StoredTensor, are_sizes
 
 _CONTENTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hdf5_contents.py")  # a program of its own
 _LIST, _VARIABLES = "layers", "vars"

@@ -6,10 +6,10 @@ from looplib.base import files
 from looplib.base.console import printable
 from looplib.base.messages import with_cure
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
-from looplib.stores.shards import INDEXES, KERAS, files_of, kind_of, places_in
+from looplib.stores.shards import INDEXES, KERAS, files_of, kind_of, places_in, refusal
 from looplib.weights.hdf5 import Hdf5Part, Hdf5Weights
 from looplib.weights.safetensors import SafetensorsFile, SafetensorsShards
-from looplib.weights.sources import WeightsSource, refusal
+from looplib.weights.sources import WeightsSource
 from looplib.weights.zipped import find_weights
 
 _HDF5, _ZIP = b"\x89HDF\r\n\x1a\n", b"PK"

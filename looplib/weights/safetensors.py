@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from looplib.base import files
-from looplib.stores.shards import SAFETENSORS, places_in
-from looplib.weights.sources import MOST_HEADER, MOST_TENSORS, StoredTensor, are_sizes, refusal
+from looplib.stores.shards import MOST_TENSORS, SAFETENSORS, places_in, refusal
+from looplib.weights.sources import MOST_HEADER, StoredTensor, are_sizes
 
 METADATA = {"format": "tf", "names": "looplib"}  # of a file that looplib writes
 DTYPES = {

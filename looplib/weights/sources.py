@@ -7,10 +7,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from looplib.base.console import printable
-from looplib.errors import WarmStartError
-
-MOST_TENSORS = 200_000  # of a file
 MOST_DIMENSIONS = 32
 MOST_HEADER = 1 << 24  # bytes of names and shapes
 
@@ -65,11 +61,6 @@ class WeightsSource(Protocol):
     def close(self) -> None:
         """Closes the files."""
         ...
-
-
-def refusal(path: str, reason: str, cure: str = "save the weights again, or copy the file again") -> WarmStartError:
-    """Returns the error of a file that is not what it should be."""
-    return WarmStartError(printable(f"{path} is not taken: {reason}; {cure}"))
 
 
 def are_sizes(value: Any) -> bool:

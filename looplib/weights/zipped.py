@@ -7,7 +7,8 @@ import zipfile
 from typing import Any, BinaryIO
 
 from looplib.base import files
-from looplib.weights.sources import MOST_HEADER, refusal
+from looplib.stores.shards import refusal
+from looplib.weights.sources import MOST_HEADER
 
 _WEIGHTS, _CONFIG = "model.weights.h5", "config.json"
 _UNPACK = f"take its weights alone, by: unzip FILE {_WEIGHTS}"

@@ -1,8 +1,6 @@
 """Plug-ins that are missing, broken or registered twice: one sentence that names the package, and nothing else breaks."""
 
 import os
-import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -159,78 +157,3 @@ def test_of_writers_that_are_not_installed_only_the_defaults_are_left_out(tmp_pa
         assert "these writers are not installed and are left out: tensorboard" in caplog.text
     with pytest.raises(PluginError, match="^tensorboard is away$"):
         toy.controller(None, toy.Regression(), model_dir=tmp_path / "b", writers=["tensorboard", "jsonl"])
-
-
-# Without looplib/extras.
-
-
-@pytest.fixture(scope="module")
-def core(tmp_path_factory):
-    """A copy of looplib without its extras, which are registered all the same."""
-    copy = tmp_path_factory.mktemp("core") / "looplib"
-    shutil.copytree(pathlib.Path(looplib.__file__).parent, copy, ignore=shutil.ignore_patterns("extras", "__pycache__"))
-    for path in pathlib.Path(looplib.__file__).parents[1].glob("looplib.egg-info"):
-        shutil.copytree(path, copy.parent / path.name)
-
-    def run(code, *arguments):
-        return subprocess.run(
-            [sys.executable, "-c", OWN_FOLDER + code, *arguments],
-            cwd=copy.parent,
-            env={**os.environ, "PYTHONPATH": str(copy.parent)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
-    return run
-
-
-def registered(name, value, group="looplib.parts"):
-    return (
-        f"the plug-in {name!r} in {group} is registered by the package looplib, but {value} cannot be used "
-        "(ModuleNotFoundError: No module named 'looplib.extras'); install looplib again, with the packages that it needs"
-    )
-
-
-@pytest.mark.slow
-def test_a_part_that_is_missing_is_an_attribute_error_with_a_sentence(core):
-    code = """
-import looplib
-print(hasattr(looplib, "KerasTrainer"), hasattr(looplib, "Trainr"), hasattr(looplib, "Trainer"))
-try:
-    looplib.KerasTrainer
-except AttributeError as error:
-    print(f"{error} ({type(error).__name__})")
-"""
-    sentence = registered("KerasTrainer", "looplib.keras.trainer:KerasTrainer")
-    done = core(code)
-    assert done.stdout.splitlines() == ["False False True", f"{sentence} (PluginError)"], done.stderr
-
-
-@pytest.mark.slow(spread=2)
-@pytest.mark.parametrize("arguments", [["--help"], ["status", "."], ["nonsense"]], ids=" ".join)
-def test_without_the_extras_the_tools_end_in_one_line(arguments, core):
-    done = core("from looplib.__main__ import main; sys.exit(main())", *arguments)
-    status = "status", "looplib.commands.commands:status"
-    command, place = status if arguments[0] == "status" else ("audit", "looplib.commands.audit_command:add")
-    sentence = registered(command, place, "looplib.commands")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"looplib: error: {sentence} (PluginError)\n"
-
-
-@pytest.mark.slow
-def test_without_the_extras_a_program_ends_in_one_line(core, tmp_path):
-    code = """
-import dataclasses, looplib
-@dataclasses.dataclass
-class Config:
-    rate: float = 0.1
-looplib.launch.run(None, Config() if "with" in sys.argv.pop() else None)
-"""
-    sentence = registered("configuration", "looplib.binary.config")
-    done = core(code, "--help", "with")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1] == f"looplib: error: {sentence} (PluginError)"
-    done = core(code, f"--model_dir={tmp_path}", "--dry_run", "none")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "Unknown command line flag 'dry_run'" in done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Random faults over the whole of a run in a store: `python -m tests.extras.buckets.store_faults --count=200 --seed=0`.
+"""Random faults over the whole of a run in a store: `python -m tests.buckets.store_faults --count=200 --seed=0`.
 
 Each schedule strikes a run, at random moments, with one to three faults: of the process, the local disk, the clock, the
 store, or by a second writer. Then the same command is started until the run is done. Asked is: did each start end with a

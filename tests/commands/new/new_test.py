@@ -16,7 +16,7 @@ from looplib.commands import project
 from looplib.errors import CommandError, FileError
 
 ROOT = pathlib.Path(__file__).parents[3]
-TEMPLATES = ROOT / "looplib" / "extras" / "new" / "templates"
+TEMPLATES = ROOT / "looplib" / "commands" / "templates"
 STARTS = ("loss", "keras", "step")
 # The project's tests start its command with what stands for Python here.
 OWN_TESTS = "import pytest, sys; sys.executable = sys.argv[1]; sys.argv[1:] = []; sys.exit(pytest.main())"
