@@ -14,13 +14,19 @@ __version__ = "0.1.0"
 _HOMES = {
     "Action": "task.actions",
     "Adapter": "task.adapter",
+    "BackgroundWriter": "report.background",
+    "Buckets": "data.records.lengths",
     "CheckpointPolicy": "run.policy",
     "Commit": "run.commits",
+    "ConsoleWriter": "report.writers.console_writer",
     "Controller": "controller",
+    "CsvWriter": "report.writers.csv_writer",
     "DEFAULT_WRITERS": "report.writers.contract",
     "DivergenceError": "errors",
+    "EarlyStopping": "actions.plateau",
     "Evaluator": "task.evaluator",
     "Event": "task.actions",
+    "ExportBest": "actions.plateau",
     "Exported": "task.exported",
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "guards.guards",
@@ -29,73 +35,68 @@ _HOMES = {
     "KeepBest": "run.policy",
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",
+    "Kept": "data.records.plans",
+    "KerasTrainer": "keras.trainer",
+    "LearningWarnings": "actions.learning_warnings",
+    "Mixture": "data.records.mixture",
+    "MlflowWriter": "report.writers.mlflow_writer",
+    "OrbitEvaluator": "orbit.adapters",
+    "OrbitTrainer": "orbit.adapters",
+    "Packed": "data.records.lengths",
+    "PackedRows": "data.records.lengths",
+    "Phase": "task.phase",
     "Preempted": "errors",
+    "Profile": "actions.profiling",
+    "ReduceOnPlateau": "actions.plateau",
+    "ReplicaAgreement": "actions.agreement",
     "RunConfig": "config.run_config",
     "Start": "run.policy",
+    "TensorBoardWriter": "report.writers.tensorboard_writer",
+    "TimedSaves": "actions.timed_saves",
     "Trainer": "task.trainer",
     "UsageError": "errors",
+    "WandbWriter": "report.writers.wandb_writer",
+    "WarmStart": "weights.rules",
     "WeightAverages": "task.averages",
+    "WeightRule": "weights.rules",
     "Writer": "report.writers.contract",
     "all_gather": "task.reductions",
     "each": "task.reductions",
     "global_positions": "task.reductions",
+    "histogram": "task.media_reductions",
+    "image": "task.media_reductions",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
     "list_checkpoints": "run.commits",
     "mean": "task.reductions",
+    "measure": "data.records.reading",
+    "open_records": "data.records.sources",
+    "python_batches": "keras.python_data",
+    "text": "task.media_reductions",
     "total": "task.reductions",
+    "warm_start": "weights.loading",
 }
-_MODULES, _PART_MODULES = {"launch": "launch", "runtime": "cluster.runtime"}, ("preflight", "tpu")
-_PARTS = (  # of plug-ins
-    "BackgroundWriter",
-    "Buckets",
-    "ConsoleWriter",
-    "CsvWriter",
-    "EarlyStopping",
-    "ExportBest",
-    "Kept",
-    "KerasTrainer",
-    "LearningWarnings",
-    "Mixture",
-    "MlflowWriter",
-    "OrbitEvaluator",
-    "OrbitTrainer",
-    "Packed",
-    "PackedRows",
-    "Phase",
-    "Profile",
-    "ReduceOnPlateau",
-    "ReplicaAgreement",
-    "TensorBoardWriter",
-    "TimedSaves",
-    "WandbWriter",
-    "WarmStart",
-    "WeightRule",
-    "histogram",
-    "image",
-    "measure",
-    "open_records",
-    "python_batches",
-    "text",
-    "warm_start",
-)
+_MODULES = {
+    "launch": "launch",
+    "preflight": "replay.preflight",
+    "runtime": "cluster.runtime",
+    "tpu": "cluster.connection",
+}
 
-__all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES or name in _MODULES or name in (*_PARTS, *_PART_MODULES):
+    if name in _HOMES or name in _MODULES:
         from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"looplib.{_MODULES[name]}")
-    elif name in (*_PARTS, *_PART_MODULES):
-        value = importlib.import_module("looplib.base.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
     return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES, *_PARTS, *_PART_MODULES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

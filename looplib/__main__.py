@@ -1,20 +1,21 @@
 """The tools: `python -m looplib check resume -- COMMAND ...`.
 
-Each tool is a plug-in of the group `looplib.commands`: a function that adds its parser to some subparsers, and sets its
-`tool`, a `plugins.Command`.
+Each tool is a function that adds its parser to some subparsers, and sets its `tool`, a `plugins.Command`. Other
+packages add theirs to the group `looplib.commands` of entry points.
 """
 
 import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from looplib.base import plugins
 from looplib.base.messages import cure_of, with_cure
 from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 from looplib.masks import mask_tracebacks, masked, masked_text
+from looplib.processes.children import ended_by_signals
 
 _GROUP = "looplib.commands"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 tool.check(options)
                 if tool.needs_tensorflow(options):
                     _import_tensorflow()
-                stack.enter_context(plugins.load("looplib.parts", "ended_by_signals")())
+                stack.enter_context(ended_by_signals())
             code = tool.run(options)
         sys.stdout.flush()
         return code
@@ -77,17 +78,144 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_tools(tools: Any, wanted: list[str]) -> None:
     """Adds the parser of the tool that is wanted, or of all to be listed; of these, broken ones are left out."""
-    names = plugins.names(_GROUP)
+    names = sorted({*_OWN, *plugins.names(_GROUP)})
     chosen, broken = wanted if wanted and wanted[0] in names else names, []
     for name in chosen:
         try:
-            plugins.load(_GROUP, name)(tools)
+            (_OWN.get(name) or plugins.load(_GROUP, name))(tools)
         except Exception as error:  # of any package
-            broken.append(error if isinstance(error, UsageError) else plugins.failure(_GROUP, name, error))
+            is_known = isinstance(error, UsageError) or name in _OWN
+            broken.append(error if is_known else plugins.failure(_GROUP, name, error))
     if broken and len(broken) == len(chosen):
         raise broken[0]
     for error in broken:
         print(f"looplib: warning: {error}", file=sys.stderr)
+
+
+# Each is imported when it is asked for, or listed.
+
+
+def _add_audit(tools: Any) -> None:
+    from looplib.commands.audit_command import add
+
+    add(tools)
+
+
+def _add_average(tools: Any) -> None:
+    from looplib.commands.commands import average
+
+    average(tools)
+
+
+def _add_board(tools: Any) -> None:
+    from looplib.commands.board import add
+
+    add(tools)
+
+
+def _add_check(tools: Any) -> None:
+    from looplib.commands.commands import check
+
+    check(tools)
+
+
+def _add_diff(tools: Any) -> None:
+    from looplib.commands.commands import diff
+
+    diff(tools)
+
+
+def _add_export(tools: Any) -> None:
+    from looplib.commands.commands import export
+
+    export(tools)
+
+
+def _add_inspect(tools: Any) -> None:
+    from looplib.commands.commands import inspect
+
+    inspect(tools)
+
+
+def _add_launch(tools: Any) -> None:
+    from looplib.commands.commands import launch
+
+    launch(tools)
+
+
+def _add_new(tools: Any) -> None:
+    from looplib.commands.new import add
+
+    add(tools)
+
+
+def _add_ray(tools: Any) -> None:
+    from looplib.commands.ray import add
+
+    add(tools)
+
+
+def _add_replay(tools: Any) -> None:
+    from looplib.commands.commands import replay
+
+    replay(tools)
+
+
+def _add_report(tools: Any) -> None:
+    from looplib.commands.report import add
+
+    add(tools)
+
+
+def _add_rerun(tools: Any) -> None:
+    from looplib.commands.commands import rerun
+
+    rerun(tools)
+
+
+def _add_status(tools: Any) -> None:
+    from looplib.commands.commands import status
+
+    status(tools)
+
+
+def _add_sweep(tools: Any) -> None:
+    from looplib.sweep.command import add
+
+    add(tools)
+
+
+def _add_watch(tools: Any) -> None:
+    from looplib.commands.watch import add
+
+    add(tools)
+
+
+def _add_weights(tools: Any) -> None:
+    from looplib.commands.weights import add
+
+    add(tools)
+
+
+_OWN: dict[str, Callable[[Any], None]] = {
+    "audit": _add_audit,
+    "average": _add_average,
+    "board": _add_board,
+    "check": _add_check,
+    "diff": _add_diff,
+    "export": _add_export,
+    "inspect": _add_inspect,
+    "launch": _add_launch,
+    "new": _add_new,
+    "ray": _add_ray,
+    "replay": _add_replay,
+    "report": _add_report,
+    "rerun": _add_rerun,
+    "status": _add_status,
+    "sweep": _add_sweep,
+    "watch": _add_watch,
+    "weights": _add_weights,
+}
 
 
 def _import_tensorflow() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import console, files, plugins
-from looplib.base.diagnosis import diagnosis
+from looplib.actions.watching import Stragglers
+from looplib.base import console, files
+from looplib.base.diagnosis import diagnosis, provide
 from looplib.base.messages import whole_number
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.directory import RunDirectory, resolve
@@ -28,6 +29,7 @@ from looplib.guards.preemption import notice
 from looplib.guards.watchdog import Watchdog
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
+from looplib.loop.causes import Causes
 from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
 from looplib.loop.schedule import Schedule
@@ -43,6 +45,8 @@ from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.media import Media
 from looplib.task.trainer import Trainer
+
+provide(Causes)
 
 
 class Controller:
@@ -113,8 +117,7 @@ class Controller:
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
-        made = plugins.find("looplib.parts", "run_actions") if trainer else None
-        self._actions = [*(made(strategy) if made else ()), *own, *actions]
+        self._actions = [*([Stragglers(strategy)] if trainer and Workers(strategy).count > 1 else ()), *own, *actions]
         policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))
         self._stops, self._stopped = stops_of(self._actions), False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
@@ -477,7 +480,8 @@ class Controller:
         Returns:
           dict from evaluator name to its folder.
         """
-        predict = plugins.load("looplib.parts", "predict")
+        from looplib.exports.predictions import predict  # here, as few starts need it
+
         self._checkpointer.need_state()
         self._directory.refuse_while_training("predict")
         with console.guarded(), notice.listening(), self._watchdog.watching():
@@ -544,7 +548,8 @@ class Controller:
         Returns:
           The directory.
         """
-        export = plugins.load("looplib.parts", "export")
+        from looplib.exports.exports import export  # here, as few starts need it
+
         self._loops.refuse_if_unfit("export", self.latest_checkpoint)
         self._checkpointer.need_state()
         return export(self._loops, self._checkpointer, self._reporter, directory, averages, formats, license)

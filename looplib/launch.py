@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from looplib.base import console, files, plugins
+from looplib.base import console, files
 from looplib.binary import command_line
 from looplib.binary.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
 from looplib.binary.outcome import Session, failed
+from looplib.binary.trial import TRIALS
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
@@ -31,8 +32,10 @@ from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskE
 from looplib.guards.guards import Guards
 from looplib.guards.preemption import notice
 from looplib.masks import mask_tracebacks, masked
+from looplib.replay import preflight, replayer
 from looplib.report.writers.contract import DEFAULT_WRITERS
 from looplib.run import run_json
+from looplib.run.code_version import this_program
 from looplib.task.actions import Action, Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -130,8 +133,10 @@ def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[s
 
 
 def _configuration() -> Any:
-    """Returns the plug-in for typed configurations, which the settings of a binary without one do not need."""
-    return plugins.load("looplib.parts", "configuration")
+    """Returns the module for typed configurations, which a binary without one does not need."""
+    from looplib.binary import config
+
+    return config
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -152,9 +157,8 @@ def _main(binary: _Binary, argv: Sequence[str]) -> None:
 
 
 def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> None:
-    preflight, replayer, trials = (plugins.find("looplib.parts", name) for name in ("preflight", "replayer", "trials"))
     values = session.values
-    if redirected := trials.redirect(values) if trials else {}:
+    if redirected := TRIALS.redirect(values):
         session.temporary = redirected["model_dir"]
         values.update(redirected)
     config, others, text = binary.read()
@@ -162,7 +166,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         print(text or _configuration().dump(masked(run_json.as_dict(config))), end="")
         sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
-    values.update(preflight.settings() if preflight else {})
+    values.update(preflight.settings())
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
     values["model_dir"] = values["model_dir"] and resolve(values["model_dir"], values["local_dir"])
@@ -175,7 +179,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
     session.controller = controller = _make_controller(binary, config, session)
-    if preflight and preflight.requested():
+    if preflight.requested():
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
@@ -185,11 +189,11 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         _configuration().warn_of_other_settings(values["model_dir"], config)
     if binary.started:
         binary.started(config, controller)
-    if replayer and replayer.requested():
+    if replayer.requested():
         replayer.answer(controller, values["eval_interval"] if values["mode"] == "train_and_eval" else None)
         sys.exit(EXIT_DONE)
     if session.temporary:
-        session.tried = trials.try_out(controller, binary.actions)
+        session.tried = TRIALS.try_out(controller, binary.actions)
     elif values["mode"] in binary.modes:
         _refuse_untrained(controller)
         binary.modes[values["mode"]](config, controller)
@@ -232,8 +236,7 @@ def _make_controller(binary: _Binary, config: Any, session: Session) -> Controll
     if controller.report.path:  # a controller with a trainer may only export
         controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not session.temporary  # which is removed
-    this_program = plugins.find("looplib.parts", "this_program") if records_program else None
-    controller.report.program = this_program() if this_program else None
+    controller.report.program = this_program() if records_program else None
     controller.report.settings.defaults = {
         "flags": {name: flags.FLAGS[name].default for name, *_ in command_line.all_flags()},
         "config": run_json.as_dict(binary.config),

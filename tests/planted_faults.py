@@ -256,7 +256,7 @@ FAULTS = [
     Fault("an estimate leaves the run directory as it is", "binary/trial.py",
           'changed = {"model_dir": folder,', 'changed = {"model_dir": values["model_dir"],', "estimate"),
     Fault("run.json has the goodput of all starts", "report/run_report.py",
-          "goodput(starts) if goodput else None", "goodput([own]) if goodput else None", "goodput"),
+          "as_goodput(starts)", "as_goodput([own])", "goodput"),
     Fault("steps that a rollback took back are not goodput", "run/goodput.py", "        step = to\n", "        step = end\n",
           "goodput"),
     Fault("a slow worker is named by its own steps", "actions/own_times.py",

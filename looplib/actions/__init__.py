@@ -1,7 +1,6 @@
 """What watches a training at its reports, or adds to its steps.
 
 Names that other rooms may use, by file:
-    additions: run_actions, step_additions
     agreement: DEFAULT_EVERY, ReplicaAgreement
     budget: none
     checksums: none
@@ -22,6 +21,6 @@ Names that other rooms may use, by file:
     sources: none
     timed_saves: Timed, TimedSaves
     trained: none
-    watching: none
+    watching: Stragglers
     weights: none
 """

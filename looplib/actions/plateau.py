@@ -10,9 +10,10 @@ from typing import Any
 
 from absl import logging
 
-from looplib.base import files, folders, plugins
+from looplib.base import files, folders
 from looplib.base.messages import whole_number
 from looplib.compat import keras as _keras
+from looplib.config.formats import check_export
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
 from looplib.run.metric_names import gain, mode_of
 from looplib.task.actions import Action, Event
@@ -199,7 +200,7 @@ class ExportBest(_MetricWatcher):
         super().__init__(metric, 1, min_change, mode, name)
         self.directory = files.resolve(directory, "ExportBest.directory") if directory is not None else None
         self._number = whole_number("ExportBest.number", number)
-        plugins.load("looplib.parts", "check_export")(formats, license)
+        check_export(formats, license)
         self._averages, self._formats, self._license = averages, tuple(formats), license
         self._kept: list[str] = []  # names in the directory
         self._began = 0  # the step at the start

@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     console: bar_is_drawn, first_fault, guarded, last_line, noting_errors, printable, say
-    diagnosis: Diagnosis, diagnosis
+    diagnosis: Diagnosis, diagnosis, provide
     files: appending, cannot_read, CannotReadError, check_temporary, check_writable, difference, fails_here, free_name,
         is_at, is_new_name, is_open_here, is_remote, make_durable, measure, MisfitError, new_name, NotRegularError,
         open_regular, open_to_append, parse_json, proves_damage, read_text, refuse_patterns, resolve, rewriting,
@@ -11,6 +11,6 @@ Names that other rooms may use, by file:
         remove_unfinished
     messages: cure_of, duration, gist, is_utf8, join_names, OURS, parse_error, shown, whole_number, with_cure
     numbers: forecast, format_number, format_size, headline
-    plugins: Command, failure, find, load, names
+    plugins: Command, failure, load, names
     progress: format_seconds, format_share, Progress
 """

@@ -6,11 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.base import plugins
-
 
 class Diagnosis:
-    """Guesses at causes, for messages only: no run depends on one. This base class makes none; a plug-in does."""
+    """Guesses at causes, for messages only: no run depends on one. This base class makes none."""
 
     def place_of(self, error: BaseException, functions: Iterable[tf.types.experimental.ConcreteFunction] = ()) -> str:
         """Returns the line of the user's program that an error comes from, as "file:line: text"; "" if none is known.
@@ -24,10 +22,6 @@ class Diagnosis:
     def place_of_function(self, function: Callable) -> str:
         """Returns the first line of a function of the user's, as "file:line: text"; "" for any other function."""
         return ""
-
-    def place_of_start(self) -> str:
-        """Returns what started TensorFlow's devices, such as a line of the program, for the middle of a sentence."""
-        return "the program"
 
     def condition(self, op: str, *, by_skipping: bool) -> str:
         """Returns the condition under which a pipeline op gives the same results again; "" if it always does.
@@ -87,8 +81,17 @@ class Diagnosis:
         return speed
 
 
+_make: Callable[[], Diagnosis] = Diagnosis
+
+
+def provide(make: Callable[[], Diagnosis]) -> None:
+    """Has `diagnosis` return what a function makes, for those who import what can find causes."""
+    global _make
+    _make = make
+    diagnosis.cache_clear()
+
+
 @functools.cache
 def diagnosis() -> Diagnosis:
-    """Returns the plug-in "diagnosis" of the group `looplib.parts`, or the base class if it is not installed."""
-    make = plugins.find("looplib.parts", "diagnosis")
-    return Diagnosis() if make is None else make()
+    """Returns what finds causes; without any, the base class."""
+    return _make()

@@ -36,6 +36,9 @@ SETUP_FLAGS = (  # the flags that `runtime.setup` takes
 PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 
 
+GROUP = "looplib.flags"  # of entry points
+
+
 class FlagPlugin(abc.ABC):
     """Flags that a plug-in of the group `looplib.flags` adds to every binary; `values` has all flags, by name."""
 
@@ -56,7 +59,10 @@ class FlagPlugin(abc.ABC):
 @functools.cache
 def flag_plugins() -> Sequence[FlagPlugin]:
     """Returns the installed plug-ins."""
-    return tuple(kind() for name in plugins.names("looplib.flags") if (kind := plugins.find("looplib.flags", name)))
+    from looplib.binary import flag_groups  # here, as they are `FlagPlugin`s
+
+    others = (plugins.load(GROUP, name) for name in plugins.names(GROUP))  # of other packages
+    return tuple(kind() for kind in (*flag_groups.OWN, *others))
 
 
 def all_flags() -> list[Flag]:

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import folders, plugins
+from looplib.base import folders
 from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import cure_of, parse_error
 from looplib.binary.command_line import TRAINING_MODES
-from looplib.cluster import peers, remote
+from looplib.cluster import connection, peers, remote
 from looplib.cluster.collectives import PEER_ERRORS
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
@@ -201,10 +201,10 @@ class Session:
         elif not is_quit(error):
             print(masked_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
-        if on_tpu and (tpu := plugins.load("looplib.parts", "tpu")).is_lost(self.strategy, error):
+        if on_tpu and connection.is_lost(self.strategy, error):
             self.close("restarted")  # what is on the TPU cannot be saved any more
             try:
-                tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
+                connection.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
             except UsageError as refusal:
                 return failed(str(refusal), refusal.line)
         if kept:

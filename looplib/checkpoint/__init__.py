@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     checkpointer: Checkpointer
     directory: CONTENTS, resolve, RunDirectory
-    perturbation: nudge, VARIABLE
+    perturbation: VARIABLE
     recorded: RecordedParts
     saving: none
 """

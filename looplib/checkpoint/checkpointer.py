@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import plugins
 from looplib.base.messages import join_names
 from looplib.checkpoint.directory import RunDirectory
+from looplib.checkpoint.perturbation import nudge
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.saving import Checkpoints
 from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
@@ -146,17 +146,19 @@ class Checkpointer:
         start, parts, step = self.directory.start, self._parts, None
         with parts.averages_start(restores=False):
             if start.continue_from:
-                continue_from = plugins.load("looplib.parts", "weights").continue_from
+                from looplib.weights.loading import continue_from  # here, as few starts need it
+
                 self.restored_from, step = continue_from(objects, parts.loops.global_step, start.continue_from)
             elif parts.trainer:
                 with strategy.scope():
                     parts.trainer.initialize()
             if start.warm_start:
-                plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
+                from looplib.weights.loading import warm_start
+
+                warm_start(objects, start.warm_start)
                 self.restored_from = None if parts.trainer else os.fspath(start.warm_start)
             if parts.trainer and not start.continue_from:
-                if nudge := plugins.find("looplib.parts", "nudge"):
-                    nudge(strategy, objects)
+                nudge(strategy, objects)
         if step := parts.loops.begin_at(step):
             where = self.restored_from or "the trainer's own count"
             logging.info("continuing from step %d of %s; the data starts from the beginning", step, where)

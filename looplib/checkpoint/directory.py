@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from absl import logging
 
-from looplib.base import files, folders, plugins
+from looplib.base import files, folders
 from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.errors import BusyError, CheckpointError, MissingPartError, SettingError, UsageError, WorkerError
@@ -60,7 +60,9 @@ def resolve(model_dir: str | os.PathLike[str], local_dir: str | None = None) -> 
     That of a run in an object store is its local copy, `local_dir` or one in the cache.
     """
     if isinstance(model_dir, str) and files.is_remote(model_dir):
-        mirror = plugins.load("looplib.parts", "mirror")(model_dir, local_dir)
+        from looplib.buckets.mirror import open_mirror  # here, as few runs need it
+
+        mirror = open_mirror(model_dir, local_dir)
         _mirrors[mirror.directory] = mirror
         return mirror.directory
     if local_dir:

@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import plugins
 from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
@@ -102,7 +101,9 @@ class RecordedParts:
         examples, files = self.loops.training.examples, self.loops.training.fingerprint
         found = []
         if record.files and files:
-            found = plugins.load("looplib.parts", "changes_of_files")(record.files, files)
+            from looplib.data.records.fingerprint import changes  # here, as few starts need it
+
+            found = changes(record.files, files)
         elif record.files:
             found = [f"it was {join_names(list(record.files))} of context.records, and is read otherwise now"]
         order = ""

@@ -2,9 +2,9 @@
 
 Names that other rooms may use, by file:
     collectives: PEER_ERRORS, Workers
-    connection: none
+    connection: is_lost, start_again
     environment: Cluster, resolve
-    environments: read_cluster
+    environments: none
     peers: current
     remote: check_placement, connected, plugin_of, RemoteStrategy
     rendezvous: none
@@ -13,5 +13,5 @@ Names that other rooms may use, by file:
     runtime: describe, PRECISIONS, setup, STRATEGIES
     scopes: outside
     updates: apply_gradients, refuse_others, TrainingOptimizers
-    watched: WatchedPeers
+    watched: none
 """

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping
 
-from looplib.base import plugins
 from looplib.base.files import parse_json
 from looplib.errors import ClusterError
 
@@ -95,8 +94,11 @@ def resolve(environ: Mapping[str, str] = os.environ) -> Cluster | None:
     None if the environment describes none; `UsageError` if its variables cannot be right.
     """
     cluster = _tf_config(environ)
-    managed = plugins.find("looplib.parts", "cluster_managers") if cluster is None else None
-    return managed(environ) if managed else cluster
+    if cluster is not None:
+        return cluster
+    from looplib.cluster.environments import read_cluster  # here, as it imports this
+
+    return read_cluster(environ)
 
 
 def _tf_config(environ: Mapping[str, str]) -> Cluster | None:

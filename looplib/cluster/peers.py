@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 
-from looplib.base import plugins
 from looplib.cluster.environment import Cluster
 
 
@@ -48,4 +47,6 @@ def join(cluster: Cluster, join_limit: float) -> None:
     """Connects to the other workers of a cluster within some seconds, and begins to watch them."""
     global current
     if len(cluster.workers) > 1:
-        current = plugins.load("looplib.parts", "peers")(cluster, join_limit)
+        from looplib.cluster.watched import WatchedPeers  # here, as it is one of the `Peers`
+
+        current = WatchedPeers(cluster, join_limit)

@@ -10,11 +10,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import plugins
-from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import whole_number
 from looplib.cluster import environment, peers, remote
 from looplib.compat import keras as _keras
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.errors import ClusterError, DeviceError, StrategyError, UsageError
 
@@ -75,7 +74,8 @@ def setup(
         _keras.when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
     gpus = _prepare_devices(1 if on_tpu else num_virtual_devices)
     if on_tpu:
-        connect = plugins.load("looplib.parts", "tpu").connect
+        from looplib.cluster.connection import connect  # here, as it imports this
+
         chosen = connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
     elif strategy in remote.names():
@@ -156,7 +156,7 @@ def _too_late(setting: str) -> UsageError:
     """Returns the error for a setting, the subject of its sentence, that comes after the start of the devices."""
     return DeviceError(
         f"{setting} must be set before TensorFlow initializes its devices, but they were initialized by "
-        f"{diagnosis().place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
+        f"{places.place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
         "looplib.runtime.setup before any tensor is made)"
     )
 
@@ -227,7 +227,7 @@ def _warn_of_an_early_start() -> None:
         logging.warning(
             "TensorFlow's devices were initialized before looplib.runtime.setup, by %s; random values and Keras "
             "objects created there do not use the run's seed and precision; create them in `build`",
-            diagnosis().place_of_start(),
+            places.place_of_start(),
         )
     _is_set_up = True
 

@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 
-from looplib.base import folders, plugins
+from looplib.base import folders
 from looplib.base.messages import with_cure
 from looplib.commands import again, comparing, journal, kind, rerun
 from looplib.commands.again import DamagedError, GoneError
@@ -15,6 +15,7 @@ from looplib.commands.comparing import Differences
 from looplib.commands.intervals import AuditedRun, Interval, choose
 from looplib.commands.journal import DIFFERENT, EQUAL, UNKNOWN, Verdict
 from looplib.commands.runs import say
+from looplib.data.records.fingerprint import changes
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, ReplayError, UsageError
 from looplib.run import run_json
 from looplib.run.commits import Commit
@@ -182,7 +183,7 @@ class _Audit:
         """Returns what is likely to have caused a difference, as clauses."""
         found, now = [], peek(path)[1]
         if self._of_last.files and now.files and self._of_last.files != now.files:
-            clauses = plugins.load("looplib.parts", "changes_of_files")(self._of_last.files, now.files)
+            clauses = changes(self._of_last.files, now.files)
             found += [f"the training data has changed since: {clause}" for clause in clauses]
         if None not in (self._of_last.examples, now.examples) and self._of_last.examples != now.examples:
             found.append(f"the training data had {self._of_last.examples:,} examples, and has {now.examples:,}")

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from looplib.base import files, plugins
+from looplib.base import files
 from looplib.base.plugins import Command
 from looplib.commands.options import arguments, path, place, run
 
@@ -228,7 +228,9 @@ def _check_inspect(options: argparse.Namespace) -> None:
     from looplib.run import commits
 
     if options.verify and files.is_remote(options.directory):  # what is in the store, and not what was intact once
-        options.directory = plugins.load("looplib.parts", "fetched")(options.directory, unchecked=True)
+        from looplib.buckets.copies import fetched  # here, as it imports packages that take time
+
+        options.directory = fetched(options.directory, unchecked=True)
     options.directory = commits.checkpoint_folder(options.directory)
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from looplib.base import files, plugins
+from looplib.base import files
 from looplib.errors import UsageError
 
 
@@ -37,7 +37,9 @@ def without_checkpoints(text: str) -> str:
     """Returns a path, or a local copy of the runs at a URL without their checkpoints."""
     if not files.is_remote(text):
         return files.resolve(text, "the path")
-    return plugins.load("looplib.parts", "fetched")(text, checkpoints=False)
+    from looplib.buckets.copies import fetched  # here, as it imports packages that take time
+
+    return fetched(text, checkpoints=False)
 
 
 def _known(text: str, find: Callable[[], str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.base import plugins
 from looplib.base.messages import whole_number
 from looplib.data.batches import CHUNK_IDS, Batches, BatchSizePeriod, Epoch, Positions
 from looplib.data.dataset_requests import BadRecords, DatasetCall, DatasetRequests
@@ -255,7 +254,9 @@ class InputContext:
             training.
         """
         if self.asked.reader is None:
-            self.asked.reader = plugins.load("looplib.parts", "records")(self)
+            from looplib.data.records.reader import RecordReader  # here, as it imports this, and few data sets need it
+
+            self.asked.reader = RecordReader(self)
         return self.asked.reader.batches(
             source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
         )

@@ -1,19 +1,20 @@
 """Steps on the device: the step, the inner loops that run many of it, and the reduction of its metrics.
 
 Names that other rooms may use, by file:
+    additions: none
     auto: none
     backend: none
     base: Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
-    batch_sizes: BatchSizes
+    batch_sizes: none
     causes: Causes
     coordinator: none
     device_loop: none
-    example_checksum: enabled, ExampleChecksum, hash_of_each, METRIC, VARIABLE
+    example_checksum: ExampleChecksum, hash_of_each, METRIC, VARIABLE
     host_loop: as_shown
     loops: Loops
     packing: batch_size
     phased_loop: PhasedLoop
-    plugin: STRATEGY
+    plugin: none
     processes: none
     reducer: Accumulator, State, UnknownOutputsError
     remote_stream: none

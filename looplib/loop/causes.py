@@ -1,4 +1,4 @@
-"""The plug-in "diagnosis": what the core asks for through `looplib.base.diagnosis.Diagnosis`."""
+"""Causes: which line, record or stage of a pipeline a user should look at, for messages."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,10 +31,6 @@ class Causes(Diagnosis):
     def place_of_function(self, function: Callable) -> str:
         """See `Diagnosis`."""
         return places.place_of_function(function)
-
-    def place_of_start(self) -> str:
-        """See `Diagnosis`."""
-        return places.place_of_start()
 
     def condition(self, op: str, *, by_skipping: bool) -> str:
         """See `Diagnosis`."""

@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import plugins
 from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.cluster.collectives import Workers
@@ -34,6 +33,7 @@ from looplib.errors import (
 )
 from looplib.guards.guards import Diverged
 from looplib.guards.preemption import notice
+from looplib.loop import additions
 from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
 from looplib.loop.packing import check_metric_name
@@ -136,8 +136,9 @@ class TaskLoop(TrainingLoop):
         )
         if not spec.training and properties.unknown:
             self._check_for_a_batch()
-        others = plugins.find("looplib.parts", "step_additions") if spec.training else None
-        self._additions: list[StepAddition] = [*spec.additions, *(others(spec, properties) if others else ())]
+        self._additions: list[StepAddition] = [*spec.additions]
+        if spec.training:
+            self._additions += additions.of_training(spec, properties)
         self._tables = None if stream.arrays is None else backend.tables(stream.arrays)
         if spec.training:
             spec.clock.of_input = self._slowest_stage
@@ -478,7 +479,9 @@ def make_loop(spec: Specification) -> Loop:
             "with data of looplib's, and no parameter servers; leave out --overfit_batch"
         )
     if spec.training and spec.task.training_phases is not None:
-        return plugins.load("looplib.parts", "phased_loop")(spec)
+        from looplib.loop.phased_loop import PhasedLoop  # here, as it is made of loops
+
+        return PhasedLoop(spec)
     return spec.task.make_loop(spec) if isinstance(spec.task, OwnLoop) else TaskLoop(spec)
 
 

@@ -3,8 +3,8 @@
 Names that other rooms may use, by file:
     normalization: none
     player: Answer, CHECKSUM, Order, Trace
-    preflight: VARIABLE
-    replayer: none
+    preflight: answer, requested, settings, VARIABLE
+    replayer: answer, requested
     step_view: none
     xla: none
 """

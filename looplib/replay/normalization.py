@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.base import plugins
 from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
@@ -14,6 +13,7 @@ from looplib.loop.base import Request
 from looplib.replay.player import Player
 from looplib.task.plain import as_array
 from looplib.task.state import state_of, variables_of
+from looplib.weights.loading import warm_start
 from looplib.weights.restoring import objects_of
 
 
@@ -41,7 +41,7 @@ def recompute(player: Player, weights: str, steps: int) -> dict[str, np.ndarray]
     if not layers:
         raise ReplayError(f"{loop.who} has no layer of batch normalization; leave out --statistics_steps")
     state = state_of(task)
-    plugins.load("looplib.parts", "warm_start")(state, weights)
+    warm_start(state, weights)
     statistics = [_keras.tf_variable(one) for layer in layers for one in (layer.moving_mean, layer.moving_variance)]
     own = {id(variable) for variable in statistics}
     others = [one for _, one in variables_of(state) if one.dtype.is_floating and id(one) not in own]

@@ -7,7 +7,7 @@ Names that other rooms may use, by file:
     observer: RunObserver
     pages: none
     reporter: Metrics, Reporter
-    run_page: RunPage
+    run_page: none
     run_report: Computation, RunProgress, RunReport, RunSettings, settings_of
     sending: check_url, Sender
 """

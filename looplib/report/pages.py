@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from looplib.base import plugins
 from looplib.errors import MissingPartError
 
 
@@ -40,5 +39,6 @@ class Page:
 
 def make_page(directory: str | None, check: Callable[[], None]) -> Page:
     """Returns the page of a run; `check` is called before each write, and raises `UsageError` to prevent it."""
-    make = plugins.find("looplib.parts", "page") if directory else None
-    return make(directory, check) if make else Page()
+    from looplib.report.run_page import RunPage  # here, as it is a Page
+
+    return RunPage(directory, check) if directory else Page()

@@ -11,14 +11,13 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import plugins
 from looplib.base.diagnosis import diagnosis
 from looplib.base.progress import Progress
 from looplib.errors import MissingPartError, SettingError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.pages import make_page
 from looplib.report.run_report import Points, RunReport, settings_of
-from looplib.report.writers.contract import DEFAULT_WRITERS, GROUP, Setting, Writer
+from looplib.report.writers.contract import DEFAULT_WRITERS, Setting, Writer
 from looplib.report.writers.jsonl_writer import JsonlWriter
 from looplib.report.writers.shown import Shown
 from looplib.run.run_json import path_of
@@ -304,8 +303,9 @@ def make_writers(writers: Sequence[Writer | str] | None, model_dir: str | None, 
     if isinstance(writers, str | Writer):
         raise SettingError(f"writers is {writers!r}; expected a list of writers and of names, such as ['csv']")
     writers = DEFAULT_WRITERS if writers is None else list(writers)
-    has_defaults = set(DEFAULT_WRITERS) <= {writer for writer in writers if isinstance(writer, str)}
-    made, in_files, missing = [], [], []
+    from looplib.report.writers.registered import named  # here, as it imports packages that take time
+
+    made, in_files = [], []
     for writer in writers:
         if isinstance(writer, Writer):
             made.append(writer)
@@ -314,17 +314,12 @@ def make_writers(writers: Sequence[Writer | str] | None, model_dir: str | None, 
         elif writer == "jsonl":
             in_files += [JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))] if model_dir else []
         elif writer not in DEFAULT_WRITERS:
-            make = plugins.load(GROUP, writer)
+            make = named(writer)
             if not model_dir:
                 raise MissingPartError(f"the writer {writer!r} needs a run directory; give Controller(model_dir=...)")
             made.append(make(model_dir))
         elif model_dir or writer == _ON_SCREEN:
-            if make := (plugins.find if has_defaults else plugins.load)(GROUP, writer):
-                (made if writer == _ON_SCREEN else in_files).append(make(model_dir))
-            else:
-                missing.append(writer)
-    if missing:
-        logging.warning("these writers are not installed and are left out: %s", ", ".join(missing))
+            (made if writer == _ON_SCREEN else in_files).append(named(writer)(model_dir))
     if in_files:  # after the others, with which the thread would compete for the interpreter
         made.append(ThreadedWriter(Writers(in_files), check))
     return Writers(made)

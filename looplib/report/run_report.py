@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import logging
 
-from looplib.base import console, files, folders, plugins
+from looplib.base import console, files, folders
 from looplib.base.messages import gist, shown, with_cure
 from looplib.cluster import peers
 from looplib.errors import Preempted, UsageError
@@ -22,6 +22,7 @@ from looplib.masks import masked, masked_text
 from looplib.report.clock import Clock
 from looplib.report.pages import Page, WrittenPage
 from looplib.report.writers.contract import Setting
+from looplib.run.goodput import as_report as as_goodput
 from looplib.run.program import DIFF, Program, this_process
 from looplib.run.run_json import (
     TRAINING_REPORT,
@@ -243,7 +244,6 @@ class RunReport:
               for start in self._earlier.get("starts", [])),
             own,
         ])  # fmt: skip
-        goodput = plugins.find("looplib.parts", "goodput")
         earlier = self._earlier.get("metrics", {}) if self._earlier.get("step") == standing.step else {}
         content = {
             **ends,
@@ -257,7 +257,7 @@ class RunReport:
             "restarts": max(len(starts) - 1, self._earlier.get("restarts", -1) + 1),
             "started": starts[0].get("started"),
             "seconds": _added_up(self._earlier.get("seconds", {}), own["seconds"]),
-            "goodput": goodput(starts) if goodput else None,
+            "goodput": as_goodput(starts),
             "starts": starts,
             **({"model": computation.model} if computation.model else {}),
             **({"speed": dataclasses.asdict(computation.speed)} if computation.speed else {}),

@@ -8,7 +8,7 @@ Names that other rooms may use, by file:
     derived: Constants, starting
     evaluator: Evaluator
     exported: check_names, Exported, of_model
-    fitting: fitting
+    fitting: none
     gradient_trainer: GradientTrainer
     gradients: DynamicLossScale
     learning_rates: constant_rate, learning_rate, LearningRates, updating
@@ -23,7 +23,7 @@ Names that other rooms may use, by file:
     plain: as_array, as_bytes, as_json, as_number, gaps, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
-    rematerialization: rematerialize
+    rematerialization: none
     state: differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of,
         unheld, variables_of
     trainer: Trainer

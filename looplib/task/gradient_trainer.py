@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.base import plugins
 from looplib.base.messages import join_names, whole_number
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
@@ -140,10 +139,14 @@ class GradientTrainer(Trainer):
         parts.check_model(model)
         trained = parts.freeze(model, freeze)
         if phases is not None:
-            self.training_phases = plugins.load("looplib.parts", "phases")(phases, model, trained)
+            from looplib.task.phases import PhasedTraining  # here, as few trainers need it
+
+            self.training_phases = PhasedTraining(phases, model, trained)
             trained = self.training_phases.trained
         if rematerialize:
-            plugins.load("looplib.parts", "rematerialize")(model, rematerialize)
+            from looplib.task.rematerialization import rematerialize as recompute  # here, as few trainers need it
+
+            recompute(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
         self.update_plan = UpdatePlan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
         parts.leave_out_of_decay(self.update_plan.parts, no_decay)
@@ -176,7 +179,9 @@ class GradientTrainer(Trainer):
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
         _check_trainable(type(self).__name__, self.model, self.update_plan.trainable)
         if self.micro_batches is None:
-            self.micro_batches = plugins.load("looplib.parts", "fitting")(self._probe, inputs)
+            from looplib.task.fitting import fitting  # here, as few trainers need it
+
+            self.micro_batches = fitting(self._probe, inputs)
         backward = self._computed(inputs)
         reported = self._update(backward)
         if both := sorted(backward.metrics.keys() & reported.keys()):

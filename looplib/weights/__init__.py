@@ -5,7 +5,7 @@ Names that other rooms may use, by file:
     hdf5: none
     hdf5_contents: none
     layers: ComputedValue, LayerWalk
-    loading: located, warm_start
+    loading: continue_from, located, warm_start
     matching: none
     names: LiveVariables, SavedVariables, stable_names
     opening: open_weights

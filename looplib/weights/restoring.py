@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.base import files, plugins
+from looplib.base import files
 from looplib.base.console import printable
 from looplib.base.messages import gist, join_names
 from looplib.cluster.collectives import Workers
@@ -58,7 +58,9 @@ def restore(
         partly restored.
     """
     if mode is RestoreMode.INTERSECTION:
-        plugins.load("looplib.parts", "weights").take_what_fits(objects, path)
+        from looplib.weights.loading import take_what_fits  # here, as few restores need it
+
+        take_what_fits(objects, path)
         return
     try:
         if _compared(checkpoint, objects, path, shapes=False).get("other names"):

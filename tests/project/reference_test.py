@@ -139,13 +139,12 @@ def _page(intro: str, found: list[tuple[str, str]]) -> str:
 def helps() -> Iterator[tuple[str, str]]:
     """Yields the name and the --help of each command, with those below it."""
     from looplib import __main__
-    from looplib.base import plugins
 
     os.environ["COLUMNS"] = "120"
     parser = argparse.ArgumentParser(prog="python -m looplib")
     tools = parser.add_subparsers()
-    for name in sorted(plugins.names("looplib.commands")):
-        plugins.load("looplib.commands", name)(tools)
+    for name in sorted(__main__._OWN):
+        __main__._OWN[name](tools)
     assert __main__
     for name, tool in tools.choices.items():
         yield name, tool.format_help()

@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     mixture: Mixture
     order: none
     plans: Kept
-    reader: RecordReader
+    reader: none
     reading: measure, structure_of, tuple_like, without_lists
     sources: items, open_records
 """

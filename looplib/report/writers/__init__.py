@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     console_writer: ConsoleWriter
-    contract: DEFAULT_WRITERS, GROUP, Setting, Writer
+    contract: DEFAULT_WRITERS, Setting, Writer
     csv_writer: CsvWriter
     jsonl_writer: JsonlWriter
     media_writer: none
@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
     mlflow_writer: MlflowWriter
     opentelemetry_writer: none
     prometheus_writer: ALL_ADDRESSES, PrometheusWriter
-    registered: console, csv, media, mlflow, opentelemetry, tensorboard, wandb
+    registered: named, names
     shown: Histogram, Images, Shown, Texts
     tensorboard_writer: TensorBoardWriter
     tracked: none

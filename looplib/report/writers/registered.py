@@ -1,14 +1,16 @@
-"""The writers as plug-ins of the group `looplib.writers`: functions of the run directory.
+"""The writers by name: functions of the run directory. Other packages add theirs to the group `looplib.writers`.
 
 The trackers among them each run in threads of their own.
 """
 
 import importlib.util
+from collections.abc import Callable, Mapping
 
+from looplib.base import plugins
 from looplib.errors import PluginError
 from looplib.report.background import BackgroundWriter
 from looplib.report.writers.console_writer import ConsoleWriter
-from looplib.report.writers.contract import Writer
+from looplib.report.writers.contract import GROUP, Writer
 from looplib.report.writers.csv_writer import CsvWriter
 from looplib.report.writers.media_writer import MediaWriter
 from looplib.report.writers.mlflow_writer import MlflowWriter
@@ -63,3 +65,28 @@ def _needing(package: str, kind: type[Writer]) -> type[Writer]:
     if not is_installed(package):
         raise PluginError(f"the writer {package} needs the package {package}: pip install 'looplib[{package}]'")
     return kind
+
+
+OWN: Mapping[str, Callable[[str], Writer]] = {
+    "console": console,
+    "csv": csv,
+    "media": media,
+    "mlflow": mlflow,
+    "opentelemetry": opentelemetry,
+    "tensorboard": tensorboard,
+    "wandb": wandb,
+}
+
+
+def names() -> list[str]:
+    """Returns the names of all writers, also of other packages."""
+    return sorted({*OWN, *plugins.names(GROUP)})
+
+
+def named(name: str) -> Callable[[str], Writer]:
+    """Returns what makes the writer of a name, of looplib or another package, for a run directory.
+
+    Raises:
+      UsageError: if there is none, or it cannot be imported.
+    """
+    return OWN.get(name) or plugins.load(GROUP, name)
