@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.actions.watching import Stragglers
 from looplib.base import console, files
 from looplib.base.diagnosis import diagnosis, provide
 from looplib.base.messages import whole_number
@@ -117,7 +116,11 @@ class Controller:
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
-        self._actions = [*([Stragglers(strategy)] if trainer and Workers(strategy).count > 1 else ()), *own, *actions]
+        self._actions = [*own, *actions]
+        if trainer and Workers(strategy).count > 1:
+            from looplib.actions.watching import Stragglers  # here, as few runs have several workers
+
+            self._actions.insert(0, Stragglers(strategy))
         policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))
         self._stops, self._stopped = stops_of(self._actions), False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
