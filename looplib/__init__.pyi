@@ -6,6 +6,7 @@ from looplib.actions.plateau import ExportBest as ExportBest
 from looplib.actions.plateau import ReduceOnPlateau as ReduceOnPlateau
 from looplib.actions.profiling import Profile as Profile
 from looplib.actions.timed_saves import TimedSaves as TimedSaves
+from looplib.buckets.local import list_checkpoints as list_checkpoints
 from looplib.cluster import connection as connection
 from looplib.cluster import runtime as runtime
 from looplib.config.run_config import RunConfig as RunConfig
@@ -37,7 +38,6 @@ from looplib.report.writers.mlflow_writer import MlflowWriter as MlflowWriter
 from looplib.report.writers.tensorboard_writer import TensorBoardWriter as TensorBoardWriter
 from looplib.report.writers.wandb_writer import WandbWriter as WandbWriter
 from looplib.run.commits import Commit as Commit
-from looplib.run.commits import list_checkpoints as list_checkpoints
 from looplib.run.policy import CheckpointPolicy as CheckpointPolicy
 from looplib.run.policy import KeepBest as KeepBest
 from looplib.run.policy import KeepEvery as KeepEvery

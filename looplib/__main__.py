@@ -82,7 +82,7 @@ def _add_tools(tools: Any, wanted: list[str]) -> None:
     chosen, broken = wanted if wanted and wanted[0] in names else names, []
     for name in chosen:
         try:
-            (_OWN.get(name) or plugins.load(_GROUP, name))(tools)
+            plugins.load(_GROUP, name, _OWN)(tools)
         except Exception as error:  # of any package
             is_known = isinstance(error, UsageError) or name in _OWN
             broken.append(error if is_known else plugins.failure(_GROUP, name, error))

@@ -21,6 +21,7 @@ from looplib.binary import command_line
 from looplib.binary.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
 from looplib.binary.outcome import Session, failed
 from looplib.binary.trial import TRIALS
+from looplib.buckets.local import local_path
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
@@ -171,7 +172,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         values["loop"] = "graph"
     values["model_dir"] = values["model_dir"] and resolve(values["model_dir"], values["local_dir"])
     for name in command_line.PATHS:
-        values[name] = values[name] and files.resolve(values[name], f"--{name}", fetch=name in FETCHED)
+        values[name] = values[name] and (local_path if name in FETCHED else files.resolve)(values[name], f"--{name}")
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
     session.earlier = run_json.read_report(session.report_path)

@@ -24,7 +24,6 @@ import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from looplib.base import plugins
 from looplib.base.messages import gist, with_cure
 from looplib.errors import FileError
 
@@ -59,16 +58,12 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return _REMOTE.match(os.fspath(path)) is not None
 
 
-def resolve(path: str | os.PathLike[str], what: str, fetch: bool = False) -> str:
+def resolve(path: str | os.PathLike[str], what: str) -> str:
     """Returns the absolute form of a path that a user gives, so that a later `chdir` does not change its meaning.
-
-    With `fetch`, it may be the URL of something that is only read, and the path is that of a local copy.
 
     The path may begin with "~" or "file:///" and need not exist; `what` names it in the `UsageError` of a path that
     cannot be, or of a directory that this user may not read.
     """
-    if fetch and isinstance(path, str) and is_remote(path):
-        return plugins.load("looplib.parts", "fetched")(path)
     try:
         return _resolved(os.fspath(path))
     except (OSError, ValueError, TypeError) as error:

@@ -1,13 +1,13 @@
-"""Plug-ins: objects that looplib's extras, and other packages, register by entry points.
+"""Plug-ins: objects that other packages register by entry points, beside looplib's own.
 
-Groups are `looplib.commands`, `.flags`, `.writers`, `.backends` and `.parts`. The core asks for one by group and name.
+Groups are `looplib.commands`, `.flags`, `.writers` and `.backends`.
 """
 
 import argparse
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from looplib.base.messages import parse_error
@@ -24,31 +24,25 @@ def names(group: str) -> list[str]:
     return sorted(_all().select(group=group).names)
 
 
-def load(group: str, name: str) -> Any:
-    """Returns the object of a plug-in, imported now.
+def load(group: str, name: str, own: Mapping[str, Any] = {}) -> Any:
+    """Returns an object of looplib's own, or that of a plug-in, imported now.
+
+    Args:
+      group: of entry points.
+      name: of the object.
+      own: looplib's own, by name.
 
     Raises:
       UsageError: if no installed package registers it, if two do, or if it cannot be imported.
     """
+    if name in own:
+        return own[name]
     try:
-        return _registered(group, name).load()
+        return _registered(group, name, own).load()
     except UsageError:
         raise
     except Exception as error:
         raise failure(group, name, error) from error
-
-
-def find(group: str, name: str) -> Any | None:
-    """Returns the object of a plug-in, imported now, or None if it is not installed."""
-    if name not in names(group):
-        return None
-    try:
-        return load(group, name)
-    except PluginError as error:
-        cause, module = error.__cause__, _registered(group, name).module
-        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{module}.".startswith(f"{cause.name}."):
-            return None  # the plug-in itself is missing, and not a package that it needs
-        raise
 
 
 def failure(group: str, name: str, error: Exception) -> PluginError:
@@ -61,12 +55,13 @@ def failure(group: str, name: str, error: Exception) -> PluginError:
     )
 
 
-def _registered(group: str, name: str) -> importlib.metadata.EntryPoint:
+def _registered(group: str, name: str, own: Mapping[str, Any] = {}) -> importlib.metadata.EntryPoint:
     found = list(_all().select(group=group, name=name))
     if not found:
+        known = ", ".join(sorted({*own, *names(group)})) or "none"
         raise PluginError(
-            f"there is no plug-in {name!r} in {group}; installed are: {', '.join(names(group)) or 'none'}; install the "
-            "package that has it, or install looplib again"
+            f"there is no plug-in {name!r} in {group}; installed are: {known}; install the package that has it, or "
+            "install looplib again"
         )
     if len(found) > 1:
         packages = " and ".join(sorted(entry.dist.name for entry in found))

@@ -24,6 +24,7 @@ from absl import flags, logging
 from looplib.base import files
 from looplib.base.messages import shown, with_cure
 from looplib.binary.command_line import PRINT_FLAG
+from looplib.buckets.local import local_path
 from looplib.config.field_types import (
     At,
     check,
@@ -97,7 +98,7 @@ def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any])
         merge(
             tree,
             type(config),
-            read_yaml(files.resolve(file, "--config_file", fetch=True)),
+            read_yaml(local_path(file, "--config_file")),
             lambda where, file=file: f"{where} in {file}",
         )
     for path, hint in sorted(found.items(), key=lambda item: item[0].count(".")):

@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     fetching: none
     held: none
     lease: none
+    local: list_checkpoints, local_path
     mirror: open_mirror
     note: none
     outputs: none

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib.base import files
+from looplib.buckets.local import local_path
 from looplib.errors import UsageError
 
 
@@ -25,7 +26,7 @@ def place(text: str) -> str:
 
 def run(text: str) -> str:
     """Returns the directory of a run, or of several, or a local copy of what is at a URL; the type of an option."""
-    return _known(text, lambda: files.resolve(text, "the path", fetch=True))
+    return _known(text, lambda: local_path(text, "the path"))
 
 
 def reports(text: str) -> str:

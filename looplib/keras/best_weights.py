@@ -61,7 +61,10 @@ class BestWeights:
         """Lets callbacks whose best checkpoint is gone begin again, with a warning."""
         if not self._steps or controller.model_dir is None:
             return
-        found = {controller.global_step, *(done.step for done in commits.list_checkpoints(controller.model_dir))}
+        found = {
+            controller.global_step,
+            *(done.step for done in commits.committed(commits.checkpoint_folder(controller.model_dir))),
+        }
         for name, callback in named:
             if (step := self._steps.get(name)) not in (None, *found):
                 logging.warning(

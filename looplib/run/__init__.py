@@ -3,9 +3,9 @@
 Names that other rooms may use, by file:
     choice: BEST, best, check, choose, divided, FINAL, final, LATEST
     code_version: diff, git, this_program
-    commits: add_scores, begin, checkpoint_folder, commit, Commit, committed, FileChecksum, latest_checkpoint,
-        list_checkpoints, list_is_foreign, listing, newest, newest_intact, path_of, position_path, positions_of,
-        read_marker, remove, set_aside, SET_ASIDE, set_aside_before, set_foreign_aside, UNFINISHED, verify
+    commits: add_scores, begin, checkpoint_folder, Commit, commit, committed, FileChecksum, latest_checkpoint,
+        list_is_foreign, listing, newest, newest_intact, path_of, position_path, positions_of, read_marker, remove,
+        set_aside, SET_ASIDE, set_aside_before, set_foreign_aside, UNFINISHED, verify
     goodput: as_report, goodput, restored_step
     lock: acquire, holder, LockKind, RunLock
     machine: machine_of, NOTE, this_machine

@@ -258,30 +258,9 @@ def begin(path: str, where: str = "") -> None:
     files.write_whole(path + UNFINISHED, text + where)
 
 
-def list_checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
-    """Lists the committed checkpoints of a run, newest first.
-
-    Their files are not read, so a checkpoint may be damaged; `verify`, or `python -m looplib inspect --verify`, reads
-    them.
-
-        best = max(looplib.list_checkpoints("/tmp/run"), key=lambda saved: saved.scores["eval/accuracy"])
-        print(best.step, best.path)
-
-    Args:
-      directory: a run directory, or the directory that holds the checkpoints.
-
-    Returns:
-      list of `Commit`, with `path`, `step`, `time`, `scores` and the sizes of the files.
-
-    Raises:
-      UsageError: if there is no such directory, or a newer looplib wrote a checkpoint in it.
-    """
-    return committed(checkpoint_folder(directory))
-
-
 def checkpoint_folder(directory: str | os.PathLike[str]) -> str:
     """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself."""
-    directory = files.resolve(directory, "the run directory", fetch=True)
+    directory = files.resolve(directory, "the run directory")
     if not os.path.isdir(directory):
         raise RunDirectoryError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     inner = os.path.join(directory, "checkpoints")

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import files
 from looplib.base.console import printable
 from looplib.base.messages import gist, join_names
+from looplib.buckets.local import local_path
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
@@ -178,7 +178,7 @@ def located(path: str) -> str:
     Raises:
       UsageError: if a run has no such checkpoint, or the path cannot be used.
     """
-    place, which = choice.divided(files.resolve(path, "warm_start", fetch=True))
+    place, which = choice.divided(local_path(path, "warm_start"))
     runs = [folder for folder in (os.path.join(place, "checkpoints"), place) if commits.newest(folder)]
     if which != choice.FINAL and not runs:
         raise NoCheckpointError(f"there is no checkpoint in {place}, although {path} names one; name a run directory")
@@ -201,7 +201,7 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
     Raises:
       UsageError: if it cannot be read, has no `global_step`, or lacks a weight or a variable of an optimizer.
     """
-    path = files.resolve(path, "continue_from", fetch=True)
+    path = local_path(path, "continue_from")
     if tf.io.gfile.isdir(path) and not (path := tf.train.latest_checkpoint(folder := path)):
         raise NoCheckpointError(
             f"there is no checkpoint in {folder} to continue from; specify one, or omit continue_from"

@@ -11,6 +11,7 @@ from typing import Any
 
 from looplib.base import files
 from looplib.base.messages import join_names, shown, with_cure
+from looplib.buckets.local import local_path
 from looplib.errors import SettingError, WarmStartError
 
 _ENDINGS = (".yaml", ".yml")
@@ -195,7 +196,7 @@ def given(start: str | os.PathLike[str]) -> WarmStart:
     path = os.fspath(start)
     if not isinstance(path, str) or not path.endswith(_ENDINGS):
         return WarmStart(path)
-    local = files.resolve(path, "warm_start", fetch=True)
+    local = local_path(path, "warm_start")
     try:
         from looplib.config.field_types import load  # here, as it needs packages that take time
 

@@ -80,14 +80,6 @@ def test_a_broken_plug_in_of_another_package_is_refused_in_a_sentence_that_names
     assert caught.value.__cause__ is not None
 
 
-def test_a_plug_in_that_is_not_installed_is_none_but_one_that_lacks_a_package_is_an_error(installed):
-    installed("stranger", parts=["away = stranger_gone:x", "needy = stranger_needy:x", "fine = stranger:writer"])
-    assert plugins.find("looplib.parts", "away") is None and plugins.find("looplib.parts", "nowhere") is None
-    with pytest.raises(PluginError, match="No module named 'package_that_is_missing'"):
-        plugins.find("looplib.parts", "needy")
-    assert plugins.find("looplib.parts", "fine") is plugins.load("looplib.parts", "fine")
-
-
 def test_two_plug_ins_of_one_name_are_refused_once_that_name_is_loaded(installed, tmp_path):
     installed("stranger", writers=["odd = stranger:writer"])
     installed("other", writers=["odd = other:writer"])

@@ -71,8 +71,8 @@ def test_a_run_continues_in_another_directory_and_tools_find_it(url, tmp_path):
         5,
     ]
     found = fetched(url)
-    assert [done.step for done in commits.list_checkpoints(found)] == [5, 4, 3, 2, 1]
-    assert not any(map(commits.verify, commits.list_checkpoints(found)))
+    assert [done.step for done in commits.committed(commits.checkpoint_folder(found))] == [5, 4, 3, 2, 1]
+    assert not any(map(commits.verify, commits.committed(commits.checkpoint_folder(found))))
 
 
 def test_a_second_writer_is_refused_and_an_expired_one_is_followed(url, tmp_path, monkeypatch):

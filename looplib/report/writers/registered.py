@@ -89,4 +89,4 @@ def named(name: str) -> Callable[[str], Writer]:
     Raises:
       UsageError: if there is none, or it cannot be imported.
     """
-    return OWN.get(name) or plugins.load(GROUP, name)
+    return plugins.load(GROUP, name, OWN)
