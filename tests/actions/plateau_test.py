@@ -17,7 +17,7 @@ import looplib
 from looplib.commands.compare import compare
 from looplib.errors import ActionError
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 UsageError = looplib.UsageError
 
 

@@ -14,7 +14,7 @@ BUCKET = "bucket"
 LEASE = 3.0  # seconds
 _HERE = pathlib.Path(__file__).parent
 _PATH = os.pathsep.join(
-    map(str, [_HERE.parents[2], _HERE.parents[1], _HERE, *(_HERE.parents[1] / name for name in ("faults", "workers"))])
+    map(str, [_HERE.parents[1], _HERE.parents[0], _HERE, *(_HERE.parents[0] / name for name in ("faults", "workers"))])
 )
 
 

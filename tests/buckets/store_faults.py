@@ -29,7 +29,7 @@ from typing import Any
 
 if __name__ == "__main__":
     HERE = pathlib.Path(__file__).parent
-    sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parents[1] / "faults")]
+    sys.path[:0] = [str(HERE), str(HERE.parents[0]), str(HERE.parents[0] / "faults")]
 
 import copied
 from clouds import BUCKET, LEASE, Cloud, said

@@ -21,7 +21,7 @@ from looplib.replay.player import Player
 from looplib.run import commits
 
 STEPS = 3
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from looplib import __main__ as tools
 from looplib.commands import check as checks
 from looplib.commands.compare import compare
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 MLP = [
     *("trainers.image_classification", "--config.model=mlp", "--train_steps=60", "--eval_interval=20"),
     *("--steps_per_loop=10", "--checkpoint_interval=15"),

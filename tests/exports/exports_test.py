@@ -24,7 +24,7 @@ from looplib.__main__ import main as cli
 from looplib.errors import CheckpointError, FileError, MissingPartError
 from trainers import contrastive, diffusion, gan, image_classification, image_data, language_model, transformer
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 # Loads exports, in a process in which looplib cannot be imported, and writes what they compute for some inputs.
 READER = """

@@ -132,7 +132,7 @@ def test_a_run_ends_as_on_a_good_console(case, ends):
 READER_COMES_BACK = """
 import logging, os, sys
 sys.path.insert(0, sys.argv[1])
-import console
+from looplib.base import console
 console.STALL_SECONDS = 0.2
 handler = logging.StreamHandler()
 logging.getLogger().addHandler(handler)
@@ -150,8 +150,8 @@ print(console.first_fault())
 
 
 def test_a_reader_that_comes_back_gets_what_follows_and_a_line_about_what_it_missed(tmp_path):
-    looplib = pathlib.Path(__file__).parents[2] / "looplib"
-    command = [sys.executable, "-c", READER_COMES_BACK, str(looplib), str(tmp_path / "printed")]
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-c", READER_COMES_BACK, str(root), str(tmp_path / "printed")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

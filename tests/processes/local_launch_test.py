@@ -15,7 +15,7 @@ import pytest
 from looplib import __main__ as tools
 from looplib.processes.worker_processes import hold_ports
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 WORKERS = str(ROOT / "tests" / "workers")
 
 # What each script begins with: who it is, how often it was started, and where it notes things.

@@ -24,7 +24,7 @@ from looplib.compat import traced_ops
 from looplib.errors import CheckError
 from looplib.replay import preflight
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 MLP = ("trainers.image_classification", "--config.model=mlp")
 UNFIT = lambda faults: ("unfit", f"--config.faults={faults}")
 CASES = {

@@ -98,7 +98,7 @@ class Fleet:
 
     def start(self, *options, python=None, **order):
         """Starts a process; returns it."""
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[2])}
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
         with open(self.base / f"machine-{len(self.machines)}", "wb") as log:
             arguments = [python or self.python, HERE / "impatient.py", *self.command(*options, **order)]
             self.machines.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=log))

@@ -30,7 +30,7 @@ from looplib.sweep import space
 from looplib.sweep.jobs import result
 from looplib.sweep.study import Study, SweepPlan, name_of
 
-TESTS = pathlib.Path(__file__).parents[2]
+TESTS = pathlib.Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
 
 

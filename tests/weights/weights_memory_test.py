@@ -72,7 +72,7 @@ def test_a_warm_start_needs_two_tensors_more_than_the_model_and_no_read_copies_o
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, str(program), how, str(replicas), str(tmp_path)]
-    path = os.pathsep.join(map(str, (HERE, HERE.parents[2])))
+    path = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
     variables = {**os.environ, "PYTHONPATH": path}
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
     assert found.returncode == 0, found.stderr

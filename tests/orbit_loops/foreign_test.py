@@ -27,7 +27,7 @@ from looplib.orbit import adapters
 from looplib.run import commits
 from looplib.run.records import read_jsonl
 
-ROOT = pathlib.Path(__file__).absolute().parents[3]
+ROOT = pathlib.Path(__file__).absolute().parents[2]
 
 
 DEFAULT = make_strategy("default")

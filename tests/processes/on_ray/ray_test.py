@@ -1,7 +1,7 @@
 """Workers on a Ray cluster, of several nodes on this machine. Each test with `cluster` needs Ray, which `dev` does not have:
 
 python -m venv --system-site-packages /tmp/ray && /tmp/ray/bin/pip install 'ray>=2.40,<3'
-/tmp/ray/bin/python -m pytest --all tests/processes/ray
+/tmp/ray/bin/python -m pytest --all tests/processes/on_ray
 """
 
 import json
