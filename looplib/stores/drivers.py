@@ -84,7 +84,8 @@ def _found(url: str, seconds: int) -> tuple[Any, str]:
         files, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         # A walk through folders leaves out those that cannot be listed, which would be taken for empty ones.
         walk = "_walk" if files.async_impl else "walk"
-        setattr(files, walk, functools.partial(getattr(files, walk), on_error=_raise_unless_absent))
+        if found := getattr(files, walk, None):
+            setattr(files, walk, functools.partial(found, on_error=_raise_unless_absent))
         return files, root
     except ImportError as error:
         extra = _EXTRAS.get(scheme)

@@ -27,6 +27,7 @@ FILES = sorted((ROOT / "looplib").rglob("*.py"))
 # Uses outside of looplib/compat, by file, with the reason.
 ELSEWHERE = {
     "orbit/adapters.py": {"_train_options"},  # of Orbit; without it, a loop that it divides is traced in one piece
+    "stores/drivers.py": {"_walk"},  # of fsspec; without it, a folder that cannot be listed is taken for an empty one
     "stores/ranges.py": {"_shutdown"},  # of concurrent.futures; without it, a thread waits longer at the end
     "stores/stores.py": {"_call_s3"},  # of s3fs, whose public functions read without a condition
     # The places in files of weights, which follow what tf_keras itself does.
