@@ -69,7 +69,7 @@ class Controller:
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       guards: `Guards` against bad values, jumps of the loss and stalls.
       start: `Start`, where the run starts from, if it has no checkpoint of its own, or which of them.
-      writers: list of `Writer`, or names of plug-ins of the group `looplib.writers`, such as
+      writers: list of `Writer`, or names of writers, such as
         `[*looplib.DEFAULT_WRITERS, "mlflow"]`; default `DEFAULT_WRITERS`: the console, and in `model_dir` TensorBoard,
         `metrics.jsonl` and `media.jsonl`.
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of

@@ -1,4 +1,4 @@
-"""The command line of a binary: its flags, those of plug-ins, their checks, and the policy that they describe."""
+"""The command line of a binary: its flags, their groups, their checks, and the policy that they describe."""
 
 import abc
 import difflib
@@ -40,7 +40,7 @@ GROUP = "looplib.flags"  # of entry points
 
 
 class FlagPlugin(abc.ABC):
-    """Flags that a plug-in of the group `looplib.flags` adds to every binary; `values` has all flags, by name."""
+    """Flags that looplib, or a plug-in of the group `looplib.flags`, adds to every binary; `values` has all flags, by name."""
 
     flags: Sequence[Flag]
 
@@ -58,7 +58,7 @@ class FlagPlugin(abc.ABC):
 
 @functools.cache
 def flag_plugins() -> Sequence[FlagPlugin]:
-    """Returns the installed plug-ins."""
+    """Returns the groups of flags, of looplib and of other packages."""
     from looplib.binary import flag_groups  # here, as they are `FlagPlugin`s
 
     others = (plugins.load(GROUP, name) for name in plugins.names(GROUP))  # of other packages

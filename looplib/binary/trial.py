@@ -178,5 +178,5 @@ TRIALS = TrialFlags()
 
 
 def trial_flags() -> TrialFlags:
-    """Returns the plug-in, of which there is one, as its flags and its trial belong together."""
+    """Returns the group of flags, of which there is one, as its flags and its trial belong together."""
     return TRIALS

@@ -1,4 +1,4 @@
-"""The processes of a run, read from TF_CONFIG, or by a plug-in from a cluster manager. Imports no TensorFlow."""
+"""The processes of a run, read from TF_CONFIG, or from a cluster manager, see `environments`. Imports no TensorFlow."""
 
 import dataclasses
 import itertools

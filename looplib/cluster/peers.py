@@ -1,4 +1,4 @@
-"""The other workers that train in step with this one: a plug-in meets and watches them, where there are any."""
+"""The other workers that train in step with this one: `watched` meets and watches them, where there are any."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from looplib.cluster.environment import Cluster
 
 
 class Peers:
-    """The other workers of a run that train in step with this one. This base class has none; the plug-in does.
+    """The other workers of a run that train in step with this one. This base class has none; `WatchedPeers` does.
 
     Attributes:
       joined: whether there are others, and this process has met them.

@@ -7,6 +7,7 @@ from typing import Any
 
 from looplib.base import files
 from looplib.base.plugins import Command
+from looplib.buckets.local import local_path
 from looplib.commands.options import arguments, path, place, run
 
 _CHECK = """\
@@ -231,12 +232,13 @@ def _check_inspect(options: argparse.Namespace) -> None:
         from looplib.buckets.copies import fetched  # here, as it imports packages that take time
 
         options.directory = fetched(options.directory, unchecked=True)
-    options.directory = commits.checkpoint_folder(options.directory)
+    options.directory = commits.checkpoint_folder(local_path(options.directory, "the run directory"))
 
 
 def _check_checkpoints(options: argparse.Namespace) -> None:
     from looplib.run import commits
 
+    options.directory = local_path(options.directory, "the run directory")
     commits.checkpoint_folder(options.directory)
 
 

@@ -1,4 +1,4 @@
-"""Methods that plug-ins replace, because neither Keras nor TensorFlow has another way: of replicas, and of a layer."""
+"""Methods that are replaced, because neither Keras nor TensorFlow has another way: of replicas, and of a layer."""
 
 import contextlib
 import dataclasses

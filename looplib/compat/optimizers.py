@@ -103,7 +103,7 @@ def _place() -> tuple[int, int | None] | None:
 
 
 def num_replicas() -> int:
-    """Returns the number of replicas, also where a plug-in lets the code of a model see only its own."""
+    """Returns the number of replicas, also where the code of a model is shown only its own."""
     return _num_replicas.fget(tf.distribute.get_strategy())
 
 

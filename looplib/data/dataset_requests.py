@@ -45,7 +45,7 @@ class Reads(Protocol):
 
 
 class Reader(Protocol):
-    """Reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context."""
+    """Reads records for `InputContext.records`: see `records.reader.RecordReader`, called with the context."""
 
     reads: list[Reads]  # of each call
 

@@ -1,4 +1,4 @@
-"""What the strategy parameter_server registers as a plug-in: how it is made, what it refuses, its backend."""
+"""The strategy parameter_server, which the entry point of its name registers: how it is made, what it refuses, its backend."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""`report.html` of a run, which a plug-in writes whenever the run ends, also by a failure."""
+"""`report.html` of a run, which is written whenever the run ends, also by a failure."""
 
 from collections.abc import Callable
 from typing import Protocol
