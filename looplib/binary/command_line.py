@@ -40,7 +40,7 @@ GROUP = "looplib.flags"  # of entry points
 
 
 class FlagPlugin(abc.ABC):
-    """Flags that looplib, or a plug-in of the group `looplib.flags`, adds to every binary; `values` has all flags, by name."""
+    """Flags that looplib, or a plug-in of `looplib.flags`, adds to every binary; `values` has all flags, by name."""
 
     flags: Sequence[Flag]
 

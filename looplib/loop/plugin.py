@@ -1,4 +1,4 @@
-"""The strategy parameter_server, which the entry point of its name registers: how it is made, what it refuses, its backend."""
+"""The strategy parameter_server, which an entry point registers: how it is made, what it refuses, its backend."""
 
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""The copy of a run directory in an object store, as those who write a run see it; `buckets.mirror` makes one for a URL."""
+"""The copy of a run directory in an object store, as its writers see it; `buckets.mirror` makes one for a URL."""
 
 import os
 
