@@ -37,6 +37,7 @@ from faults import lives
 from proxy import Faults, Proxy, Request
 from servers import S3
 
+from looplib.buckets.note import steps_of
 from looplib.commands.compare import compare
 from looplib.run import commits
 from looplib.run.records import read_jsonl
@@ -236,17 +237,22 @@ class Schedule:
     def look_at_the_end(self) -> None:
         """The run in the store is that which nothing befell."""
         found = self.cloud.steps()
-        # The newest are copied first, so that of a lost directory the older ones may never have come there.
-        wanted = 1 if any(strike in LOSING for strike in self.strikes) else KEEP
-        if found[-wanted:] != list(range(STEPS - wanted + 1, STEPS + 1)):
-            self.problems.append(f"in the end the store has the steps {found}")
-        if more := [step for step in found[:-KEEP] if step % EVERY]:
-            self.problems.append(f"in the end the store still has the steps {more}")
+        self.compare_steps([*range(EVERY, STEPS - KEEP + 1, EVERY), *range(STEPS - KEEP + 1, STEPS + 1)])
         for step in found:
             if self.cloud.read(f"checkpoints/ckpt-{step}.index") != copied.content(step, 0, SIZE):
                 self.problems.append(f"step {step} has other weights")
         if self.cloud.read("metrics.jsonl").decode() != "".join(copied.line(step, 0) for step in range(1, STEPS + 1)):
             self.problems.append("metrics.jsonl is another")
+
+    def compare_steps(self, wanted: list[int]) -> None:
+        """The store has the wanted steps; those that were lost before they were copied may be missing."""
+        found = set(self.cloud.steps()) - {0}  # which a signal before the first step saves
+        missing = set(wanted) - found
+        if any(strike in LOSING for strike in self.strikes):  # the newest checkpoints are copied first
+            puts = [one for one in self.cloud.proxy.requests if one.method == "PUT" and 200 <= one.status < 300]
+            missing &= {STEPS, *steps_of(one.path.partition("/run/")[2] for one in puts)}
+        if missing or found - set(wanted):
+            self.problems.append(f"in the end the store has the steps {sorted(found)}")
 
     def look_at_the_writers(self) -> None:
         """Nobody wrote once another machine had the run, but for the request between a question and a stop."""
@@ -303,9 +309,7 @@ class TrainedSchedule(Schedule):
         )
         if ours != theirs:
             self.problems.append(f"metrics.jsonl is another: {ours}")
-        whole = [done.step for done in reversed(commits.committed(str(self._whole / "checkpoints")))]
-        if [step for step in self.cloud.steps() if step] != whole:  # a signal before the first step saves step 0
-            self.problems.append(f"in the end the store has the steps {self.cloud.steps()}")
+        self.compare_steps([done.step for done in commits.committed(str(self._whole / "checkpoints"))])
 
 
 # What may strike; each is named after what it does.
@@ -433,7 +437,9 @@ STRIKES = (
     has_a_store_that_fails, has_a_store_that_fails, has_a_store_that_fails, has_a_store_that_is_out_of_reach,
     has_a_second_writer, is_stopped_while_a_second_writer_starts,
 )  # fmt: skip
-LOSING = (loses_its_directory, loses_its_directory_and_its_notes, has_its_directory_moved)
+LOSING = (
+    loses_its_directory, loses_its_directory_and_its_notes, has_its_directory_moved, loses_an_old_checkpoint,
+)  # fmt: skip
 
 
 def schedule(
