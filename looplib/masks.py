@@ -292,7 +292,7 @@ def _escapes(character: str) -> str:
     names = [re.escape(name[:-1]) for name, one in html.entities.html5.items() if one == character and name[-1] == ";"]
     entity = rf"(?:amp{end})*(?:{'|'.join([f'{sharp}0*{code}', f'{sharp}x0*{code:x}', *names])}){end}"
     plain = json.dumps(character)[1:-1].lstrip("\\") or "\\"
-    slashed = [rf"[xu]\{{?0*{code:x}\}}?", f"0*{code:o}", re.escape(plain).replace(r"\\", slash)]
+    slashed = [rf"[xu]\{{?0*{code:x}\}}?", f"0*{code:o}", re.escape(plain).replace(r"\\", f"{slash}+")]
     slashed += [f"{slash}+".join(f"{sign}{byte:{kind}}" for byte in raw) for sign, kind in (("x", "02x"), ("", "03o"))]
     after = f"(?:{'|'.join(slashed)})"
     percent = "%".join(f"(?:25)*{byte:02x}" for byte in raw)
