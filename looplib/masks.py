@@ -300,7 +300,7 @@ def _escapes(character: str) -> str:
 
 
 _GAPS = "|".join(map(_escapes, " \n\t'\"\\"))
-_ANY_GAP = rf"(?:[\s+'\"\\]|{_GAPS})*"
+_ANY_GAP = rf"(?:[\s+'\"\\]|%(?:25)*2[Bb]|{_GAPS})*"
 
 
 def _mask_record(record: loggers.LogRecord) -> bool:
