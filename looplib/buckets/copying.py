@@ -129,6 +129,7 @@ class Copier:
         markers = {name for name in gone if name.endswith(MARKER)}
         self._lease.steps = [step for step in self._lease.steps if marker_of(step) not in markers]
         for name in sorted(gone, key=lambda name: name not in markers):  # no marker without its files
+            self._check(patience)  # again, as this process may have been stopped since the last one
             self._store.delete([name], patience)
             del known[name]
         self._copy.write_note()
