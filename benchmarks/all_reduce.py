@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from benchmarks.scaling_model import all_reduce_seconds
 from looplib.cluster import environment
-from looplib.cluster.watched import WatchedPeers
+from looplib.cluster.peers import WatchedPeers
 from looplib.errors import UsageError
 
 SIZES = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB

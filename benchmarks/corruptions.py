@@ -22,7 +22,7 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 import looplib
-from looplib.actions.compared import compared_variables
+from looplib.actions.replica_agreement import compared_variables
 from looplib.errors import CorruptionError
 
 _ONLY = flags.DEFINE_string("only", "", "Plants only what has this in its description.")

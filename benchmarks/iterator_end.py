@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from looplib.config.run_config import RunConfig
-from looplib.data import distribution
+from looplib.data import pipelines
 
 _ROUNDS = flags.DEFINE_integer("rounds", 60, "Iterators of each kind.")
 _SECONDS = flags.DEFINE_float("seconds", 1.0, "How long each is read.")
@@ -51,7 +51,7 @@ def main(argv):
     """Prints median, number above 50 ms and longest of each."""
     del argv
     strategy = tf.distribute.get_strategy()
-    stream = distribution.distribute(strategy, _Data(), RunConfig(global_batch_size=8), training=False)
+    stream = pipelines.distribute(strategy, _Data(), RunConfig(global_batch_size=8), training=False)
     ways = {"dropped": _drop, "looplib": _end}
     found = {name: [] for name in ways}
     for _ in range(_ROUNDS.value):

@@ -17,7 +17,7 @@ from absl import app, flags, logging
 import looplib
 from benchmarks import records
 from benchmarks.workloads import WORKLOADS
-from looplib.loop.base import Request
+from looplib.loop.contracts import Request
 
 _ROUNDS = flags.DEFINE_integer("rounds", 25, "Turns of each that count.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 400, "Steps of a turn.", lower_bound=2)

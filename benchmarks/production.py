@@ -39,10 +39,9 @@ from absl import app, flags, logging
 import looplib
 from benchmarks.workloads import WORKLOADS, Task
 from looplib.actions import additions
-from looplib.actions.listener import NoticeListener
-from looplib.actions.sources import GcpNotices
+from looplib.actions.notices import GcpNotices, NoticeListener
 from looplib.actions.timed_saves import TimedSaves
-from looplib.base.progress import Progress
+from looplib.base.numbers import Progress
 from looplib.commands.watch import URLS
 from looplib.report.writers.opentelemetry_writer import OpenTelemetryWriter
 from looplib.report.writers.prometheus_writer import PrometheusWriter

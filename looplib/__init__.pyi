@@ -1,22 +1,22 @@
 from looplib import launch as launch
-from looplib.actions.agreement import ReplicaAgreement as ReplicaAgreement
 from looplib.actions.learning_warnings import LearningWarnings as LearningWarnings
 from looplib.actions.plateau import EarlyStopping as EarlyStopping
 from looplib.actions.plateau import ExportBest as ExportBest
 from looplib.actions.plateau import ReduceOnPlateau as ReduceOnPlateau
-from looplib.actions.profiling import Profile as Profile
+from looplib.actions.profile import Profile as Profile
+from looplib.actions.replica_agreement import ReplicaAgreement as ReplicaAgreement
 from looplib.actions.timed_saves import TimedSaves as TimedSaves
-from looplib.buckets.local import list_checkpoints as list_checkpoints
-from looplib.cluster import connection as connection
+from looplib.buckets.download import list_checkpoints as list_checkpoints
 from looplib.cluster import runtime as runtime
+from looplib.cluster import tpu as tpu
 from looplib.config.run_config import RunConfig as RunConfig
 from looplib.controller import Controller as Controller
-from looplib.data.input_context import InputContext as InputContext
-from looplib.data.records.lengths import Buckets as Buckets
-from looplib.data.records.lengths import Packed as Packed
-from looplib.data.records.lengths import PackedRows as PackedRows
+from looplib.data.context import InputContext as InputContext
 from looplib.data.records.mixture import Mixture as Mixture
+from looplib.data.records.plans import Buckets as Buckets
 from looplib.data.records.plans import Kept as Kept
+from looplib.data.records.plans import Packed as Packed
+from looplib.data.records.plans import PackedRows as PackedRows
 from looplib.data.records.reading import measure as measure
 from looplib.data.records.sources import open_records as open_records
 from looplib.errors import DivergenceError as DivergenceError
@@ -45,27 +45,26 @@ from looplib.run.policy import KeepLast as KeepLast
 from looplib.run.policy import Start as Start
 from looplib.task.actions import Action as Action
 from looplib.task.actions import Event as Event
-from looplib.task.adapter import Adapter as Adapter
 from looplib.task.averages import WeightAverages as WeightAverages
-from looplib.task.evaluator import Evaluator as Evaluator
-from looplib.task.exported import Exported as Exported
 from looplib.task.gradient_trainer import GradientTrainer as GradientTrainer
 from looplib.task.learning_rates import learning_rate as learning_rate
-from looplib.task.media_reductions import histogram as histogram
-from looplib.task.media_reductions import image as image
-from looplib.task.media_reductions import text as text
-from looplib.task.phase import Phase as Phase
+from looplib.task.phases import Phase as Phase
 from looplib.task.reductions import all_gather as all_gather
 from looplib.task.reductions import each as each
 from looplib.task.reductions import global_positions as global_positions
+from looplib.task.reductions import histogram as histogram
+from looplib.task.reductions import image as image
 from looplib.task.reductions import last as last
 from looplib.task.reductions import mean as mean
+from looplib.task.reductions import text as text
 from looplib.task.reductions import total as total
+from looplib.task.trainer import Adapter as Adapter
+from looplib.task.trainer import Evaluator as Evaluator
+from looplib.task.trainer import Exported as Exported
 from looplib.task.trainer import Trainer as Trainer
 from looplib.weights.loading import warm_start as warm_start
 from looplib.weights.rules import WarmStart as WarmStart
 from looplib.weights.rules import WeightRule as WeightRule
 
-tpu = connection
 __version__: str
 __all__: list[str]

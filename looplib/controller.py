@@ -21,18 +21,17 @@ from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.config.run_config import RunConfig
 from looplib.config.settings import as_flags
-from looplib.data.dataset_requests import BadRecords
+from looplib.data.context import BadRecords
 from looplib.errors import MissingPartError
 from looplib.guards.guards import Diverged, Guards
 from looplib.guards.preemption import notice
 from looplib.guards.watchdog import Watchdog
 from looplib.loop import task_loop
-from looplib.loop.base import Loop
 from looplib.loop.causes import Causes
+from looplib.loop.contracts import Loop, Schedule
 from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
-from looplib.loop.schedule import Schedule
-from looplib.loop.window import Window
+from looplib.loop.task_loop import Window
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
 from looplib.report.run_report import Computation, RunReport, RunSettings
@@ -40,10 +39,8 @@ from looplib.report.writers.contract import Writer
 from looplib.run.policy import CheckpointPolicy, KeepRule, Start
 from looplib.task import checks
 from looplib.task.actions import ActionStates, Event, announce_saves, hooks_around, stops_of
-from looplib.task.adapter import Adapter
-from looplib.task.evaluator import Evaluator
-from looplib.task.media import Media
-from looplib.task.trainer import Trainer
+from looplib.task.reductions import Media
+from looplib.task.trainer import Adapter, Evaluator, Trainer
 
 provide(Causes)
 
@@ -118,7 +115,7 @@ class Controller:
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
         self._actions = [*own, *actions]
         if trainer and Workers(strategy).count > 1:
-            from looplib.actions.watching import Stragglers  # here, as few runs have several workers
+            from looplib.actions.stragglers import Stragglers  # here, as few runs have several workers
 
             self._actions.insert(0, Stragglers(strategy))
         policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))

@@ -21,7 +21,7 @@ from looplib.binary import command_line
 from looplib.binary.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
 from looplib.binary.outcome import Session, failed
 from looplib.binary.trial import TRIALS
-from looplib.buckets.local import local_path
+from looplib.buckets.download import local_path
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
@@ -38,8 +38,7 @@ from looplib.report.writers.contract import DEFAULT_WRITERS
 from looplib.run import run_json
 from looplib.run.code_version import this_program
 from looplib.task.actions import Action, Event
-from looplib.task.evaluator import Evaluator
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Evaluator, Trainer
 
 Build = Callable[[Any], tuple[Trainer | None, Evaluator | Mapping[str, Evaluator] | None]]
 Settings = Callable[[], tuple[Any, dict[str, Any]]]

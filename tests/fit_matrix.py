@@ -30,7 +30,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.base.messages import gist
-from looplib.compat import models
+from looplib.compat import keras as compat_keras
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 OVERVIEW, SAYS = DOCS / "keras_matrix.md", DOCS / "from_keras_differences.md"
@@ -168,13 +168,13 @@ class _Program:
             path = pathlib.Path(controller.export(self._folder / "export"))
         loaded = tf.saved_model.load(path / "saved_model")
         x = arguments["x"]
-        if preprocess := models.preprocessing(model):
+        if preprocess := compat_keras.preprocessing(model):
             x, _, _ = self._keras.utils.unpack_x_y_sample_weight(preprocess(tf.nest.map_structure(tf.constant, x)))
         x = _first_batch(x, trainer.export().signature)
         expected = tf.nest.flatten(trained(x, training=False))
         differences = {"outputs": _largest(tf.nest.flatten(loaded.serve(x)), expected)}
         if (path / "model.keras").exists():
-            again = self._keras.models.load_model(path / "model.keras", compile=False)
+            again = self._keras.compat_keras.load_model(path / "model.keras", compile=False)
             differences["model.keras"] = _largest(tf.nest.flatten(again(x, training=False)), expected)
         return differences
 
@@ -296,7 +296,7 @@ def head():
 
 
 def names_in(text):
-    """Returns the lines of a table by the names of their models."""
+    """Returns the lines of a table by the names of their compat_keras."""
     return {match[1]: match[0] for match in re.finditer(r"^\| (`\w+`(?: \(tf_keras\))?) \| .*$", text, re.MULTILINE)}
 
 

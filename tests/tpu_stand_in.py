@@ -12,7 +12,7 @@ import tensorflow as tf
 import toy
 
 from looplib import launch
-from looplib.cluster import connection as tpu
+from looplib.cluster import tpu
 
 
 def note(line):

@@ -1,26 +1,15 @@
 """What watches a training at its reports, or adds to its steps.
 
 Names that other rooms may use, by file:
-    agreement: DEFAULT_EVERY, ReplicaAgreement
-    budget: none
     checksums: none
-    compared: none
-    comparing: none
-    comparison: none
     finding: none
     learning_warnings: LearningWarnings
-    listener: NoticeListener, SOURCES
-    metadata: none
-    metric_norms: none
-    op_times: none
-    outputs: none
-    own_times: none
+    notices: NoticeListener, SOURCES
+    output_checks: none
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
-    profiling: Profile
-    samples: none
-    sources: none
+    profile: Profile
+    replica_agreement: DEFAULT_EVERY, ReplicaAgreement
+    stragglers: Stragglers
     timed_saves: Timed, TimedSaves
-    trained: none
-    watching: Stragglers
-    weights: none
+    weight_checks: none
 """

@@ -1,24 +1,109 @@
 """LearningWarnings: an action that warns of a training that runs without an error and loses its meaning."""
 
+import collections
+import contextlib
 import dataclasses
+import math
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from absl import logging
 
-from looplib.actions.budget import Budget
-from looplib.actions.finding import LearningFinding, key
-from looplib.actions.metric_norms import MetricNorms
-from looplib.actions.outputs import ConstantOutputs
-from looplib.actions.trained import TrainedVariables
-from looplib.actions.weights import WeightChecks
+from looplib.actions.finding import LearningFinding, is_new, key
+from looplib.actions.output_checks import ConstantOutputs
+from looplib.actions.weight_checks import EXPLODING, TrainedVariables, WeightChecks
 from looplib.base.messages import gist, whole_number
 from looplib.errors import ActionError
-from looplib.loop.base import Loop
+from looplib.loop.contracts import Loop
 from looplib.run import values
 from looplib.run.run_json import read_report
 from looplib.task.actions import Action, Event
+
+
+class Budget:
+    """Keeps what checks take below a share of the time since the training began.
+
+    Args:
+      share: such as 0.004, for 0.4%.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.seconds = 0.0  # that checks have taken since the training began
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Counts the time from here on."""
+        self.seconds, self._began = 0.0, time.perf_counter()
+
+    def allows(self, seconds: float) -> bool:
+        """Returns whether a check that takes about so many seconds fits."""
+        return self.seconds + seconds <= self.share * (time.perf_counter() - self._began)
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Counts the time of the `with` block as that of checks."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+_METRIC = "gradient_norm"  # and "gradient_norm/<variable>", as `GradientTrainer(report=...)` reports them
+_HISTORY, _FEWEST = 20, 10  # norms of a metric: kept, and needed for a verdict
+_RATIO, _LEAST = 100.0, 1.0  # norms of gradients differ from step to step, and far more than those of weights
+_IN_A_ROW = 3  # reports; a single spike is no explosion
+
+
+class MetricNorms:
+    """Follows the norms of gradients that a training reports.
+
+    A norm explodes if it is a hundred times the median of its last reports, three times in a row.
+    """
+
+    def __init__(self) -> None:
+        self._norms: dict[str, collections.deque[float]] = {}
+        self._high: dict[str, list[int]] = {}  # the steps of the reports in a row that were too high
+
+    def check(self, step: int, metrics: Mapping[str, float], known: Collection[str]) -> list[LearningFinding]:
+        """Looks at a report.
+
+        Args:
+          step: the global step.
+          metrics: of the training.
+          known: the keys of earlier findings.
+        """
+        found = []
+        for name, norm in metrics.items():
+            if (name != _METRIC and not name.startswith(f"{_METRIC}/")) or not math.isfinite(norm):
+                continue
+            history = self._norms.setdefault(name, collections.deque(maxlen=_HISTORY))
+            usual = statistics.median(history) if len(history) >= _FEWEST else math.inf
+            if norm <= max(_RATIO * usual, _LEAST):
+                history.append(norm)
+                self._high.pop(name, None)
+                continue
+            steps = self._high.setdefault(name, [])
+            steps.append(step)
+            if len(steps) == _IN_A_ROW and is_new(EXPLODING, name, known):
+                found.append(_finding(name, norm, usual, len(history), steps[0]))
+        return found
+
+
+def _finding(name: str, norm: float, usual: float, count: int, since: int) -> LearningFinding:
+    times = f"{norm / usual:.3g} times" if usual else "above"
+    return LearningFinding(
+        EXPLODING,
+        (name,),
+        since,
+        f"{name} is {norm:.4g}, {times} the median of its last {count} usual reports ({usual:.4g}), in each of the "
+        f"last {_IN_A_ROW} reports since step {since:,}",
+        "lower the learning rate, or clip gradients (clip_global_norm)",
+    )
+
 
 _SECONDS_OF_A_VARIABLE = 0.001  # that a check of weights may take, before one was made
 _SECONDS_TO_LIST = 0.005  # the variables

@@ -3,14 +3,13 @@
 Names that other rooms may use, by file:
     console: bar_is_drawn, first_fault, guarded, last_line, noting_errors, printable, say
     diagnosis: Diagnosis, diagnosis, provide
-    files: appending, cannot_read, CannotReadError, check_temporary, check_writable, difference, fails_here, free_name,
-        is_at, is_new_name, is_open_here, is_remote, make_durable, measure, MisfitError, new_name, NotRegularError,
-        open_regular, open_to_append, parse_json, proves_damage, read_text, refuse_patterns, resolve, rewriting,
-        safe_name, typed, write_named, write_whole
+    files: appending, async_impl, cannot_read, CannotReadError, check_temporary, check_writable, difference,
+        fails_here, free_name, is_at, is_new_name, is_open_here, is_remote, make_durable, measure, MisfitError,
+        new_name, NotRegularError, open_regular, open_to_append, parse_json, paths, proves_damage, read_at, read_text,
+        refuse_patterns, resolve, rewriting, safe_name, sizes, typed, write_named, write_whole
     folders: check_folder, delete, inside, is_name, link, make_folder, move, move_aside, note_deletions, remove,
         remove_unfinished
     messages: cure_of, duration, gist, is_utf8, join_names, OURS, parse_error, shown, whole_number, with_cure
-    numbers: forecast, format_number, format_size, headline
+    numbers: forecast, format_number, format_seconds, format_share, format_size, headline, Progress
     plugins: Command, failure, load, names
-    progress: format_seconds, format_share, Progress
 """

@@ -7,19 +7,8 @@ Names that other rooms may use, by file:
     command_line: all_flags, check, FETCHED, flag_plugins, FlagPlugin, parse, PATHS, policy, PRINT_FLAG, SETUP_FLAGS,
         start, TRAINING_MODES
     config: __name__
-    dry_run: none
-    export_flags: none
+    estimate: none
     flag_groups: none
-    forecast: none
-    integrity_flags: none
-    learning_warnings_flag: none
-    measuring: none
-    metrics_port: none
-    notices_flag: none
     outcome: failed, Session
-    profile_flag: none
-    saves: none
-    timed_saves_flags: none
-    trackers_flag: none
     trial: TRIALS
 """

@@ -15,7 +15,7 @@ from looplib.base import folders
 from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import cure_of, parse_error
 from looplib.binary.command_line import TRAINING_MODES
-from looplib.cluster import connection, peers, remote
+from looplib.cluster import peers, runtime, tpu
 from looplib.cluster.collectives import PEER_ERRORS
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
@@ -178,7 +178,7 @@ class Session:
             peers.current.announce_exit(how.code, how.sentence)  # has no effect the second time
         peers.current.leave()  # has no effect after last words
         # TensorFlow would wait for other processes, or complain of those that have ended.
-        if how.at_once or remote.connected() or peers.current.joined:
+        if how.at_once or runtime.connected() or peers.current.joined:
             sys.stdout.flush()
             os._exit(how.code)
         sys.exit(how.code)
@@ -201,10 +201,10 @@ class Session:
         elif not is_quit(error):
             print(masked_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         on_tpu = isinstance(self.strategy, tf.distribute.TPUStrategy)
-        if on_tpu and connection.is_lost(self.strategy, error):
+        if on_tpu and tpu.is_lost(self.strategy, error):
             self.close("restarted")  # what is on the TPU cannot be saved any more
             try:
-                connection.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
+                tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
             except UsageError as refusal:
                 return failed(str(refusal), refusal.line)
         if kept:

@@ -8,17 +8,54 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from looplib.base import files
-from looplib.binary import dry_run
 from looplib.binary.command_line import TRAINING_MODES, FlagPlugin, flag_plugins
 from looplib.config.settings import Flag
+from looplib.controller import Controller
 from looplib.errors import CheckError, EndlessDataError, FlagError
 from looplib.run import commits
 from looplib.task.actions import Action
 
 if TYPE_CHECKING:
-    from looplib.binary.forecast import Forecast
-    from looplib.binary.measuring import Stopwatch
+    from looplib.binary.estimate import Forecast, Stopwatch
     from looplib.controller import Controller
+
+
+_STEPS = 2
+
+
+def settings(mode: str) -> dict[str, Any]:
+    """Returns the flags of a dry run, by name, for a job of a mode."""
+    return {
+        "mode": "train" if mode == "train" else "train_and_eval",
+        "checkpoint": "final",
+        "steps_per_loop": 1,
+        "checkpoint_interval": 1,
+    }
+
+
+def keep_inside(actions: Sequence[Any]) -> None:
+    """Points actions that would write to a place of the user's to the temporary run directory."""
+    from looplib.actions.plateau import ExportBest  # here, because every start of a binary imports this file
+
+    for action in actions:
+        if isinstance(action, ExportBest):
+            action.directory = None
+
+
+def try_out(controller: Controller) -> str:
+    """Trains, evaluates, saves and restores; returns a sentence of what went well."""
+    start = controller.global_step
+    if controller.loops.keys() - {"train"}:
+        results = controller.train_and_evaluate(start + _STEPS, eval_interval=start + _STEPS, eval_steps=_STEPS)
+        evaluated = f"an evaluation of at most {_STEPS} steps ({', '.join(results)})"
+    else:
+        controller.train(start + _STEPS)
+        evaluated = "no evaluation, as --mode=train has none"
+    done = controller.global_step
+    path = controller.save_checkpoint()
+    if controller.restore_checkpoint(path) != path or controller.global_step != done:
+        raise CheckError(f"the checkpoint of step {done} was restored as one of step {controller.global_step}")
+    return f"dry run: all went well: {done - start} steps, {evaluated}, a save and a restore; nothing is kept"
 
 
 class TrialFlags(FlagPlugin):
@@ -63,7 +100,7 @@ class TrialFlags(FlagPlugin):
         if values["estimate"]:
             self._start = self._reached(values["model_dir"])
         folder = self._folder(values["model_dir"] if values["estimate"] else None)
-        changed = {"model_dir": folder, **(dry_run.settings(values["mode"]) if values["dry_run"] else {})}
+        changed = {"model_dir": folder, **(settings(values["mode"]) if values["dry_run"] else {})}
         for name, value in changed.items():  # a program's own settings may read the flags, and do not override these
             flags.FLAGS[name].value = value
             flags.FLAGS[name].present = 1
@@ -85,7 +122,7 @@ class TrialFlags(FlagPlugin):
         """Returns the action that measures an estimate."""
         if not values["estimate"]:
             return ()
-        from looplib.binary.measuring import Stopwatch  # here, because every start of a binary imports this
+        from looplib.binary.estimate import Stopwatch  # here, because every start of a binary imports this
 
         self._watch = Stopwatch()
         return (self._watch,)
@@ -97,20 +134,20 @@ class TrialFlags(FlagPlugin):
           controller: in the temporary run directory.
           actions: those of the program.
         """
-        dry_run.keep_inside(actions)
+        keep_inside(actions)
         if self._watch is None:
-            return dry_run.try_out(controller)
+            return try_out(controller)
         return str(self._estimate(controller, self._watch, actions))
 
     def _estimate(self, controller: "Controller", watch: "Stopwatch", actions: Sequence[Any]) -> "Forecast":
         """Measures, and returns the forecast."""
         from looplib.actions.timed_saves import Timed, TimedSaves
-        from looplib.binary import forecast, measuring, saves
+        from looplib.binary import estimate
 
         values = self._values
         mode, steps = values["mode"], self._end(controller)
-        measured = measuring.measure(controller, watch, None if mode == "train" else values["eval_steps"])
-        plan = saves.RunPlan(
+        measured = estimate.measure(controller, watch, None if mode == "train" else values["eval_steps"])
+        plan = estimate.RunPlan(
             self._start,
             steps,
             values["checkpoint_interval"],
@@ -123,7 +160,7 @@ class TrialFlags(FlagPlugin):
             self._notes.append("the training has phases, and the first one was measured")
         asked = (*actions, *(action for plugin in flag_plugins() for action in plugin.actions(values)))
         timed = [each.timed for each in asked if isinstance(each, TimedSaves)]
-        return forecast.Forecast(
+        return estimate.Forecast(
             plan,
             measured,
             controller.steps_per_loop,

@@ -10,11 +10,11 @@ from absl import logging
 from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
-from looplib.loop.window import Window
+from looplib.loop.task_loop import Window
 from looplib.task.actions import ActionStates
-from looplib.task.derived import Constants, starting
 from looplib.task.learning_rates import LearningRates, updating
 from looplib.task.record import RunRecord
+from looplib.task.state import Constants, starting
 from looplib.task.trainer import Trainer
 
 
@@ -101,7 +101,7 @@ class RecordedParts:
         examples, files = self.loops.training.examples, self.loops.training.fingerprint
         found = []
         if record.files and files:
-            from looplib.data.records.fingerprint import changes  # here, as few starts need it
+            from looplib.data.records.reader import changes  # here, as few starts need it
 
             found = changes(record.files, files)
         elif record.files:

@@ -1,17 +1,12 @@
 """The processes of a run: which of them this one is, what they agree on, and how all end when one of them fails.
 
 Names that other rooms may use, by file:
-    collectives: PEER_ERRORS, Workers
-    connection: is_lost, start_again
+    collectives: outside, PEER_ERRORS, Workers
     environment: Cluster, resolve
-    environments: none
     peers: current
-    remote: check_placement, connected, plugin_of, RemoteStrategy
     rendezvous: none
-    replicas: counted, current, in_micro_batch, in_use, KINDS, micro_batch, over_replicas, Share, times, watching,
-        weight_of_part, weighted, weighting_means
-    runtime: describe, PRECISIONS, setup, STRATEGIES
-    scopes: outside
-    updates: apply_gradients, refuse_others, TrainingOptimizers
-    watched: none
+    runtime: check_placement, connected, describe, plugin_of, PRECISIONS, RemoteStrategy, setup, STRATEGIES
+    tpu: is_lost, start_again
+    updates: apply_gradients, counted, current, in_micro_batch, in_use, KINDS, micro_batch, over_replicas,
+        refuse_others, Share, times, TrainingOptimizers, watching, weight_of_part, weighted, weighting_means
 """

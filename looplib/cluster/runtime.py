@@ -1,23 +1,106 @@
-"""The machine: strategy, virtual devices, precision, seeds and determinism."""
+"""The machine: strategies by name, virtual devices, precision, seeds and determinism."""
 
+import abc
 import os
 import random
+import re
 import signal
 import threading
 import types
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base import plugins
 from looplib.base.messages import whole_number
-from looplib.cluster import environment, peers, remote
+from looplib.cluster import environment, peers
 from looplib.compat import keras as _keras
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
-from looplib.errors import ClusterError, DeviceError, StrategyError, UsageError
+from looplib.errors import ClusterError, DeviceError, StrategyError, UsageError, VariableError
 
-STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", *remote.names(), "tpu")
+_GROUP = "looplib.backends"
+_connected = False
+
+
+class RemoteStrategy(abc.ABC):
+    """What a plug-in says of a strategy whose steps run in other processes."""
+
+    @abc.abstractmethod
+    def check_setup(self, *, num_virtual_devices: int, deterministic: bool) -> None:
+        """Raises `UsageError` for arguments of `runtime.setup` that do not go with the strategy."""
+
+    @abc.abstractmethod
+    def connect(self) -> tf.distribute.Strategy:
+        """Makes the strategy; a process that only serves does so in here, and does not return."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Names the strategy and its processes, for logs and `run.json`."""
+
+    @abc.abstractmethod
+    def check_variable(self, what: str, device: str) -> None:
+        """Raises `UsageError` for a variable on a device where steps cannot use it; `what` names its owner."""
+
+    @property
+    @abc.abstractmethod
+    def backend(self) -> type[Any]:
+        """The `loop.backend.Backend` that runs the steps."""
+
+
+def names() -> list[str]:
+    """Returns what the plug-ins add to the values of `--strategy`."""
+    return plugins.names(_GROUP)
+
+
+def named(name: str) -> RemoteStrategy:
+    """Returns what the plug-in of a value of `--strategy` registers."""
+    return plugins.load(_GROUP, name)
+
+
+def plugin_of(strategy: tf.distribute.Strategy) -> RemoteStrategy | None:
+    """Returns what the plug-in of a strategy registers; None for one that runs its steps in this process."""
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", _tf.name_of(strategy).removesuffix("Strategy")).lower()
+    return named(name) if name in names() else None
+
+
+def connect_remote(name: str) -> tf.distribute.Strategy:
+    """Makes the strategy of a value of `--strategy`; see `RemoteStrategy.connect`."""
+    global _connected
+    strategy = named(name).connect()
+    _connected = True
+    return strategy
+
+
+def connected() -> bool:
+    """Returns whether this process has connected to others that run its steps."""
+    return _connected
+
+
+def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iterable[Any]) -> None:
+    """Raises `UsageError` if the variables of `what` were not made in the scope of the strategy that will run them."""
+    replicas, plugin = strategy.num_replicas_in_sync, plugin_of(strategy)
+    for variable in variables:
+        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+        distributed = isinstance(value, tf.distribute.DistributedValues)
+        if distributed and getattr(value, "distribute_strategy", strategy) is not strategy:
+            raise VariableError(
+                f"{what} holds variables made under another strategy than the {type(strategy).__name__} of the "
+                "controller; pass the controller the strategy that they were made under"
+            )
+        if plugin is not None:
+            plugin.check_variable(what, getattr(value, "device", "") or "")
+        if not distributed and (replicas > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)):
+            raise VariableError(
+                f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
+                "build models, optimizers and metrics inside `with strategy.scope():`"
+            )
+
+
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", *names(), "tpu")
 _TPU_NAMED_BY = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 _is_set_up = False
@@ -74,12 +157,12 @@ def setup(
         _keras.when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
     gpus = _prepare_devices(1 if on_tpu else num_virtual_devices)
     if on_tpu:
-        from looplib.cluster.connection import connect  # here, as it imports this
+        from looplib.cluster.tpu import connect  # here, as it imports this
 
         chosen = connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
-    elif strategy in remote.names():
-        chosen, why = remote.connect(strategy), "asked for"
+    elif strategy in names():
+        chosen, why = connect_remote(strategy), "asked for"
     elif strategy == "multi_worker" or (strategy == "auto" and _has_other_workers()):
         chosen, why = _multi_worker(join_limit, num_virtual_devices)
     else:
@@ -101,8 +184,8 @@ def _check(
             f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
             "auto"
         )
-    if strategy in remote.names():
-        remote.named(strategy).check_setup(num_virtual_devices=num_virtual_devices, deterministic=deterministic)
+    if strategy in names():
+        named(strategy).check_setup(num_virtual_devices=num_virtual_devices, deterministic=deterministic)
     if tpu and strategy not in ("auto", "tpu"):
         raise StrategyError(
             f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU"
@@ -113,7 +196,7 @@ def _check(
 
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Names a strategy for logs and `run.json`, such as "MirroredStrategy, 2 replicas"."""
-    if (plugin := remote.plugin_of(strategy)) is not None:
+    if (plugin := plugin_of(strategy)) is not None:
         return plugin.describe()
     replicas = strategy.num_replicas_in_sync
     return f"{_tf.name_of(strategy)}, {replicas} replica{'s' if replicas > 1 else ''}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from looplib.base import files, folders
 from looplib.base.messages import gist, with_cure
-from looplib.base.progress import format_seconds
+from looplib.base.numbers import format_seconds
 from looplib.commands import rerun
 from looplib.commands.intervals import AuditedRun, Interval
 from looplib.commands.replay import copy_checkpoint

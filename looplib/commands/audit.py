@@ -15,7 +15,7 @@ from looplib.commands.comparing import Differences
 from looplib.commands.intervals import AuditedRun, Interval, choose
 from looplib.commands.journal import DIFFERENT, EQUAL, UNKNOWN, Verdict
 from looplib.commands.runs import say
-from looplib.data.records.fingerprint import changes
+from looplib.data.records.reader import changes
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, ReplayError, UsageError
 from looplib.run import run_json
 from looplib.run.commits import Commit

@@ -19,7 +19,7 @@ from looplib.checkpoint import perturbation
 from looplib.commands.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
 from looplib.commands.runs import run, run_killed, run_to_the_end, say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CheckError
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.processes.children import temporary_folder
 from looplib.replay import preflight
 
@@ -187,7 +187,7 @@ def _rounding(
     found = []
     for seed in range(1, _NUDGES + 1):
         nudged = os.path.join(folder, f"last_bit_{seed}")
-        environment = {example_checksum.VARIABLE: "1", perturbation.VARIABLE: str(seed)}
+        environment = {additions.VARIABLE: "1", perturbation.VARIABLE: str(seed)}
         run_to_the_end(command, nudged, timeout, environment)
         found.append(compare(reference, nudged, rtol, atol))
     return found
@@ -277,7 +277,7 @@ def _verdict(comparison: Comparison, hint: str, one: str, other: str, folder: st
     both = [d.where for d in c.differences if "nothing" not in (d.one, d.other) and not d.where.endswith(": records")]
     if not both:
         hint = _REPORT_HINT
-    elif hint is not _BASELINE_HINT and any(where.endswith(example_checksum.METRIC) for where in both):
+    elif hint is not _BASELINE_HINT and any(where.endswith(additions.METRIC) for where in both):
         hint = _DATA_HINT
     say(f"possible cause: {hint}; all files are in {folder}")
     return EXIT_DIFFERENT

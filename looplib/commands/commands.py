@@ -7,7 +7,7 @@ from typing import Any
 
 from looplib.base import files
 from looplib.base.plugins import Command
-from looplib.buckets.local import local_path
+from looplib.buckets.download import local_path
 from looplib.commands.options import arguments, path, place, run
 
 _CHECK = """\
@@ -229,7 +229,7 @@ def _check_inspect(options: argparse.Namespace) -> None:
     from looplib.run import commits
 
     if options.verify and files.is_remote(options.directory):  # what is in the store, and not what was intact once
-        from looplib.buckets.copies import fetched  # here, as it imports packages that take time
+        from looplib.buckets.mirror import fetched  # here, as it imports packages that take time
 
         options.directory = fetched(options.directory, unchecked=True)
     options.directory = commits.checkpoint_folder(local_path(options.directory, "the run directory"))

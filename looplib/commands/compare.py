@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
 from looplib.errors import CheckError
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.run import run_json, values
 from looplib.run.commits import latest_checkpoint
 from looplib.task.plain import gaps
@@ -133,11 +133,11 @@ def compare(
     if not result.weights:  # a NaN is no rounding
         slack |= {where: sys.float_info.max for run in rounding for where in run.tensors_apart()}
     for split, where in [*ones, *(key for key in others if key not in ones)]:
-        exact = where.endswith((example_checksum.METRIC, "records"))
+        exact = where.endswith((additions.METRIC, "records"))
         tolerances = (0, 0) if exact else (rtol, atol, slack.get(where, 0.0))
         result.add(split, where, ones.get((split, where)), others.get((split, where)), *tolerances)
     result.records = sum(value for (_, where), value in ones.items() if where.endswith(": records"))
-    result.examples = all(any(where.endswith(example_checksum.METRIC) for _, where in run) for run in (ones, others))
+    result.examples = all(any(where.endswith(additions.METRIC) for _, where in run) for run in (ones, others))
     compare_tensors(final_checkpoint(first), final_checkpoint(second), rtol, atol, slack, result)
     return result
 
@@ -229,7 +229,7 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
         step, split = record["step"], record["split"]
         examples = record.get("examples", batch * (step - before[split]))
         before[split] = step
-        for name in record.keys() - {"step", "split", "examples", example_checksum.METRIC}:
+        for name in record.keys() - {"step", "split", "examples", additions.METRIC}:
             if not is_speed(name):
                 found[name].append((record[name], examples))
     return {
@@ -252,7 +252,7 @@ def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tupl
         counts[split, step] += 1
         numbers[split, f"step {step} {split}: records"] = counts[split, step]
         names = [name for name in record if not is_speed(name)]
-        for name in sorted(names, key=lambda name: (name != example_checksum.METRIC, name)):
+        for name in sorted(names, key=lambda name: (name != additions.METRIC, name)):
             numbers[split, f"step {step} {split} {name}"] = record[name]
     run = _report(folder)
     _, record = peek(final_checkpoint(folder))

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from looplib.commands.compare import Comparison, compare_tensors, is_speed
 from looplib.compat import tensorflow as _tf
-from looplib.loop.example_checksum import METRIC
+from looplib.loop.additions import METRIC
 from looplib.run import values
 from looplib.run.records import Record, key
 from looplib.task.record import RunRecord

@@ -9,7 +9,7 @@ from looplib.commands.compare import compare_tensors, is_speed
 from looplib.commands.replay import Replayable
 from looplib.commands.runs import say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.replay.player import CHECKSUM, Order, Trace
 from looplib.run import run_json, values
 from looplib.run.commits import Commit
@@ -163,11 +163,11 @@ def _parting(ones: list[Trace], others: list[Trace]) -> list[str]:
 
 
 def _checksum(trace: Trace) -> int | None:
-    return trace.metrics.get(example_checksum.METRIC)
+    return trace.metrics.get(additions.METRIC)
 
 
 def _without_checksum(trace: Trace) -> dict[str, Any]:
-    return {name: value for name, value in trace.metrics.items() if name != example_checksum.METRIC}
+    return {name: value for name, value in trace.metrics.items() if name != additions.METRIC}
 
 
 def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

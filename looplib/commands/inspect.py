@@ -7,8 +7,7 @@ import time
 import tensorflow as tf
 
 from looplib.base.console import printable
-from looplib.base.numbers import format_size
-from looplib.base.progress import format_seconds
+from looplib.base.numbers import format_seconds, format_size
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.run import choice, commits
 

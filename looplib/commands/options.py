@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib.base import files
-from looplib.buckets.local import local_path
+from looplib.buckets.download import local_path
 from looplib.errors import UsageError
 
 
@@ -38,7 +38,7 @@ def without_checkpoints(text: str) -> str:
     """Returns a path, or a local copy of the runs at a URL without their checkpoints."""
     if not files.is_remote(text):
         return files.resolve(text, "the path")
-    from looplib.buckets.copies import fetched  # here, as it imports packages that take time
+    from looplib.buckets.mirror import fetched  # here, as it imports packages that take time
 
     return fetched(text, checkpoints=False)
 

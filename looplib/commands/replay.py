@@ -17,12 +17,12 @@ from typing import Any
 
 from looplib.base import files, folders
 from looplib.base.messages import gist
-from looplib.base.progress import format_seconds
+from looplib.base.numbers import format_seconds
 from looplib.commands import recorded_run, rerun
 from looplib.commands.recorded_run import Recorded
 from looplib.commands.runs import say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, ReplayError
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.processes.children import dying_with_parent
 from looplib.replay.player import Answer, Order
 from looplib.run import commits, values
@@ -105,7 +105,7 @@ class Replayable(Recorded):
         command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
         say(f"{shlex.join(command)} (in {place})")
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **rerun.environment(self.directory), **order.as_environment()}
-        environment |= {example_checksum.VARIABLE: "1"} if order.trace else {}
+        environment |= {additions.VARIABLE: "1"} if order.trace else {}
         log = None if order.eager else os.path.join(folder, "output.log")
         try:
             with open(log or os.devnull, "ab") as output:

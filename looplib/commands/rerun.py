@@ -20,7 +20,7 @@ from looplib.commands import recorded_run
 from looplib.commands.compare import compare
 from looplib.commands.runs import say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, ReplayError
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.processes.children import dying_with_parent
 from looplib.run import code_version, program, run_json
 from looplib.run.records import each_record
@@ -148,10 +148,10 @@ def environment(directory: str) -> dict[str, str]:
     Args:
       directory: the run directory.
     """
-    variables = {name: value for name, value in os.environ.items() if name != example_checksum.VARIABLE}
+    variables = {name: value for name, value in os.environ.items() if name != additions.VARIABLE}
     records = each_record(os.path.join(directory, "metrics.jsonl"))
-    if any(example_checksum.METRIC in record for record in records):
-        variables[example_checksum.VARIABLE] = "1"
+    if any(additions.METRIC in record for record in records):
+        variables[additions.VARIABLE] = "1"
     return variables
 
 

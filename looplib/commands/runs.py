@@ -18,7 +18,7 @@ from looplib.base import files, folders
 from looplib.base.console import printable
 from looplib.commands.compare import final_checkpoint
 from looplib.errors import CheckError
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.processes import children
 from looplib.run.commits import latest_checkpoint
 
@@ -80,7 +80,7 @@ def run(
       UsageError: if the command cannot be started, fails, or takes longer.
     """
     life, stamp, moment = ProcessRun(saved_step(folder)), _stamp(folder), None
-    added = environment or {example_checksum.VARIABLE: "1"}
+    added = environment or {additions.VARIABLE: "1"}
     with files.open_to_append(f"{folder}.log") as log:
         _hold(log, folder)
         process = children.start([*command, f"--model_dir={folder}"], log, added)

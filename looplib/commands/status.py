@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from looplib.base import files
 from looplib.base.console import printable
-from looplib.base.numbers import format_number
-from looplib.base.progress import format_seconds, format_share
+from looplib.base.numbers import format_number, format_seconds, format_share
 from looplib.commands import options
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CommandError, RunDirectoryError
 from looplib.run import lock

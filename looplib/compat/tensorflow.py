@@ -1,18 +1,9 @@
-"""TensorFlow: its import, and what looplib uses of it that has no public name or no promised form.
-
-TensorFlow is imported without the garbage collector. An import makes hundreds of thousands of objects, and nearly all
-of them stay; the collector would visit them again and again, which takes a fifth of the time of the import.
-
-Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
-Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
-is not as expected, and looplib then says less and does not fail. `tests/compat/tf_test.py` tries each with the
-installed TensorFlow, and names what that version changed; all work with the versions of `KNOWN`. Of this kind is also
-`replay/xla.py`, for messages and programs of XLA that one tool reads.
-"""
+"""TensorFlow: its import, and what it does not publish, each in a guarded function with a fall-back."""
 
 import builtins
 import collections
 import dataclasses
+import functools
 import gc
 import logging as python_logging
 import os
@@ -20,8 +11,11 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from absl import logging
 
 from looplib.base.messages import gist
 from looplib.errors import DeviceError, UsageError, WorkerError
@@ -38,8 +32,6 @@ finally:
     if _collects:
         gc.enable()
     gc.freeze()  # modules stay; without this, the first collections of a program go through all their objects
-
-from absl import logging
 
 KNOWN = ("2.20", "2.21")  # versions of TensorFlow
 
@@ -538,3 +530,70 @@ class ReplicaLocal(threading.local):
 
 watch()
 keep_builtins()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def converted(function: Function) -> Function:
+    """Returns a function that AutoGraph converts in each trace, also if what calls it is not converted.
+
+    What it calls is converted too, unless that is marked by `do_not_convert`. Without a trace, as with `loop="eager"`,
+    the function is called as it is.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not tf.inside_function():
+            return function(*args, **kwargs)
+        return _converting()(function, args, kwargs)
+
+    return tf.autograph.experimental.do_not_convert(call)
+
+
+@functools.cache
+def _converting() -> Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]:
+    return tf.autograph.to_graph(_call)
+
+
+def _call(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+# Stages without a state that their iterators share, as a shuffle's seeds are. Functions of the others are looked at.
+_PLAIN = frozenset(
+    "AssertCardinality Batch Concatenate Options PaddedBatch ParallelBatch Prefetch Range Rebatch Repeat Shard Skip "
+    "Take Tensor TensorSlice Unbatch Zip".split()
+)
+_OF_FUNCTIONS = frozenset({"FlatMap", "Map", "ParallelMap"})
+_STATE = ("PyFunc", "Shuffle", "Generator", "Assign", "Cache", "Insert", "Rng", "RandomDataset", "Stateful")
+_FUNCTION_CALLS = ("StatefulPartitionedCall",)  # of functions whose ops are looked at
+
+
+def leaves_no_trace(dataset: tf.data.Dataset, known: list[tf.data.Dataset]) -> bool:
+    """Returns whether a pipeline has no state that a second iterator over it would change.
+
+    Such a state are the seeds of a shuffle, random numbers, a cache, and whatever a Python function keeps. False where
+    TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+
+    Args:
+      dataset: the pipeline.
+      known: data sets that it reads and that are known to have no such state.
+    """
+    if any(dataset is one for one in known):
+        return True
+    name = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
+    try:
+        if name in _OF_FUNCTIONS and not _is_plain(dataset):
+            return False
+        inputs = dataset._inputs()
+    except (AttributeError, NotImplementedError):
+        return False
+    return name in _PLAIN | _OF_FUNCTIONS and all(leaves_no_trace(one, known) for one in inputs)
+
+
+def _is_plain(stage: tf.data.Dataset) -> bool:
+    graph = stage._map_func.function.graph
+    graphs = [graph, *(function.graph for function in graph._functions.values())]
+    types = {op.type for each in graphs for op in each.get_operations()} - set(_FUNCTION_CALLS)
+    return RANDOM_OPS.isdisjoint(types) and not any(part in kind for kind in types for part in _STATE)

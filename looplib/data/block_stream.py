@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.data.host_stream import HostStream
+from looplib.data.streams import HostStream
 
 # TensorFlow takes 20 to 50 microseconds for a `next` in a graph, whatever the batch: half of a small step.
 # A whole element has to be there before its first step, so that it may not be long where the input is slow.

@@ -1,21 +1,256 @@
-"""The order of examples: which one stands at each position of a run, as functions that can be entered at any position.
-
-Positions count the examples of all replicas, in step order, from the start of the run. An order depends on the position
-and the run's seed alone, so it is the same on any number of replicas and workers, and resumes from one integer.
-"""
+"""Which example stands where: global batches and their sizes, epochs, plans, and the permutation."""
 
 import abc
 import dataclasses
 import hashlib
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.base.messages import whole_number
-from looplib.data.batches import Batches
-from looplib.errors import OrderError
+from looplib.errors import BatchSizeError, OrderError
+
+CHUNK_IDS = 8192  # that are drawn at once, at most
+_CHUNK = 32  # batches of them
+
+_MOST_BATCHES, _MOST_EXAMPLES = 2**53, 2**31  # of a run, and of a global batch
+_MOST_POSITIONS = 2**62  # which fit into int64
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSizePeriod:
+    """Global batches of one size, up to the start of a run that continued with another one.
+
+    Raises:
+      ValueError: for numbers that no run has.
+    """
+
+    step: int  # the global step at that start
+    batch: int  # the global batches that the run had consumed, those that rollbacks left out included
+    size: int  # examples of each
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.step < _MOST_BATCHES and 0 <= self.batch < _MOST_BATCHES and 0 < self.size < _MOST_EXAMPLES):
+            raise ValueError(f"no run has {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """How many examples an epoch has.
+
+    Attributes:
+      examples: of an epoch.
+      whole: whether its last batch may be smaller; otherwise examples of the next epoch fill it.
+    """
+
+    examples: int | Fraction
+    whole: bool = False
+
+    def steps(self, size: int) -> float:
+        """Returns the steps of an epoch with global batches of `size` examples."""
+        return -(-self.examples // size) if self.whole or self.examples % size == 0 else float(self.examples / size)
+
+    def after(self, examples: int, batches: int, size: int) -> int:
+        """Returns how many examples have come once further batches of one size follow the first `examples`."""
+        if not self.whole:
+            return examples + batches * size
+        first = self.batches(examples, self._next(examples), size)
+        if batches < first:
+            return examples + batches * size
+        epochs, rest = divmod(batches - first, -(-self.examples // size))
+        return self._next(examples) + epochs * self.examples + rest * size
+
+    def batches(self, examples: int, target: int | Fraction, size: int) -> int:
+        """Returns how many batches of one size it takes to get from `examples` to at least `target` examples."""
+        end = self._next(examples)
+        if not self.whole or target <= end:
+            return -(-(target - examples) // size)
+        epochs, rest = divmod(target - end, self.examples)
+        return self.batches(examples, end, size) + epochs * -(-self.examples // size) - (-rest // size)
+
+    def _next(self, examples: int) -> int:
+        """Returns the number of examples at the end of the epoch in which the next example is."""
+        return (examples // self.examples + 1) * self.examples
+
+
+_WITHOUT_END = Epoch(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The sizes of a run's global batches."""
+
+    size: int  # examples of each from now on
+    earlier: tuple[BatchSizePeriod, ...] = ()  # batches of other sizes, in their order
+
+    def resized(self, size: int, step: int, batch: int) -> "Batches":
+        """Returns the batches of a run that continues with another size from a step on, after `batch` batches."""
+        if size == self.size:
+            return self
+        now = BatchSizePeriod(step, batch, self.size)
+        before = self.earlier[-1] if self.earlier else BatchSizePeriod(0, 0, size)
+        if (now.step, now.batch) != (before.step, before.batch):
+            return Batches(size, (*self.earlier, now))
+        earlier = self.earlier[:-1] if before.size == size else self.earlier  # no step had the size between
+        return Batches(size, earlier)
+
+    def back_to(self, step: int) -> "Batches":
+        """Returns the batch sizes of a run that goes back to an earlier step and skips the data in between."""
+        earlier = (dataclasses.replace(span, step=min(span.step, step)) for span in self.earlier)
+        return Batches(self.size, tuple(earlier))
+
+    def is_possible(self, step: int, batch: int) -> bool:
+        """Returns whether a run can have consumed `batch` global batches at a step; for values from a file."""
+        places = [(0, 0), *((span.step, span.batch) for span in self.earlier), (step, batch)]
+        in_order = all(a <= c and b <= d for (a, b), (c, d) in zip(places, places[1:]))
+        return 0 < self.size < _MOST_EXAMPLES and in_order and self.before(batch) < _MOST_POSITIONS
+
+    @property
+    def first(self) -> int:
+        """The number of the first batch of the present size."""
+        return self.earlier[-1].batch if self.earlier else 0
+
+    @property
+    def original(self) -> int:
+        """The size that the run began with."""
+        return self.earlier[0].size if self.earlier else self.size
+
+    def full(self, epoch: Epoch) -> bool:
+        """Returns whether all batches of the present size are full."""
+        return not epoch.whole or (epoch.examples % self.size == 0 == self.before(self.first, epoch) % self.size)
+
+    def whole(self, batch: int) -> int:
+        """Returns the number of batches of the present size that hold all examples before a global batch.
+
+        Raises:
+          UsageError: if no whole number of them does.
+        """
+        examples = self.before(batch)
+        if examples % self.size:
+            raise BatchSizeError(
+                f"the run has read {examples} examples, in batches of {self}, and no number of batches of {self.size} "
+                "has as many, which data that resumes by skipping batches needs; continue with a batch size that "
+                "divides them, make the data with context.indices or context.records, or start a new run from the "
+                "weights (--warm_start)"
+            )
+        return examples // self.size
+
+    def before(self, batch: int, epoch: Epoch = _WITHOUT_END) -> int:
+        """Returns how many examples come before the global batch of a number."""
+        return self._examples(batch, [span.batch for span in self.earlier], epoch)
+
+    def trained(self, step: int, epoch: Epoch = _WITHOUT_END) -> int:
+        """Returns the number of examples trained on up to a step, without those that rollbacks left out."""
+        return self._examples(step, [span.step for span in self.earlier], epoch)
+
+    def step_of(self, examples: int | Fraction, epoch: Epoch) -> int:
+        """Returns the first step after which a number of examples has been trained on."""
+        found = at = 0
+        for span in self.earlier:
+            steps = epoch.batches(found, examples, span.size)
+            if at + steps <= span.step:
+                return at + max(0, steps)
+            found, at = epoch.after(found, span.step - at, span.size), span.step
+        return at + max(0, epoch.batches(found, examples, self.size))
+
+    def _examples(self, number: int, ends: list[int], epoch: Epoch) -> int:
+        found = at = 0
+        for end, size in zip([*ends, number], [*(span.size for span in self.earlier), self.size]):
+            end = min(end, number)
+            found, at = epoch.after(found, end - at, size), end
+        return found
+
+    def __str__(self) -> str:
+        """Returns the sizes in words, such as "8, then 16"."""
+        return ", then ".join(str(size) for size in [*(span.size for span in self.earlier), self.size])
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """Makes the positions of the batches of one input pipeline; positions count the examples of all replicas."""
+
+    sizes: Batches  # of the global batches
+    start_step: int  # global batches that come before
+    num_replicas: int  # replicas that step together, over all workers
+    pipeline_index: int | tf.Tensor  # see `InputContext`
+    num_pipelines: int  # the number of input pipelines
+    replicas_per_pipeline: int  # replicas that this pipeline feeds
+    numbers: tf.data.Dataset | None  # the numbers of the batches to make, see `InputContext`; None for all
+    only: np.ndarray | None = None  # positions int64 `[n]` to make batches of one of, in place of all others
+
+    @property
+    def _batch(self) -> int:
+        return self.sizes.size // self.num_replicas
+
+    def training_batches(self, epoch: Epoch, most: int) -> tf.data.Dataset:
+        """Makes the batches of a training, without end, in chunks int64 `[k, b]` of at most `most` batches.
+
+        A batch that may be smaller is a chunk of its own.
+        """
+        if not self.sizes.full(epoch):
+            return self._in_epochs(epoch)
+        count = max(1, min(_CHUNK, CHUNK_IDS // self._batch, most))
+        count = 1 if self.numbers is not None else count
+
+        @tf.autograph.experimental.do_not_convert
+        def positions(first: tf.Tensor) -> tf.Tensor:
+            return self.batches(first, count, epoch)
+
+        first = self.start_step * self.replicas_per_pipeline
+        return (tf.data.Dataset.counter(first, count) if self.numbers is None else self.numbers).map(positions)
+
+    def batches(self, first: tf.Tensor, count: int, epoch: Epoch) -> tf.Tensor:
+        """Returns the positions of `count` full batches of this pipeline from a number on, int64 `[count, b]`."""
+        batches = self._global_number(first + tf.range(count, dtype=tf.int64))
+        begun = self.sizes.before(self.sizes.first, epoch) - self.sizes.first * self.sizes.size
+        return batches[:, None] * self._batch + (begun + tf.range(self._batch, dtype=tf.int64))
+
+    def _in_epochs(self, epoch: Epoch) -> tf.data.Dataset:
+        num_examples, size, steps = epoch.examples, self.sizes.size, epoch.steps(self.sizes.size)
+        epochs, done = divmod(self.sizes.before(self.sizes.first, epoch), num_examples)
+        # As if the epoch where the present size begins had `steps` such batches, `missing` of them before.
+        missing = steps + (done - num_examples) // size
+        moved = tf.constant(done - missing * size, tf.int64)
+
+        @tf.autograph.experimental.do_not_convert
+        def positions(step: tf.Tensor) -> tf.Tensor:
+            step += missing - self.sizes.first
+            first = step % steps * size + tf.where(step < steps, moved, 0)
+            start = (epochs + step // steps) * num_examples
+            return (start + tf.range(first, tf.minimum(first + size, num_examples)))[None]
+
+        return (tf.data.Dataset.counter(self.start_step) if self.numbers is None else self.numbers).map(positions)
+
+    def evaluation_batches(self, num_examples: int) -> tuple[tf.data.Dataset, int | tf.Tensor]:
+        """Makes the batches of all examples once, in their order; returns them and how many there are from step 0 on.
+
+        The last one may be smaller. See `training_batches` for what is made.
+        """
+        batch = self._batch
+        rounds, rest = divmod(-(-num_examples // batch), self.num_replicas)
+        count = rounds * self.replicas_per_pipeline
+        count += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
+
+        @tf.autograph.experimental.do_not_convert
+        def positions(element: tf.Tensor) -> tf.Tensor:
+            start = self._global_number(element) * batch
+            return tf.range(start, tf.minimum(start + batch, num_examples))[None]
+
+        first = self.start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
+        if self.numbers is None and self.num_pipelines == 1:
+            # Without a function: to prepare one takes an iterator as long as ids for many steps.
+            return tf.data.Dataset.range(first * batch, num_examples).batch(batch).batch(1, drop_remainder=True), count
+        return (tf.data.Dataset.range(first, count) if self.numbers is None else self.numbers).map(positions), count
+
+    def _global_number(self, element: tf.Tensor) -> tf.Tensor:
+        """Returns the number of a batch of this pipeline among the batches of all replicas, in step order."""
+        step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
+        return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica
+
 
 # From positions, int64 `[b]`, to the examples there: a structure of tensors `[b, ...]`.
 Locate = Callable[[tf.Tensor], Any]

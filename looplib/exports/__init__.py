@@ -3,13 +3,10 @@
 Names that other rooms may use, by file:
     card: none
     exports: check_inputs, export
-    facts: none
     folder: none
     int8: none
     new_folder: new_folder
     parts: none
-    pieces: none
-    prediction: none
     predictions: predict
     samples: none
 """

@@ -15,22 +15,19 @@ from looplib.base import files, folders
 from looplib.base.messages import with_cure
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.compat import keras as _keras
-from looplib.compat.models import is_batch_normalization
+from looplib.compat.keras import is_batch_normalization
 from looplib.config.formats import CARD, FORMATS, KERAS, SAVED_MODEL, check_export
 from looplib.errors import ExportError, UsageError
-from looplib.exports import facts
-from looplib.exports.card import Card
+from looplib.exports import card
 from looplib.exports.int8 import Int8Cost
 from looplib.exports.new_folder import alone, check_free, new_folder, put_in_place
 from looplib.exports.parts import Parts, WhatIsExported
 from looplib.exports.samples import ModelInputs, take_samples
-from looplib.loop.base import Loop
+from looplib.loop.contracts import Loop
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
 from looplib.report.writers.mlflow_models import register
-from looplib.task.evaluator import Evaluator
-from looplib.task.exported import Exported, check_names
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Evaluator, Exported, Trainer, check_names
 
 _RECORD = "export.json"
 _NAMES = {_RECORD, CARD, SAVED_MODEL, KERAS, *(each.file for each in FORMATS.values())}
@@ -107,22 +104,22 @@ def export(
                 if chief:
                     weights = "averages" if averages else "last"
                     start = os.path.basename(checkpointer.restored_from) if checkpointer.restored_from else None
-                    card = Card(
+                    model_card = card.Card(
                         model=exported.model,
                         signature=exported.signature,
                         step=step,
                         weights=weights,
                         license=license.strip(),
-                        evaluated=facts.evaluated(loops, checkpointer, reporter),
+                        evaluated=card.evaluated(loops, checkpointer, reporter),
                         evaluated_averages=exported.averages is not None,
-                        data=facts.training_data(loops, checkpointer),
-                        settings=facts.settings(checkpointer, reporter),
-                        versions=facts.versions(),
+                        data=card.training_data(loops, checkpointer),
+                        settings=card.settings(checkpointer, reporter),
+                        versions=card.versions(),
                         sizes=parts.sizes(),
                         differences=parts.differences,
                         int8=parts.int8,
                     )
-                    files.write_whole(os.path.join(place, CARD), card.text(), durable=False)
+                    files.write_whole(os.path.join(place, CARD), model_card.text(), durable=False)
                     record = ExportRecord(
                         step, weights, start, parts.sizes(), parts.left_out, parts.differences, parts.int8
                     )

@@ -15,19 +15,19 @@ import tensorflow as tf
 
 from looplib.base import files, folders
 from looplib.base.messages import gist
-from looplib.cluster import scopes
+from looplib.cluster import collectives
 from looplib.compat import keras as _keras
 from looplib.config.formats import FORMATS, KERAS, SAVED_MODEL
 from looplib.errors import ExportError
 from looplib.exports import int8
 from looplib.exports.int8 import Int8Cost
 from looplib.exports.samples import ModelInputs
-from looplib.task.exported import Exported
 from looplib.task.plain import gaps
 from looplib.task.state import variables_of
+from looplib.task.trainer import Exported
 from looplib.weights.layers import ComputedValue, LayerWalk
-from looplib.weights.safetensors import SafetensorsFile
-from looplib.weights.writing import named_weights, write_safetensors
+from looplib.weights.opening import SafetensorsFile
+from looplib.weights.taking import named_weights, write_safetensors
 
 CLOSE = 1e-3  # difference of two models that compute equal outputs, relative to the largest number
 _SIGNATURE = "serving_default"
@@ -100,13 +100,13 @@ class Parts:
     def _write_saved_model(self) -> Any:
         path = os.path.join(self._folder, SAVED_MODEL)
         _save(self._exported, path)
-        loaded = scopes.outside(lambda: tf.saved_model.load(path))
+        loaded = collectives.outside(lambda: tf.saved_model.load(path))
         if _is_distributed(self._exported.model):
             # TensorFlow saves a variable of several replicas with its parts. Readers of sessions, such as TensorFlow
             # Serving and the converter to TFLite, then take other moving statistics than the mean of the replicas.
             folders.remove(self._folder, SAVED_MODEL)
             tf.saved_model.save(loaded, path, signatures=loaded.signatures)
-            loaded = scopes.outside(lambda: tf.saved_model.load(path))
+            loaded = collectives.outside(lambda: tf.saved_model.load(path))
         self.differences[SAVED_MODEL] = difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
         return loaded
 

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.data.input_context import InputContext
+from looplib.data.context import InputContext
 from looplib.errors import ExportError
-from looplib.loop.base import Request
+from looplib.loop.contracts import Request
 from looplib.loop.loops import Loops
 from looplib.task import reductions
-from looplib.task.evaluator import Evaluator
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Evaluator, Trainer
 
 MOST_EXAMPLES = 1000
 MOST_BYTES = 1 << 28  # of their inputs

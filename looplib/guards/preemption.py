@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base import console
-from looplib.cluster import peers, scopes
+from looplib.cluster import collectives, peers
 from looplib.errors import EXIT_PREEMPTED, Preempted
 from looplib.guards.watchdog import RunningTime, debugger_holds_a_thread
 
@@ -87,7 +87,7 @@ class PreemptionNotice:
                 with tf.device("/cpu:0"):
                     return tf.Variable(False, trainable=False, name="stop")
 
-            self._flag = scopes.outside(make)
+            self._flag = collectives.outside(make)
         return self._flag
 
     @contextlib.contextmanager

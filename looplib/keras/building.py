@@ -12,9 +12,8 @@ import tensorflow as tf
 from looplib.base.messages import gist
 from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
-from looplib.compat import models
-from looplib.compat.autograph import converted
-from looplib.compat.methods import alone
+from looplib.compat.patches import alone
+from looplib.compat.tensorflow import converted
 from looplib.errors import LossError, UsageError, VariableError
 from looplib.keras.data import KerasData
 from looplib.loop.step import raise_refusal
@@ -32,7 +31,7 @@ def build(model: Any, data: KerasData, trains: bool) -> None:
     Raises:
       UsageError: for a `train_step` that has to make variables on several replicas and cannot be traced.
     """
-    own_step = models.has_own_step(model)
+    own_step = _keras.has_own_step(model)
     try:
         _build_by_test_step(model, data)
     except Exception:
@@ -40,7 +39,7 @@ def build(model: Any, data: KerasData, trains: bool) -> None:
             raise
     finally:
         model.reset_metrics()
-    own_steps = own_step or models.has_own_step(model, "test_step")  # which may leave compiled metrics unbuilt
+    own_steps = own_step or _keras.has_own_step(model, "test_step")  # which may leave compiled metrics unbuilt
     if trains and own_steps and _is_unbuilt(model):
         _build_by_train_step(model, data)
     # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
@@ -80,7 +79,7 @@ def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.
     """Traces a step on all replicas, for batches like the data's."""
     strategy = model.distribute_strategy
     spec = data.spec(strategy.num_replicas_in_sync)
-    models.check_stateful_batch(
+    _keras.check_stateful_batch(
         model, next((part.shape[0] for part in tf.nest.flatten(spec) if part is not None), None)
     )
 

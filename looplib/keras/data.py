@@ -10,8 +10,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import join_names
-from looplib.compat import models
-from looplib.data.input_context import InputContext
+from looplib.compat import keras
+from looplib.data.context import InputContext
 from looplib.data.records.reading import structure_of, without_lists
 from looplib.data.records.sources import items
 from looplib.errors import BatchSizeError, DatasetError
@@ -50,7 +50,7 @@ class KerasData:
         sample_weight: Any,
         class_weight: Mapping[int, float] | None,
     ) -> None:
-        self._float_type, self._preprocess = models.float_type(model), models.preprocessing(model)
+        self._float_type, self._preprocess = keras.float_type(model), keras.preprocessing(model)
         if x is None:
             raise DatasetError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
         if isinstance(x, Iterator):

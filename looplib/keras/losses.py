@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.cluster import replicas
+from looplib.cluster import updates
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.compat.methods import Collectives, alone, collectives
+from looplib.compat.patches import Collectives, alone, collectives
 
 _WEIGHTS = "mean_with_sample_weight"  # a reduction of Keras 3, which divides by the sum of the weights
 _NONE = ("none", "None")
@@ -46,8 +46,8 @@ def part_of_batch(left_out: bool = False) -> Iterator[Collectives]:
             _replace(sys.modules[root].losses.Loss)
     _part_of_batch.on = several
     try:
-        with replicas.weighting_means():
-            found = Collectives(replicas.weight_of_part(tf.float32), left_out)
+        with updates.weighting_means():
+            found = Collectives(updates.weight_of_part(tf.float32), left_out)
             with collectives(found) if several else contextlib.nullcontext(), alone():
                 yield found
     finally:
@@ -90,13 +90,13 @@ def _part(plain: Callable, loss: Any, y_true: Any, y_pred: Any, sample_weight: A
     by_weights = reduction == _WEIGHTS and (sample_weight is not None or masked)
     if not values[0].shape.rank or not (reduction == "sum" or by_weights or masked):
         return own  # a mean over examples, or a number that the loss reduces itself
-    factor = replicas.weight_of_part(own.dtype)
+    factor = updates.weight_of_part(own.dtype)
     if reduction == "sum":
         return tf.math.divide_no_nan(own, factor)
     count = reduced(ones, "sum", sample_weight if by_weights else None)
     if by_weights:  # Keras counts a weight once, for however many elements it is
         count = tf.math.divide_no_nan(count, reduced(ones, loss.reduction, sample_weight))
-    count = replicas.counted(tf.stop_gradient(count))
+    count = updates.counted(tf.stop_gradient(count))
     whole = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, count)
     total = reduced(lambda y_true, y_pred: values[0], "sum", sample_weight)
     return tf.math.divide_no_nan(total, whole * factor)

@@ -14,7 +14,6 @@ from absl import logging
 
 from looplib.base.messages import gist, join_names
 from looplib.compat import keras as _keras
-from looplib.compat import models
 from looplib.errors import LossError, UsageError
 from looplib.keras import rows
 from looplib.keras.step_trial import Computed, StepTrial, leaves, ordered
@@ -52,8 +51,8 @@ def check(model: Any, batch: Any) -> None:
     Raises:
       UsageError: if they do not, or if it cannot be tried.
     """
-    fixed, batch = models.fixed_batch(model), ordered(model, batch)
-    own = models.has_own_step(model)
+    fixed, batch = _keras.fixed_batch(model), ordered(model, batch)
+    own = _keras.has_own_step(model)
     try:
         with StepTrial(model) as trial:
             found = _exchanged(trial, batch) if fixed else _tried(model, trial, batch)
@@ -169,7 +168,7 @@ def _exchanged(trial: StepTrial, batch: Any) -> _Found:
 
 def _evaluated(model: Any, batch: Any) -> None:
     """Computes the loss as Keras's `train_step` does, but without what a layer draws in a training."""
-    x, y, sample_weight = models.unpacked(model, batch)
+    x, y, sample_weight = _keras.unpacked(model, batch)
     with tf.GradientTape() as tape:
         predicted = model(x, training=False)
         loss = model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
@@ -179,7 +178,7 @@ def _evaluated(model: Any, batch: Any) -> None:
 
 def _weighted(model: Any, batch: Any) -> Any:
     """Returns a batch with other weights of the examples; None without any."""
-    weights = models.unpacked(model, batch)[2]
+    weights = _keras.unpacked(model, batch)[2]
     if weights is None:
         return None
     known, chance = {id(leaf) for leaf in tf.nest.flatten(weights)}, np.random.default_rng(0)

@@ -7,7 +7,6 @@ from absl import logging
 
 from looplib.base.messages import gist, join_names
 from looplib.compat import keras as _keras
-from looplib.compat import models
 from looplib.keras import rows
 from looplib.keras.step_trial import StepTrial, ordered
 
@@ -69,8 +68,8 @@ def _holds_others(metric: Any) -> bool:
 
 def _tried(model: Any, metrics: list[Any], batch: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the results of each metric by parts and as a whole, float64 `[draws, n]`; one draw without noise."""
-    step = model.train_step if models.has_own_step(model) else model.test_step
-    fixed, batch = models.fixed_batch(model), ordered(model, batch)
+    step = model.train_step if _keras.has_own_step(model) else model.test_step
+    fixed, batch = _keras.fixed_batch(model), ordered(model, batch)
     with StepTrial(model, step, metrics) as trial:
         trial.sized = trial.sized or fixed is not None
         if fixed is not None:

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.cluster import replicas
+from looplib.cluster import updates
 from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
-from looplib.compat import models
 from looplib.compat import tensorflow as _tf
-from looplib.compat.autograph import converted
-from looplib.compat.methods import alone
 from looplib.compat.optimizers import Replacement
+from looplib.compat.patches import alone
+from looplib.compat.tensorflow import converted
 from looplib.keras import rows
 from looplib.keras.building import state_of_model
 from looplib.keras.losses import part_of_batch
@@ -96,7 +95,7 @@ class StepTrial:
             if (scale := _keras.loss_scale(optimizer)) is not None:
                 self._replaced.callback(scale.assign, scale.numpy())
                 scale.assign(1)
-        for layer in filter(models.has_own_statistics, _keras.sublayers(self._model)):
+        for layer in filter(_keras.has_own_statistics, _keras.sublayers(self._model)):
             trained = [(variable, variable.trainable) for variable in layer.variables]
             self._replaced.callback(_set_trainable, layer, trained)
             layer.trainable = False
@@ -232,10 +231,10 @@ class StepTrial:
         counts = own[:, 1] - own[:, 0]
         batch = rows.OmittedParts(batch).restore(_of_replica(flat, own, counts if sizes is None else sizes))
         every = tf.reduce_sum(bounds[0, :, 1] - bounds[0, :, 0])
-        share = replicas.Share(batch, counts[0], tf.where(whole, counts[0], every))
-        with replicas.in_use(share), part_of_batch(left_out) as joined:
+        share = updates.Share(batch, counts[0], tf.where(whole, counts[0], every))
+        with updates.in_use(share), part_of_batch(left_out) as joined:
             logs = converted(self._step)(batch)
-            factor = replicas.weight_of_part(tf.float64)
+            factor = updates.weight_of_part(tf.float64)
         self._joins = self._joins or joined.called
         counted = tf.where(whole, tf.constant(1 / self._replicas, tf.float64), 1)  # all replicas compute the same
         losses = [_flat(loss) * factor for loss in self._losses(logs)]
@@ -252,15 +251,15 @@ class StepTrial:
         return list(named.values())
 
     def _takes_gradients(self, grads: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        self._given.gradients += replicas.weighted(grads)
+        self._given.gradients += updates.weighted(grads)
 
     def _takes_pairs(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        given = replicas.weighted([gradient for gradient, _ in grads_and_vars])
+        given = updates.weighted([gradient for gradient, _ in grads_and_vars])
         sums_itself = (
             kwargs.get("skip_gradients_aggregation") or kwargs.get("experimental_aggregate_gradients") is False
         )
         factor = tf.constant(1 / self._replicas) if sums_itself else None
-        self._given.gradients += [replicas.times(each, factor) for each in given]
+        self._given.gradients += [updates.times(each, factor) for each in given]
 
     def _kept_apart(self) -> list[str]:
         """Returns the variables that differ between the replicas of this process."""
@@ -344,7 +343,7 @@ def ordered(model: Any, batch: Any) -> Any:
     sizes = set(rows.sizes(batch))
     if len(sizes) > 1:
         return batch  # whose rows do not belong together by their numbers
-    size, each = sizes.pop(), models.fixed_batch(model) or 0
+    size, each = sizes.pop(), _keras.fixed_batch(model) or 0
     ids = rows.by_content(batch, size)
     most = max(2, size // replicas)
     return rows.take(batch, [ids[number * size // (most * replicas)] for number in range((each or most) * replicas)])

@@ -9,22 +9,18 @@ import tensorflow as tf
 
 from looplib.base.messages import shown
 from looplib.compat import keras as _keras
-from looplib.compat import models, normalization
-from looplib.compat.autograph import converted
-from looplib.data.input_context import InputContext
+from looplib.compat import patches
+from looplib.compat.tensorflow import converted
+from looplib.data.context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.keras import means, metric_parts, rows
-from looplib.keras.batch_logs import BatchLogs
 from looplib.keras.building import build, state_of_model
 from looplib.keras.callbacks import KerasCallbacks
 from looplib.keras.data import KerasData
 from looplib.keras.losses import part_of_batch
-from looplib.keras.results import KerasResults
-from looplib.task.adapter import Adapter
-from looplib.task.evaluator import Evaluator
-from looplib.task.exported import Exported, of_model
+from looplib.keras.results import BatchLogs, KerasResults
 from looplib.task.state import variables_of
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Adapter, Evaluator, Exported, Trainer, of_model
 
 _ELSEWHERE = {  # arguments that have another place: of `fit`, and of `GradientTrainer`
     "phases": "phases are a setting of looplib.GradientTrainer, whose step takes the trained variables of each phase",
@@ -109,7 +105,7 @@ class KerasTrainer(Adapter, Trainer):
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
             found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
             raise ModelError(f"KerasTrainer got {found}; expected a Keras model after model.compile(optimizer, loss)")
-        models.refuse_limits(model)
+        _keras.refuse_limits(model)
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             raise StrategyError(
                 "KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer"
@@ -125,13 +121,13 @@ class KerasTrainer(Adapter, Trainer):
         self.uneven_parts = per_replica
         several = model.distribute_strategy.num_replicas_in_sync > 1
         if several:
-            normalization.synchronize(model)
+            patches.synchronize(model)
         if several and not per_replica:
             sample = self._keras_data.sample(means.EXAMPLES)
             means.check(model, sample)
             self.uneven_parts = len(set(rows.sizes(sample))) > 1  # each part is divided by its own, which was tried
             metric_parts.warn_of_others(model, sample)
-        self.metrics = [*model.metrics, *models.unlisted_metrics(model)]
+        self.metrics = [*model.metrics, *_keras.unlisted_metrics(model)]
         held = {id(variable) for _, variable in variables_of(state_of_model(model))}
         self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in held]
         self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
@@ -178,7 +174,7 @@ class KerasTrainer(Adapter, Trainer):
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
         count = self.model.distribute_strategy.num_replicas_in_sync
-        models.check_stateful_batch(self.model, context.global_batch_size / count)
+        _keras.check_stateful_batch(self.model, context.global_batch_size / count)
         if not self.batch_size_varies:
             self._keras_data.check_size(context.global_batch_size)
         return self._keras_data.training(context, self._keras_shuffle)
@@ -191,7 +187,7 @@ class KerasTrainer(Adapter, Trainer):
 
     def export(self) -> Exported:
         """See `Trainer`; of a `Distiller`, its student."""
-        return of_model(type(self).__name__, models.served(self.model))
+        return of_model(type(self).__name__, _keras.served(self.model))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `Trainer`: gives metrics the names and values that they have in `fit`."""
@@ -214,7 +210,7 @@ class KerasEvaluator(Evaluator):
     def __init__(
         self, model: Any, x: Any, y: Any = None, sample_weight: Any = None, *, uneven_parts: bool = False
     ) -> None:
-        models.refuse_limits(model)
+        _keras.refuse_limits(model)
         self.model, self.uneven_parts = model, uneven_parts
         self._keras_data = KerasData(model, x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)
@@ -245,7 +241,7 @@ class KerasEvaluator(Evaluator):
 
     def export(self) -> Exported:
         """See `Evaluator`; of a `Distiller`, its student."""
-        return of_model(type(self).__name__, models.served(self.model), self.averages)
+        return of_model(type(self).__name__, _keras.served(self.model), self.averages)
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """See `Evaluator`: the metrics are shared with the training, which gets its own values back."""

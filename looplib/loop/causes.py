@@ -8,10 +8,9 @@ import tensorflow as tf
 from looplib.base.diagnosis import Diagnosis
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
-from looplib.data import bottleneck, refused
-from looplib.data.dataset_requests import Reads
-from looplib.data.input_context import InputContext
-from looplib.loop.base import TrainingLoop
+from looplib.data import causes
+from looplib.data.context import InputContext, Reads
+from looplib.loop.contracts import TrainingLoop
 from looplib.loop.speed import Speed, of_training, with_share
 from looplib.task import model_table
 from looplib.task.trainer import Trainer
@@ -48,11 +47,11 @@ class Causes(Diagnosis):
         self, dataset: Callable[[InputContext], tf.data.Dataset], context: InputContext, step: int
     ) -> str | None:
         """See `Diagnosis`."""
-        return refused.find(dataset, context, step)
+        return causes.find(dataset, context, step)
 
     def slowest_stage(self, iterator: tf.data.Iterator, copy: float, reads: Sequence[Reads]) -> tuple[str, str] | None:
         """See `Diagnosis`."""
-        found = bottleneck.of(iterator, copy, reads)
+        found = causes.of(iterator, copy, reads)
         return (str(found), found.advice) if found else None
 
     def model(self, trainer: Trainer) -> dict[str, Any]:

@@ -6,30 +6,157 @@ call that is repeated, because its worker died, counts once, and the coordinator
 """
 
 import collections
+import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import gist
+from looplib.cluster.runtime import RemoteStrategy
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
-from looplib.data.batches import Batches
-from looplib.data.stream import Stream
+from looplib.data.order import Batches
+from looplib.data.streams import Stream
 from looplib.errors import ParameterServerError, UsageError
 from looplib.guards.preemption import notice
-from looplib.loop.backend import Backend, Decorator
-from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
-from looplib.loop.processes import counts
+from looplib.loop import parameter_servers as processes
+from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, Specification
+from looplib.loop.engines import Backend, Decorator
+from looplib.loop.parameter_servers import counts
 from looplib.loop.reducer import Reducer
-from looplib.loop.remote_stream import DataPosition, RemoteStream
-from looplib.loop.results import RemoteReducer, WorkerResult, packed, unpacked
 from looplib.loop.step import Step, StepFn, timed
 from looplib.task.trainer import Trainer
+
+
+class MakesPipeline(Protocol):
+    """Makes the pipeline of a worker; for the arguments see `InputContext`."""
+
+    def __call__(
+        self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None
+    ) -> tf.data.Dataset:
+        """Makes the pipeline."""
+
+
+@dataclasses.dataclass
+class DataPosition:
+    """A position in the data of a `RemoteStream`, which the loop advances.
+
+    Attributes:
+      step: number of steps before it.
+      skipped: steps that a pipeline which is no function of the number of the batch leaves out to begin there.
+    """
+
+    step: int
+    skipped: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class RemoteStream(Stream):
+    """A `Stream` for workers that read by themselves, each its own batches. Its iterators are `DataPosition`s.
+
+    `dataset` was made on the coordinator, which reads only its properties.
+
+    Attributes:
+      make: makes the pipeline of a worker, in a `tf.function` there.
+      by_number: whether that makes a batch for each number it is given.
+    """
+
+    make: MakesPipeline
+
+    def __post_init__(self) -> None:
+        context, cardinality = self.context(), int(self.dataset.cardinality())
+        endless_or_all = (
+            tf.data.INFINITE_CARDINALITY if self.training else context.asked.last.steps if context.asked.last else None
+        )
+        self.by_number = context.asked.positioned and cardinality == endless_or_all
+
+    @property
+    def training(self) -> bool:
+        """Returns whether this is training data."""
+        return self.renew is not None
+
+    @property
+    def element_spec(self) -> Any:
+        """The spec of a batch; in a training, of (a batch, the number of steps before it: int64 scalar)."""
+        spec = self.dataset.element_spec
+        return (spec, tf.TensorSpec([], tf.int64)) if self.training else spec
+
+    def iterate(self, position: bytes | None = None) -> DataPosition:
+        """See `Stream`."""
+        if self.start_step:
+            others = "by a new pipeline on each worker, which skips its share of the batches"
+            self._note(f"resumes after step {self.start_step} {'from its position' if self.by_number else others}")
+        return DataPosition(self.start_step, self.skipped)
+
+    def next_as_optional(self, iterator: DataPosition) -> tf.experimental.Optional:
+        """Returns the first batch, always: the coordinator only checks whether there is one."""
+        return iter(self.dataset).get_next_as_optional()
+
+
+class RemoteReducer(Reducer):
+    """A `Reducer` whose steps run on workers, so that it keeps its totals on the coordinator."""
+
+    def _make_totals(self, size: int) -> tf.Variable:
+        return tf.Variable(tf.zeros([size], tf.float64), trainable=False, name=f"{self._who}_totals")
+
+    @tf.autograph.experimental.do_not_convert
+    def none(self) -> tf.Tensor:
+        """Returns the totals of no step, float64 `[n]`; on a worker."""
+        return tf.zeros(self._totals.shape, tf.float64)
+
+    def add(self, contributions: tf.Tensor) -> None:
+        """Adds the contribution of a call, float64 `[n]`."""
+        self._totals.assign(self.joined(self._totals.read_value(), contributions))
+
+    def finite(self) -> bool:
+        """Returns whether all watched values were finite so far."""
+        return not self._watched or bool(self.finite_in(self._totals.read_value()))
+
+    def read(self) -> tuple[np.ndarray, Metrics]:
+        """See `Reducer`."""
+        totals, results = self._totals.numpy(), self.results()
+        self._reset_local()
+        return totals, results
+
+    def clear(self) -> None:
+        """See `Reducer`."""
+        if self.created:
+            self._reset_local()
+
+
+class WorkerResult(NamedTuple):
+    """What a call did on a worker.
+
+    Attributes:
+      done: steps.
+      seconds: seconds that it took.
+      waited: seconds that its steps waited for data.
+      contribution: to the totals, float64 `[n]`.
+    """
+
+    done: int
+    seconds: float
+    waited: float
+    contribution: np.ndarray
+
+
+def packed(done: tf.Tensor, started: tf.Tensor, waited: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
+    """Packs a `WorkerResult` into one float64 vector, on a worker."""
+    with tf.control_dependencies([totals]):
+        seconds = tf.timestamp() - started
+    return tf.concat([tf.stack([tf.cast(done, tf.float64), seconds, waited]), totals], axis=0)
+
+
+def unpacked(packed: tf.Tensor) -> WorkerResult:
+    """Unpacks a vector of `packed`."""
+    values = packed.numpy()
+    return WorkerResult(int(values[0]), float(values[1]), float(values[2]), values[3:])
+
 
 _AHEAD = 2  # calls for each worker that are under way or wait for it
 # A call takes half of a worker's share of what is left, within these seconds: calls get shorter towards a boundary, so
@@ -436,3 +563,42 @@ def _dequeue(queue: tf.Tensor) -> tf.Tensor:
 
 def _int64(*numbers: int) -> list[tf.Tensor]:
     return [tf.constant(number, tf.int64) for number in numbers]
+
+
+class _ParameterServerStrategy(RemoteStrategy):
+    """See `RemoteStrategy`."""
+
+    backend = ParameterServers
+
+    def check_setup(self, *, num_virtual_devices: int, deterministic: bool) -> None:
+        """See `RemoteStrategy`."""
+        if deterministic:
+            raise ParameterServerError(
+                "deterministic is asked for, and with the strategy parameter_server workers update the weights in no "
+                "fixed order; leave out --deterministic, or use another strategy"
+            )
+        if num_virtual_devices != 1:
+            raise ParameterServerError(
+                f"num_virtual_devices is {num_virtual_devices}, and with the strategy parameter_server each worker is "
+                "a process; start more workers instead"
+            )
+
+    def connect(self) -> tf.distribute.Strategy:
+        """See `RemoteStrategy`."""
+        return processes.connect()
+
+    def describe(self) -> str:
+        """See `RemoteStrategy`."""
+        workers, parameter_servers = processes.counts()
+        return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
+
+    def check_variable(self, what: str, device: str) -> None:
+        """See `RemoteStrategy`."""
+        if tf.DeviceSpec.from_string(device).job != "ps":
+            raise ParameterServerError(
+                f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
+                "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
+            )
+
+
+STRATEGY = _ParameterServerStrategy()

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.cluster import scopes
+from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
-from looplib.compat.autograph import converted
+from looplib.compat.tensorflow import converted
 from looplib.guards.preemption import notice
-from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
+from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, StreamIterator
 from looplib.loop.step import Step, now, timed
 from looplib.loop.xla import XlaChunk
 
@@ -52,7 +52,7 @@ class Status(NamedTuple):
 
 
 Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
-Program = Callable[[Iterator, tf.Tensor], tf.Tensor]  # of an iterator and `Numbers`; returns `LoopOutputs`
+Program = Callable[[StreamIterator, tf.Tensor], tf.Tensor]  # of an iterator and `Numbers`; returns `LoopOutputs`
 
 
 class LoopOutputs(NamedTuple):
@@ -76,13 +76,15 @@ class LoopPrograms:
     def __init__(self, loop: Program, one_round: Program, binds: bool) -> None:
         self._loop, self._one_round = tf.function(loop), tf.function(one_round)
         self.binds = binds
-        self._iterator: Iterator = None  # that the functions are bound to
+        self._iterator: StreamIterator = None  # that the functions are bound to
         self._bound: dict[bool, Callable[[], tf.Tensor]] = {}  # of the loop (False) and of one round (True)
         self.ran: set[bool] = set()  # which of them have run
-        self._numbers = scopes.outside(lambda: tf.Variable(tf.zeros([4], tf.int64), trainable=False)) if binds else None
+        self._numbers = (
+            collectives.outside(lambda: tf.Variable(tf.zeros([4], tf.int64), trainable=False)) if binds else None
+        )
         self._numbers_now: Numbers | None = None
 
-    def call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
+    def call(self, iterator: StreamIterator, numbers: Numbers, one_round: bool) -> np.ndarray:
         """Runs one of the functions."""
         if not self.binds:
             return self._loop(iterator, tf.constant(numbers, tf.int64)).numpy()
@@ -92,14 +94,14 @@ class LoopPrograms:
             self._numbers_now = numbers
         return self._bound[one_round]().numpy()
 
-    def trace(self, iterator: Iterator) -> None:
+    def trace(self, iterator: StreamIterator) -> None:
         """Traces the function of the loop."""
         if self.binds:
             self._bind(iterator, one_round=False)
         else:
             self._loop.get_concrete_function(iterator, tf.TensorSpec([4], tf.int64))
 
-    def _bind(self, iterator: Iterator, one_round: bool) -> None:
+    def _bind(self, iterator: StreamIterator, one_round: bool) -> None:
         if self._iterator is not iterator:
             self._iterator, self._bound, self.ran = iterator, {}, set()
         if one_round not in self._bound:
@@ -140,7 +142,7 @@ class DeviceLoop(InnerLoop):
     # On the device.
 
     @tf.autograph.experimental.do_not_convert
-    def _run(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
+    def _run(self, iterator: StreamIterator, numbers: tf.Tensor) -> tf.Tensor:
         self._note_trace(iterator)
         wanted = Numbers(*tf.unstack(numbers))
         started = now()
@@ -151,7 +153,7 @@ class DeviceLoop(InnerLoop):
         return self._outcome(done, status, waited, started, take)
 
     @tf.autograph.experimental.do_not_convert
-    def _run_round(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
+    def _run_round(self, iterator: StreamIterator, numbers: tf.Tensor) -> tf.Tensor:
         """One round, without the loops around it, which cost a call up to a millisecond."""
         started = now()
         waited = self._do_round(iterator, tf.constant(0, tf.float64))
@@ -171,7 +173,7 @@ class DeviceLoop(InnerLoop):
         numbers = tf.stack([tf.cast(part, tf.float64) for part in outcome])
         return tf.concat([numbers, self.step.reducer.take(take)], axis=0)
 
-    def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
+    def _steps(self, iterator: StreamIterator, wanted: Numbers, status: Status) -> Steps:
         """Does the steps; returns how many, the seconds that they waited, the status, and whether the data ended."""
         done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
         if self._chunk is not None:
@@ -187,7 +189,7 @@ class DeviceLoop(InnerLoop):
         return done + more, waited, status, ended
 
     def _repeat(
-        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor
+        self, do: Callable[[StreamIterator, Value], Value], value: Value, iterator: StreamIterator, rounds: tf.Tensor
     ) -> Value:
         """The inner loop: `do` calls `strategy.run`, and makes each round's value from the one before."""
         for _ in tf.range(rounds):
@@ -197,7 +199,7 @@ class DeviceLoop(InnerLoop):
 
     @tf.autograph.experimental.do_not_convert
     def _repeat_in_strides(
-        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
+        self, do: Callable[[StreamIterator, Value], Value], value: Value, iterator: StreamIterator, rounds: tf.Tensor,
         stride: tf.Tensor, status: Status,
     ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
         """Runs the inner loop for a stride of rounds after another, and looks after each whether to stop."""
@@ -216,7 +218,7 @@ class DeviceLoop(InnerLoop):
         return tf.while_loop(continues, next_stride, (tf.constant(0, tf.int64), value, status))
 
     def _repeat_and_look(
-        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
+        self, do: Callable[[StreamIterator, Value], Value], value: Value, iterator: StreamIterator, rounds: tf.Tensor,
         stride: tf.Tensor, status: Status,
     ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
         """Does what `_repeat_in_strides` does in a single loop, which checks whether to stop without ending."""
@@ -233,7 +235,9 @@ class DeviceLoop(InnerLoop):
         self._note(done % stride)
         return done, value, self._look()
 
-    def _repeat_to_the_end(self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: Status) -> Steps:
+    def _repeat_to_the_end(
+        self, iterator: StreamIterator, steps: tf.Tensor, stride: tf.Tensor, status: Status
+    ) -> Steps:
         """The inner loop over data that ends, or is fetched a step ahead."""
         # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
@@ -266,13 +270,13 @@ class DeviceLoop(InnerLoop):
         return done, waited, self._look(), not self.step.stream.has_value(batch)
 
     @tf.autograph.experimental.do_not_convert
-    def _do_step(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
+    def _do_step(self, iterator: StreamIterator, waited: tf.Tensor) -> tf.Tensor:
         batch, seconds = timed(lambda: self.step.stream.next(iterator))
         self.step.run(batch)
         return waited + seconds
 
     @tf.autograph.experimental.do_not_convert
-    def _do_round(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
+    def _do_round(self, iterator: StreamIterator, waited: tf.Tensor) -> tf.Tensor:
         return self._do_step(iterator, waited) if self._chunk is None else waited + self._chunk.run(iterator)
 
     @tf.autograph.experimental.do_not_convert
@@ -284,7 +288,7 @@ class DeviceLoop(InnerLoop):
         return Status(self._workers.any(notice.flag.read_value()), self.step.reducer.finite())
 
     @tf.autograph.experimental.do_not_convert
-    def _note_trace(self, iterator: Iterator) -> None:
+    def _note_trace(self, iterator: StreamIterator) -> None:
         self.traces += 1  # runs when tf.function traces, not when it runs
         before, self._spec = self._spec, iterator.element_spec
         if self.traces > 1:
@@ -298,7 +302,7 @@ class DeviceLoop(InnerLoop):
 
     # On the host.
 
-    def run(self, iterator: Iterator, request: Request) -> LoopResult:
+    def run(self, iterator: StreamIterator, request: Request) -> LoopResult:
         """See `InnerLoop`."""
         steps = _TO_THE_END if request.steps < 0 else request.steps
         request = dataclasses.replace(request, steps=steps)
@@ -321,7 +325,7 @@ class DeviceLoop(InnerLoop):
         steps = request.steps if self._fetches_in_step else request.steps - 1
         return min(steps, request.sure) // self.round_size
 
-    def _run_for(self, iterator: Iterator, request: Request, alone: bool) -> LoopResult:
+    def _run_for(self, iterator: StreamIterator, request: Request, alone: bool) -> LoopResult:
         """Runs steps in one call; rounds that run `alone` are called one by one before it."""
         steps, rounds, ran = request.steps, self._rounds(request), LoopResult(0, True)
         if alone and rounds:
@@ -346,7 +350,7 @@ class DeviceLoop(InnerLoop):
             return int(self._fetches_in_step and not self.step.random_ops)
         return _FEW
 
-    def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> LoopResult:
+    def _run_once(self, iterator: StreamIterator, numbers: Numbers, one_round: bool = False) -> LoopResult:
         one_worker = self._workers.count == 1
         started = time.perf_counter()
         vector = self._programs.call(iterator, numbers, one_round)
@@ -364,7 +368,7 @@ class DeviceLoop(InnerLoop):
         totals, self._taken = self._taken, None
         return self.step.reducer.packer.unpack(*((totals, {}) if totals is not None else self._read()))
 
-    def trace(self, iterator: Iterator) -> None:
+    def trace(self, iterator: StreamIterator) -> None:
         """See `InnerLoop`; raises one of XLA's errors if it cannot compile the chunk."""
         if self._chunk is not None:
             self._chunk.prepare()
@@ -388,7 +392,7 @@ class EvaluationLoop(DeviceLoop):
 
     _at_once = 2  # steps; more need memory and are not faster
 
-    def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
+    def _steps(self, iterator: StreamIterator, wanted: Numbers, status: Status) -> Steps:
         """See `DeviceLoop`; while steps are sure to have data, nothing looks for its end."""
         totals = self.step.reducer.totals()
         done, totals, status = self._inner(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
@@ -409,7 +413,7 @@ class EvaluationLoop(DeviceLoop):
         return done, waited, status, tf.constant(ends)
 
     @tf.autograph.experimental.do_not_convert
-    def _add(self, iterator: Iterator, totals: Any) -> Any:
+    def _add(self, iterator: StreamIterator, totals: Any) -> Any:
         return self.step.added_to(totals, self.step.stream.next(iterator))
 
     @tf.autograph.experimental.do_not_convert

@@ -15,12 +15,12 @@ from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StepError
 from looplib.guards.preemption import notice
-from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
+from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, StreamIterator
 from looplib.loop.reducer import UnknownOutputsError
 from looplib.loop.step import Step, raise_refusal
 from looplib.report.writers.shown import Histogram, Images, Shown, Texts
-from looplib.task.media import Media
 from looplib.task.record import EngineChoice
+from looplib.task.reductions import Media
 
 Collect = Callable[[list], None] | None  # `Evaluator.collect`; None for a trainer, whose steps collect nothing
 _LONGEST = 10_000  # characters of a text
@@ -78,12 +78,12 @@ class HostLoop(InnerLoop):
             self._call = tf.function(step.run, autograph=False, reduce_retracing=True)
             self._all_finite = tf.function(step.reducer.finite, autograph=False)
 
-    def trace(self, iterator: Iterator) -> None:
+    def trace(self, iterator: StreamIterator) -> None:
         """See `InnerLoop`."""
         if self.step is not None:
             self._call.get_concrete_function(self._stream.element_spec)
 
-    def run(self, iterator: Iterator, request: Request) -> LoopResult:
+    def run(self, iterator: StreamIterator, request: Request) -> LoopResult:
         """See `InnerLoop`."""
         done, waited, self._kept = 0, 0.0, None
         while done != request.steps and not self._stopped() and self._finite():
@@ -174,12 +174,12 @@ class ShowingLoop(InnerLoop):
         """See `InnerLoop`."""
         return self._inner.record
 
-    def trace(self, iterator: Iterator) -> None:
+    def trace(self, iterator: StreamIterator) -> None:
         """See `InnerLoop`."""
         self._inner.trace(iterator)
         self._host.trace(iterator)
 
-    def run(self, iterator: Iterator, request: Request) -> LoopResult:
+    def run(self, iterator: StreamIterator, request: Request) -> LoopResult:
         """See `InnerLoop`."""
         if not request.show:
             return self._inner.run(iterator, request)
@@ -191,7 +191,7 @@ class ShowingLoop(InnerLoop):
         ran = self._inner.run(iterator, request.first(before)) if before else LoopResult(0, True)
         return ran.then(self._show(iterator)) if ran.done == before and ran.go else ran
 
-    def _show(self, iterator: Iterator) -> LoopResult:
+    def _show(self, iterator: StreamIterator) -> LoopResult:
         started, first, self._ran = time.perf_counter(), not self._ran, True
         ran = self._host.run(iterator, Request(1))
         compiled = time.perf_counter() - started - ran.waited if first else 0.0

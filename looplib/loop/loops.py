@@ -12,26 +12,23 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import whole_number
-from looplib.cluster import scopes
+from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
-from looplib.compat import normalization
+from looplib.compat import patches
 from looplib.compat import tensorflow as _tf
 from looplib.config.run_config import RunConfig
-from looplib.data.batches import Batches, Epoch
-from looplib.data.dataset_requests import BadRecords
+from looplib.data.context import BadRecords
+from looplib.data.order import Batches, Epoch
 from looplib.errors import ClosedError, EndlessDataError, MissingPartError, SettingError, StepError
 from looplib.loop import task_loop
-from looplib.loop.base import Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
-from looplib.loop.schedule import Boundary
+from looplib.loop.contracts import Boundary, Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
 from looplib.loop.task_loop import TaskLoop
 from looplib.report.clock import Clock
 from looplib.task import checks
-from looplib.task.adapter import Adapter
 from looplib.task.averages import refuse_in_use
-from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice, RunRecord
 from looplib.task.state import no_weights, state_of
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Adapter, Evaluator, Trainer
 
 # The newest loops of each trainer, by the trainer's id: a trainer that is a dataclass has no hash.
 _newest: weakref.WeakValueDictionary[int, "Loops"] = weakref.WeakValueDictionary()
@@ -49,7 +46,7 @@ class Loops:
     ) -> None:
         self.config, self.strategy = config, strategy
         self._clock, self._left_out = clock, left_out
-        self.global_step, self._evaluated = scopes.outside(
+        self.global_step, self._evaluated = collectives.outside(
             lambda: [
                 tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
                 for name in ("global_step", "evaluated_steps")
@@ -92,7 +89,7 @@ class Loops:
         if trainer:
             self._warn_of_others(trainer)
             if self.strategy.num_replicas_in_sync > 1:
-                normalization.synchronize(state_of(trainer))
+                patches.synchronize(state_of(trainer))
             checks.build_optimizers(trainer, self.strategy, self.config.loop)
             batches = self.batches_after(record, start_step - record.input_offset)
             self.training = make_loop(

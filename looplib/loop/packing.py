@@ -12,9 +12,8 @@ from looplib.base.messages import is_utf8
 from looplib.compat import keras as _keras
 from looplib.data import rows
 from looplib.errors import MetricError
-from looplib.task.media import Media
 from looplib.task.plain import as_array, as_number
-from looplib.task.reductions import Reduction, total, weighted_sum
+from looplib.task.reductions import Media, Reduction, total, weighted_sum
 
 BatchSize = tuple[set[int], tf.Tensor]
 _MANY = 4  # metrics alike that are cheaper to sum together

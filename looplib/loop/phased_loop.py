@@ -3,10 +3,10 @@
 import dataclasses
 
 from looplib.base.messages import join_names
-from looplib.cluster import remote
+from looplib.cluster import runtime
 from looplib.errors import MetricError, ParameterServerError, SettingError
-from looplib.loop.backend import backend_of
-from looplib.loop.base import InnerLoop, LoopResult, Request, Specification
+from looplib.loop.contracts import InnerLoop, LoopResult, Request, Specification
+from looplib.loop.engines import backend_of
 from looplib.loop.reducer import Reducer
 from looplib.loop.step_checks import TracedValues
 from looplib.loop.task_loop import TaskLoop
@@ -36,7 +36,7 @@ class PhasedLoop(TaskLoop):
     """
 
     def __init__(self, spec: Specification) -> None:
-        if remote.plugin_of(spec.strategy) is not None:
+        if runtime.plugin_of(spec.strategy) is not None:
             raise ParameterServerError(
                 "the trainer has phases, and the steps of parameter servers follow no common count; train each phase "
                 "as a run of its own (--warm_start), or use another strategy"

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.cluster import remote, replicas
+from looplib.cluster import runtime, updates
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
-from looplib.compat.autograph import converted
+from looplib.compat.tensorflow import converted
 from looplib.guards import non_finite
 from looplib.loop.packing import Packer, batch_size
-from looplib.task.media import Media
 from looplib.task.record import RunningTotals
-from looplib.task.reductions import Reduction
+from looplib.task.reductions import Media, Reduction
 
 State = RunningTotals | dict[str, float]  # the second is for an Orbit trainer
 
@@ -101,7 +100,7 @@ class Reducer(Accumulator):
         """
         batch = batch_size(inputs)
         if self._watched_loss:
-            with replicas.watching() as gradients:
+            with updates.watching() as gradients:
                 outputs = step_fn(inputs)
             return self._watch(inputs, outputs, *non_finite.measure_gradients(gradients))
         if not may_be_empty or batch is None or self.joins:
@@ -170,7 +169,7 @@ class Reducer(Accumulator):
     def create(self) -> None:
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self.packer.keras.items():
-            remote.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
+            runtime.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
         size = self.packer.size + (1 + len(self._watched) if self._watched_loss else 0)
         self._totals = self._make_totals(size)
         replaced = self.packer.replaced()

@@ -12,9 +12,9 @@ from absl import logging
 
 from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
-from looplib.compat import traced_ops
-from looplib.loop.base import TrainingLoop
+from looplib.loop.contracts import TrainingLoop
 
 SHORT_TRAINING = 1.0  # seconds, below which the peak, which takes 0.1 s, is not measured
 _ENOUGH, _TIMES, _LARGEST = 0.005, 4, 8192  # seconds of a product, products of each size, rows
@@ -142,18 +142,18 @@ def of_step(function: tf.types.experimental.ConcreteFunction) -> dict[str, int] 
 
 def _of_graph(graph: tf.Graph) -> collections.Counter[str]:
     counted: collections.Counter[str] = collections.Counter()
-    for op in traced_ops.needed(graph):
+    for op in places.needed(graph):
         if op.type in _BRANCHES:
-            branches = [_of_graph(body) for body in traced_ops.graphs_called(op)]
+            branches = [_of_graph(body) for body in places.graphs_called(op)]
             counted.update(max(branches, key=lambda one: one.total()))
         elif op.type in _LOOPS:
-            inside = _of_graph(traced_ops.graphs_called(op, "body")[0])
+            inside = _of_graph(places.graphs_called(op, "body")[0])
             rounds = _rounds(op) if inside else 0
             counted.update({dtype: rounds * count for dtype, count in inside.items()})
         elif number := _of_op(op):
             counted[op.outputs[0].dtype.name] += number
         else:
-            for body in traced_ops.graphs_called(op):
+            for body in places.graphs_called(op):
                 counted.update(_of_graph(body))
     return counted
 
@@ -190,7 +190,7 @@ def _of_einsum(op: tf.Operation) -> int:
 
 def _rounds(op: tf.Operation) -> int:
     """Returns how often a loop runs that counts from 0, or that is the gradient of one; raises `_Unknown` else."""
-    condition = traced_ops.graphs_called(op, "cond")[0]
+    condition = places.graphs_called(op, "cond")[0]
     limits = []
     for compared in condition.get_operations():
         if compared.type == "Less" and compared.inputs[0].op.type == "Placeholder":
@@ -210,8 +210,8 @@ def _outside(tensor: tf.Tensor, condition: tf.Graph, op: tf.Operation) -> tf.Ten
     """Returns the input of a loop that a tensor of its condition is; the tensor itself for any other."""
     while tensor.op.type == "Identity":
         tensor = tensor.op.inputs[0]
-    places = [place for place, argument in enumerate(condition.inputs) if argument is tensor]
-    return op.inputs[places[0]] if places else tensor
+    found = [place for place, argument in enumerate(condition.inputs) if argument is tensor]
+    return op.inputs[found[0]] if found else tensor
 
 
 def _size(shape: tf.TensorShape) -> int:

@@ -13,7 +13,7 @@ from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.data.stream import Stream
+from looplib.data.streams import Stream
 from looplib.errors import StepError, UsageError
 from looplib.loop.reducer import Reducer
 

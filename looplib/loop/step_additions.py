@@ -8,18 +8,17 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.base.messages import join_names
-from looplib.cluster import replicas
-from looplib.cluster.replicas import Share
+from looplib.cluster import updates
+from looplib.cluster.updates import Share
 from looplib.compat import keras as _keras
 from looplib.errors import MetricError
 from looplib.loop.packing import batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_checks import is_summed
 from looplib.task import reductions
-from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction
 from looplib.task.state import state_of, variables_of
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Evaluator, Trainer
 
 
 def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
@@ -36,7 +35,7 @@ def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
         if batch is None:
             return step_fn(inputs)
         count = tf.distribute.get_replica_context().num_replicas_in_sync
-        with replicas.in_use(Share(inputs, batch[1], batch[1] * count)):  # as large as the others
+        with updates.in_use(Share(inputs, batch[1], batch[1] * count)):  # as large as the others
             return step_fn(inputs)
 
     return with_share
@@ -101,7 +100,7 @@ def _metric_variables(holder: Any) -> list[tf.Variable]:
 def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training: bool) -> Any:
     """Runs a step; if the replica has no example of the global batch, the step counts nothing."""
     counts = share.examples > 0
-    with replicas.in_use(share), _metrics_kept_unless(counts, metrics):
+    with updates.in_use(share), _metrics_kept_unless(counts, metrics):
         outputs = step_fn(share.inputs)
     if not isinstance(outputs, dict):
         return outputs

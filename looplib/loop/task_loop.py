@@ -16,10 +16,10 @@ from looplib.base.messages import OURS, gist, join_names, parse_error, whole_num
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
-from looplib.compat.autograph import converted
-from looplib.data import distribution
-from looplib.data.batches import Batches, Epoch
-from looplib.data.stream import Stream
+from looplib.compat.tensorflow import converted
+from looplib.data import pipelines
+from looplib.data.order import Batches, Epoch
+from looplib.data.streams import Stream
 from looplib.errors import (
     DataError,
     DatasetError,
@@ -31,23 +31,66 @@ from looplib.errors import (
     StaleTraceError,
     UsageError,
 )
-from looplib.guards.guards import Diverged
+from looplib.guards.guards import Diverged, Guards, check_loss, check_skipped
 from looplib.guards.preemption import notice
 from looplib.loop import additions
-from looplib.loop.backend import Backend, Decorator, backend_of
-from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, StepAddition, TrainingLoop
+from looplib.loop.contracts import Loop, LoopResult, Request, Specification, StepAddition, StreamIterator, TrainingLoop
+from looplib.loop.engines import Backend, Decorator, backend_of
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_additions import add_share, check_share, count_examples_alone
 from looplib.loop.step_checks import TracedValues, check_metrics, check_own_updates
+from looplib.report.clock import Clock
 from looplib.report.writers.shown import Shown
 from looplib.run import metric_names
-from looplib.task.adapter import OwnLoop, rates_of
-from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice
 from looplib.task.state import tables_of, unheld
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Evaluator, OwnLoop, Trainer, rates_of
+
+
+class Window:
+    """The training steps since the last report. Their time is that of the clock's phases "train" and "input".
+
+    Attributes:
+      start: the step of the last report, or the one that the training continued from. The first is part of the state of
+        a run, because a checkpoint within a window holds its metrics so far.
+    """
+
+    def __init__(self, training: TrainingLoop, clock: Clock, guards: Guards) -> None:
+        self.start = 0
+        self._training, self._clock, self._guards = training, clock, guards
+        self._mark = (0, 0.0)
+
+    def measure_from(self, step: int) -> None:
+        """Starts to measure the speed at a step."""
+        self._mark = step, self._seconds()
+
+    def metrics(self, step: int, losses: list[float], complete: int) -> dict[str, float]:
+        """Ends the window at a step; returns its metrics, with `steps_per_second` and, if it is known, the `epoch`.
+
+        This window's loss is added to the last reported `losses`; `complete` is the steps of a complete window. Raises
+        `Diverged` if the loss jumps, or every step was skipped.
+        """
+        steps, seconds = step - self._mark[0], self._seconds() - self._mark[1]
+        with self._clock.phase("report"):
+            metrics = self._training.read_metrics()
+            check_skipped(step, metrics, step - self.start)
+            self.start = step
+            loss = metrics.get(self._training.task.loss_name)
+            check_loss(losses, step, loss, self._guards, complete)
+            if steps and seconds:
+                metrics["steps_per_second"] = round(steps / seconds, 2)
+                for name, value in rates_of(self._training.task).items():
+                    metrics[name] = as_number(f"the rate {name!r} of {self._training.who}", value) * steps / seconds
+            if (epochs := self._training.epochs_at(step)) is not None:
+                metrics["epoch"] = round(epochs, 3)
+        self.measure_from(step)
+        return metrics
+
+    def _seconds(self) -> float:
+        return self._clock.of("train") + self._clock.of("input")
+
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
 _reading: "weakref.WeakSet[TaskData]" = weakref.WeakSet()  # those that have an iterator
@@ -61,14 +104,14 @@ class TaskData:
         self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self.stream = self._distribute(spec.start_step)  # built again for another position
         self.first_stream = self.stream  # which the inner loop reads all iterators with
-        self.iterator: Iterator = None  # None while no step reads the data
+        self.iterator: StreamIterator = None  # None while no step reads the data
         self.position: bytes | None = None  # of the next iterator; None where the stream's step determines it
         self.sure = 0  # further steps that the iterator certainly has batches for
         self.counted_before = 0  # steps of other evaluations that the counter had when the iterator was made
 
     def _distribute(self, start_step: int) -> Stream:
         spec = self._spec
-        return distribution.distribute(
+        return pipelines.distribute(
             spec.strategy,
             spec.task,
             spec.config,

@@ -5,8 +5,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
-from looplib.compat.autograph import converted
-from looplib.loop.base import Iterator
+from looplib.compat.tensorflow import converted
+from looplib.loop.contracts import StreamIterator
 from looplib.loop.step import Step, timed
 
 # An XLA program's call costs as much as a small step, so that longer chunks hardly help; nothing stops one under way.
@@ -37,7 +37,7 @@ class XlaChunk:
         program.experimental_get_compiler_ir(zeros)(stage="hlo")
         self._program = concrete
 
-    def run(self, iterator: Iterator) -> tf.Tensor:
+    def run(self, iterator: StreamIterator) -> tf.Tensor:
         """Does the steps, in a `tf.function`; returns the seconds that they waited for data, float64."""
         if self._stream.block > 1:
             batches, seconds = timed(lambda: self._stream.next_steps(iterator, self.size))
@@ -52,7 +52,7 @@ class XlaChunk:
         return seconds
 
     @tf.autograph.experimental.do_not_convert
-    def _next(self, iterator: Iterator) -> list:
+    def _next(self, iterator: StreamIterator) -> list:
         return [self._stream.next(iterator) for _ in range(self.size)]
 
     @tf.autograph.experimental.do_not_convert

@@ -3,5 +3,4 @@
 Names that other rooms may use, by file:
     adapters: OrbitEvaluator, OrbitTrainer
     data: none
-    results: none
 """

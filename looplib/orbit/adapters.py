@@ -4,7 +4,7 @@ Nothing here imports Orbit: a trainer is what has `train(num_steps)`, an evaluat
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,83 @@ from looplib.base.messages import join_names
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers
 from looplib.compat import keras as _keras
-from looplib.data.batches import Batches
-from looplib.errors import OrbitError
+from looplib.data.order import Batches
+from looplib.errors import MetricError, OrbitError
 from looplib.guards.preemption import notice
-from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
+from looplib.loop.contracts import Loop, LoopResult, Request, Specification, TrainingLoop
+from looplib.loop.reducer import Accumulator, State
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
 from looplib.orbit.data import Data, datasets_of
-from looplib.orbit.results import OrbitResults, flat, is_bad_loss
 from looplib.run import metric_names
-from looplib.task.adapter import OwnLoop
-from looplib.task.evaluator import Evaluator
+from looplib.task.plain import as_array, as_number, is_number
+from looplib.task.record import RunningTotals
 from looplib.task.state import state_of, variables_of
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Evaluator, OwnLoop, Trainer
+
+
+class OrbitResults(Accumulator):
+    """The metrics of the last call, in place of the sums of a `Reducer`.
+
+    Attributes:
+      bad: names of the losses in them that are not finite.
+    """
+
+    def __init__(self) -> None:
+        self.bad: list[str] = []
+        self._metrics: dict[str, np.ndarray] = {}
+        self._steps = 0
+
+    def take(self, metrics: dict[str, np.ndarray], steps: int) -> None:
+        """Replaces the metrics by the results of a call of some steps."""
+        self._metrics, self._steps = metrics, self._steps + steps
+
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Returns the metrics and forgets them."""
+        metrics = self._metrics
+        self.clear()
+        return metrics
+
+    def clear(self) -> None:
+        """See `Accumulator`."""
+        self._metrics, self._steps = {}, 0
+
+    def first_bad(self) -> tuple[int, list[str]]:
+        """See `Accumulator`; the step is the last one of the call."""
+        return self._steps, self.bad
+
+    def state(self) -> State:
+        """Returns the metrics that are not yet read."""
+        return {
+            name: as_number(name, value)
+            for name, value in self._metrics.items()
+            if value.ndim == 0 and is_number(value)
+        }
+
+    def load(self, state: State) -> None:
+        """See `Accumulator`."""
+        state = {} if isinstance(state, RunningTotals) else state
+        numbers = {name: np.asarray(value) for name, value in state.items()}
+        self._metrics = {name: value for name, value in numbers.items() if value.ndim == 0 and is_number(value)}
+        self._steps = 0
+
+
+def flat(who: str, results: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, numpy array) of what may be dicts in a dict; their names are joined by "/"."""
+    if not isinstance(results, dict):
+        raise MetricError(f"{who} returned a {type(results).__name__}; expected a dict from metric name to number")
+    for name, value in results.items():
+        name = f"{prefix}{name}" if isinstance(name, str) else name
+        if isinstance(value, dict):
+            yield from flat(who, value, f"{name}/")
+        else:
+            yield name, as_array(value)
+
+
+def is_bad_loss(name: str, value: np.ndarray) -> bool:
+    """Returns whether a metric is a loss by its name, and not finite."""
+    return "loss" in str(name).lower() and is_number(value) and not np.isfinite(value.astype(np.float64)).all()
+
 
 # Attributes of Orbit's classes that are no state.
 _NO_STATE = {f"_{split}_{part}" for split in ("train", "eval") for part in ("dataset", "iter", "loop_fn", "options")}

@@ -7,8 +7,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.data.host_stream import HostStream
-from looplib.data.stream import BatchProperties
+from looplib.data.streams import BatchProperties, HostStream
 
 
 def datasets_of(structure: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import ReplayError
-from looplib.loop.base import Request
+from looplib.loop.contracts import Request
 from looplib.replay.player import Player
 from looplib.task.plain import as_array
 from looplib.task.state import state_of, variables_of

@@ -13,9 +13,8 @@ import tensorflow as tf
 from looplib.base import files
 from looplib.base.messages import join_names
 from looplib.errors import Preempted, ReplayError
-from looplib.loop.base import Request
+from looplib.loop.contracts import Request, Schedule
 from looplib.loop.phased_loop import PhasedLoop
-from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
 from looplib.task import model_table
 from looplib.task.plain import as_array, as_bytes, as_json

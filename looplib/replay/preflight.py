@@ -17,7 +17,7 @@ import tensorflow as tf
 from looplib.base import files
 from looplib.base.messages import gist
 from looplib.compat import keras as _keras
-from looplib.compat import places, traced_ops
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.errors import CheckError
 from looplib.replay import xla
@@ -113,7 +113,7 @@ class _Look:
         self._specs, lowered, traced = self._static_specs(), False, None
         if self._specs is not None:
             traced = self._function.get_concrete_function(*self._specs)
-            self._ops = traced_ops.Ops(traced)
+            self._ops = places.Ops(traced)
             lowered = self._lower()
             self._look_at_dtypes()
         return dict(batch=self._batch, global_batch=self._size, lowered=lowered, memory=self._memory(traced))
@@ -178,7 +178,7 @@ class _Look:
     def _is_missing(self, op: tf.Operation, lacking: list[str]) -> bool:
         """Returns whether XLA has no kernel for an op; finds sizes that depend on values, if it has one."""
         types = {tensor.dtype for tensor in (*op.inputs, *op.outputs)}
-        if op.type in ("Const", "Placeholder", "Assert") or any(traced_ops.called(op)):
+        if op.type in ("Const", "Placeholder", "Assert") or any(places.called(op)):
             return False  # XLA leaves out assertions and their messages
         if op.type in lacking or tf.string in types:
             return True

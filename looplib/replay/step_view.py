@@ -16,10 +16,10 @@ import tensorflow as tf
 from looplib.base import files
 from looplib.base.messages import gist
 from looplib.base.numbers import format_number
-from looplib.cluster.replicas import Share
+from looplib.cluster.updates import Share
 from looplib.compat import keras as _keras
 from looplib.compat import places
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.replay.player import Answer, Order, Player
 from looplib.run import values
 from looplib.run.records import Record
@@ -86,7 +86,7 @@ def _differing(metrics: Mapping[str, int | float], record: Record, exact: bool) 
             return other is not None or bool(np.isfinite(value))
         return value != other if exact else not np.isclose(value, other, rtol=_ROUNDING, atol=0)
 
-    known = {name: value for name, value in metrics.items() if name in record and name != example_checksum.METRIC}
+    known = {name: value for name, value in metrics.items() if name in record and name != additions.METRIC}
     return [name for name, value in known.items() if differs(value, record[name])]
 
 
@@ -223,7 +223,7 @@ class _View:
                 self._gradients[name] = float(np.maximum(self._gradients.get(name, 0.0), norm))  # NaN stays
         self._after = self._after or _weights(self._trainer)
         metrics = reducer.packer.unpack(np.sum(parts, axis=0), reducer.results())
-        return {**metrics, **example_checksum.ExampleChecksum().take(metrics)}
+        return {**metrics, **additions.ExampleChecksum().take(metrics)}
 
     def _call(self) -> list[np.ndarray]:
         """Runs the step outside of any `tf.function`; returns what each replica adds to the metrics."""

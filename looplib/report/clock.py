@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from looplib.base.progress import Progress, format_share
+from looplib.base.numbers import Progress, format_share
 
 _IMPORTED = time.perf_counter()
 _SHORT_CALL = 0.002  # seconds; each call of the loop costs a few tenths of a millisecond, whatever its number of steps

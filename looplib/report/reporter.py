@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.diagnosis import diagnosis
-from looplib.base.progress import Progress
+from looplib.base.numbers import Progress
 from looplib.errors import MissingPartError, SettingError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.pages import make_page

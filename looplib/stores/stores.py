@@ -4,9 +4,12 @@ import contextlib
 import copy
 import dataclasses
 import email.utils
+import functools
 import glob
 import hashlib
+import logging as loggers
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,9 +18,116 @@ from absl import logging
 
 from looplib.base import files, folders
 from looplib.base.messages import gist, with_cure
-from looplib.errors import FileError, StoreError
-from looplib.stores import drivers
-from looplib.stores.drivers import Driver
+from looplib.errors import FileError, PluginError, StoreError
+from looplib.masks import MASK, masked_text
+
+_ABSENT = (FileNotFoundError, NotADirectoryError)  # what a walk through folders finds in place of one
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, ValueError, NotImplementedError)
+# Errors that say that the credentials are missing or not accepted any more: the names of the drivers' classes, and the
+# codes that stores answer with. An answer without a text, as to HEAD, has the number in place of the code.
+_KINDS = frozenset((
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound",
+    "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError", "DefaultCredentialsError", "RefreshError",
+    "ClientAuthenticationError", "CredentialUnavailableError",
+))  # fmt: skip
+_CODES = frozenset((
+    "ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired", "InvalidToken",
+    "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch", "RequestTimeTooSkewed",
+    "AuthenticationFailed", "400", "401",
+))  # fmt: skip
+_LEAST = 2.0  # seconds from one driver to the next; each reads the drivers' files, and costs a tenth of a second
+
+
+class Driver:
+    """The driver of fsspec for a URL.
+
+    Args:
+      url: such as "s3://bucket/run".
+      seconds: that an answer may take, which includes the time to send a file; of S3.
+
+    Attributes:
+      root: the path of the URL, as the driver has it.
+      answered: whether the store has accepted the credentials.
+
+    Raises:
+      PluginError: if the driver is not installed.
+      StoreError: if the URL cannot be used.
+    """
+
+    def __init__(self, url: str, seconds: int) -> None:
+        scheme, _, place = url.partition("://")
+        if not place.strip("/"):
+            raise StoreError(f"{url} names no bucket; expected a URL such as {scheme}://bucket/run")
+        if f"{MASK}@" in (shown := masked_text(url)):  # a driver would show it in its errors
+            raise StoreError(f"{shown} has a user or a password; give it where the driver looks for credentials")
+        self._url, self._seconds, self._lock, self.answered = url, seconds, threading.Lock(), False
+        self.files, self.root = _found(url, seconds)
+        self._made = time.monotonic()
+
+    def renew(self) -> None:
+        """Makes the driver again, which then reads the files that have credentials: a driver reads some only once."""
+        with self._lock:
+            if time.monotonic() - self._made < _LEAST:
+                return
+            self._made = time.monotonic()
+            try:
+                self.files, _ = _found(self._url, self._seconds)
+            except Exception as error:  # such as of a file that is being written; the next attempt reads it again
+                line = "%s: the credentials cannot be read: %s"
+                logging.log_every_n_seconds(logging.WARNING, line, 60, self._url, gist(error))
+
+
+def _found(url: str, seconds: int) -> tuple[Any, str]:
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec
+
+        gcsfs = loggers.getLogger("gcsfs")
+        if gcsfs.level == loggers.NOTSET:  # it logs a stack trace for each error that it raises
+            gcsfs.setLevel(loggers.CRITICAL)
+        # Listings are asked for each time: others write there too. Of two layers that retry, s3fs and botocore, one
+        # stays on, so that a call ends within seconds.
+        config = {"retries": {"total_max_attempts": 1}, "read_timeout": seconds}
+        options = {"config_kwargs": config} if scheme in ("s3", "s3a") else {}
+        files, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+        # A walk through folders leaves out those that cannot be listed, which would be taken for empty ones.
+        walk = "_walk" if files.async_impl else "walk"
+        if found := getattr(files, walk, None):
+            setattr(files, walk, functools.partial(found, on_error=_raise_unless_absent))
+        return files, root
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        cure = f": pip install 'looplib[{extra}]'" if extra else "; install what is missing"
+        raise PluginError(f"{url} needs a driver that is not installed ({gist(error)}){cure}") from error
+    except Exception as error:  # each driver has errors of its own
+        raise StoreError(f"{url} cannot be used: {gist(error)}") from error
+
+
+def _raise_unless_absent(error: Exception) -> None:
+    if not isinstance(error, _ABSENT):
+        raise error
+
+
+def is_final(error: Exception) -> bool:
+    """Returns whether it makes no sense to try again, unless `refuses_credentials`."""
+    return isinstance(error, _FINAL) or str(error).startswith("Forbidden: ")  # as gcsfs says it
+
+
+def refuses_credentials(error: Exception) -> bool:
+    """Returns whether other credentials would help: there are none, or they have expired, or were replaced."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    answer = getattr(error.__cause__, "response", None)  # of botocore, below an error of s3fs
+    code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else getattr(error, "code", None)
+    status = getattr(error, "status_code", getattr(error, "status", None))  # of Azure and of HTTP
+    return not _KINDS.isdisjoint(names) or str(code) in _CODES or status == 401
+
+
+def protocol_of(driver: Any) -> str:
+    """Returns "s3" or "gs" for their drivers; else ""."""
+    protocols = driver.protocol if isinstance(driver.protocol, (tuple, list)) else (driver.protocol,)
+    return next((name for name in ("s3", "gs") if name in protocols), "")
+
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0  # seconds between two attempts
 _PAUSES = (0.3, 0.7, 1.5)  # seconds before it is believed that there is no bucket
@@ -106,10 +216,10 @@ class Store:
                 if isinstance(error, (FileNotFoundError, FileExistsError)):
                     self._driver.answered = True
                     raise
-                said, refused = gist(error), drivers.refuses_credentials(error)
+                said, refused = gist(error), refuses_credentials(error)
                 said = f"the credentials are missing, have expired or are not valid ({said})" if refused else said
                 # A run whose credentials expire waits for new ones; a start tells that it has none.
-                final = not self._driver.answered if refused else drivers.is_final(error)
+                final = not self._driver.answered if refused else is_final(error)
                 if refused and not final:
                     self._driver.renew()
                 if final and self._driver.answered:
@@ -160,7 +270,7 @@ class Store:
         """
 
         def read() -> tuple[bytes, float | None]:
-            if drivers.protocol(self._files) == "s3":
+            if protocol_of(self._files) == "s3":
                 return _read_from_s3(self._files, self._at(name))
             return self._files.cat_file(self._at(name))[:_MOST_BYTES], None
 
@@ -169,7 +279,7 @@ class Store:
     @property
     def conditional(self) -> bool:
         """Whether `read_range` notices by itself that an object was replaced."""
-        return drivers.protocol(self._files) in ("s3", "gs")
+        return protocol_of(self._files) in ("s3", "gs")
 
     def look_up(self, name: str, patience: float = PATIENCE) -> StoredFile:
         """Returns what the store says of one object; `FileNotFoundError` if there is none."""
@@ -203,7 +313,7 @@ class Store:
         return self.ask(lambda: self._range(self._at(name), start, stop, version), f"read {name}", patience)
 
     def _range(self, path: str, start: int, stop: int, version: str) -> bytes:
-        protocol = drivers.protocol(self._files)
+        protocol = protocol_of(self._files)
         try:
             if protocol == "s3":
                 condition = {"Range": f"bytes={start}-{stop - 1}", "IfMatch": f'"{version}"'}

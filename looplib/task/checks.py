@@ -8,13 +8,11 @@ import tensorflow as tf
 
 from looplib.base.folders import is_name
 from looplib.base.messages import join_names, shown
-from looplib.cluster import remote
+from looplib.cluster import runtime
 from looplib.compat import keras as _keras
 from looplib.errors import ActionError, SettingError, StateError, StrategyError, TaskError, VariableError
-from looplib.task.adapter import Adapter, OwnLoop
-from looplib.task.evaluator import Evaluator
 from looplib.task.state import state_of
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Adapter, Evaluator, OwnLoop, Trainer
 
 _ADAPTER_NAMES = ("own_actions", "rates", "own_steps_per_loop")
 
@@ -106,7 +104,7 @@ def check_together(
         if _keras.is_model(value) and not value.built:
             _check_unbuilt(what, strategy, engine)
         elif not _keras.is_layer(value) or value.built:
-            remote.check_placement(strategy, what, _variables(value))
+            runtime.check_placement(strategy, what, _variables(value))
     owners = {}
     for task in tasks:
         for name, value in vars(task).items():
@@ -173,7 +171,7 @@ def _trace_update(optimizer: Any, variables: Sequence[tf.Variable], strategy: tf
 
 
 def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> None:
-    elsewhere = remote.plugin_of(strategy) is not None
+    elsewhere = runtime.plugin_of(strategy) is not None
     if engine == "eager" or strategy.num_replicas_in_sync > 1 or elsewhere:
         raise VariableError(
             f"{what} has no variables yet; on several replicas or workers, and in the eager loop, a model must have "

@@ -2,25 +2,118 @@
 
 import abc
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from looplib.base.messages import join_names, whole_number
-from looplib.cluster import replicas
+from looplib.cluster import updates
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
-from looplib.compat.autograph import converted
+from looplib.compat.tensorflow import converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
-from looplib.task import gradients as gradient_math
 from looplib.task import micro_batches as splitting
 from looplib.task import own_losses, parts, reductions
 from looplib.task.averages import WeightAverages
-from looplib.task.exported import Exported
 from looplib.task.learning_rates import learning_rate
 from looplib.task.reductions import Reduction
-from looplib.task.trainer import Trainer
+from looplib.task.trainer import Exported, Trainer
+
+_START, _GROWS_AFTER = 2.0**15, 2000  # of the scale of the loss
+_SMALL = 1e-3  # the least norm of a unit's weights in adaptive clipping, so that zero weights can move
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """Limits for gradients, applied in the order of the attributes; None is no limit.
+
+    Attributes:
+      value: limit for the absolute value of each element.
+      norm: limit for the Euclidean norm of each variable's gradient.
+      global_norm: limit for the norm of all gradients together (Pascanu et al., 2013, arXiv:1211.5063).
+      adaptive: limit for the norm of each unit's gradient over the norm of its weights (Brock et al., 2021,
+        arXiv:2102.06171, which uses 0.01). A unit is all of a variable except the last dimension; a bias or scale is
+        one unit.
+
+    Raises:
+      UsageError: for a limit that is not positive.
+    """
+
+    value: float | None = None
+    norm: float | None = None
+    global_norm: float | None = None
+    adaptive: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in dataclasses.asdict(self).items():
+            number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+            if limit is not None and not (number and limit > 0):
+                raise SettingError(f"clip_{name} is {limit!r}; expected a positive number, or None for no clipping")
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a limit."""
+        return self != Clipping()
+
+    @tf.autograph.experimental.do_not_convert
+    def clip(self, gradients: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the clipped gradients; one that is not finite stays so, for the guards to see."""
+        gradients = list(gradients)
+        if self.value is not None:
+            # An infinite element would become the limit, and the fault invisible.
+            gradients = [
+                tf.where(tf.math.is_finite(g), tf.clip_by_value(g, -self.value, self.value), g) for g in gradients
+            ]
+        if self.norm is not None:
+            gradients = [tf.clip_by_norm(g, self.norm) for g in gradients]
+        if self.global_norm is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, self.global_norm)
+        if self.adaptive is not None:
+            gradients = [self._clip_units(g, w) for g, w in zip(gradients, weights)]
+        return gradients
+
+    def _clip_units(self, gradient: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        limit = self.adaptive * tf.maximum(_unit_norm(weight), _SMALL)
+        norm = _unit_norm(gradient)
+        return tf.where(norm > limit, gradient * (limit / tf.maximum(norm, 1e-6)), gradient)
+
+
+def _unit_norm(value: tf.Tensor) -> tf.Tensor:
+    axes = list(range(value.shape.rank - 1)) if value.shape.rank > 1 else None
+    return tf.sqrt(tf.reduce_sum(tf.square(value), axis=axes, keepdims=True))
+
+
+@tf.autograph.experimental.do_not_convert
+def global_norm(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the Euclidean norm of all values together: float32 scalar."""
+    return tf.sqrt(tf.add_n([2 * tf.nn.l2_loss(tf.cast(value, tf.float32)) for value in values]))
+
+
+class DynamicLossScale(tf.Module):
+    """A factor for the loss that keeps float16 gradients in range (Micikevicius et al., 2018, arXiv:1710.03740).
+
+    It starts at 2**15, is halved by each step whose gradients overflow, and doubled after 2,000 steps in a row without
+    an overflow. Both numbers are variables, and part of a checkpoint.
+
+    Attributes:
+      scale: float32 scalar variable.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="loss_scale")
+        self.scale = tf.Variable(_START, trainable=False, name="loss_scale")
+        self._good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="steps_since_overflow")
+
+    @tf.autograph.experimental.do_not_convert
+    def adjust(self, finite: tf.Tensor) -> None:
+        """Adjusts the factor after a step by whether all gradients were finite on all replicas; in replica context."""
+        steps = tf.where(finite, self._good_steps + 1, tf.zeros_like(self._good_steps))
+        grows = steps >= _GROWS_AFTER
+        doubled, halved = tf.minimum(2 * self.scale, tf.float32.max / 2), tf.maximum(self.scale / 2, 1.0)
+        self.scale.assign(tf.where(grows, doubled, tf.where(finite, self.scale, halved)))
+        self._good_steps.assign(tf.where(grows, tf.zeros_like(steps), steps))
 
 
 @dataclasses.dataclass
@@ -131,7 +224,7 @@ class GradientTrainer(Trainer):
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.micro_batches = None if micro_batches == "auto" else whole_number("micro_batches", micro_batches)
-        self._gradient_clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
+        self._gradient_clipping = Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         if not isinstance(jit_compile, bool):
             raise SettingError(f"jit_compile is {jit_compile!r}; expected True or False")
         self._gradients_compiled = jit_compile
@@ -144,7 +237,7 @@ class GradientTrainer(Trainer):
             self.training_phases = PhasedTraining(phases, model, trained)
             trained = self.training_phases.trained
         if rematerialize:
-            from looplib.task.rematerialization import rematerialize as recompute  # here, as few trainers need it
+            from looplib.task.parts import rematerialize as recompute  # here, as few trainers need it
 
             recompute(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
@@ -179,7 +272,7 @@ class GradientTrainer(Trainer):
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
         _check_trainable(type(self).__name__, self.model, self.update_plan.trainable)
         if self.micro_batches is None:
-            from looplib.task.fitting import fitting  # here, as few trainers need it
+            from looplib.task.micro_batches import fitting  # here, as few trainers need it
 
             self.micro_batches = fitting(self._probe, inputs)
         backward = self._computed(inputs)
@@ -230,14 +323,14 @@ class GradientTrainer(Trainer):
         self, losses: Any, inputs: Any
     ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None, dict[str, Any]]:
         """Returns (sum of losses over the global batch size, their weight, own losses), scaled, and metrics."""
-        weight, share = None, replicas.current()
+        weight, share = None, updates.current()
         examples = own_losses.examples_of(losses.value if isinstance(losses, Reduction) else losses, inputs)
-        examples = replicas.counted(examples)
+        examples = updates.counted(examples)
         if isinstance(losses, Reduction):
             values = _at_least_float32(losses.value)
             weights = tf.ones_like(values) if losses.weight is None else tf.cast(losses.weight, values.dtype)
             _check_weights(type(self).__name__, values, weights)
-            weights = replicas.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
+            weights = updates.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
             target = tf.reduce_sum(tf.math.multiply_no_nan(values, weights)) / self.global_batch_size
             weight = tf.reduce_sum(weights)
         else:
@@ -256,7 +349,7 @@ class GradientTrainer(Trainer):
         if weight is not None:
             weight = tf.stack([weight, tf.cast(examples, weight.dtype)])
         scale = None if self.loss_scale is None else self.loss_scale.scale
-        return replicas.times(target, scale), weight, replicas.times(auxiliary, scale), metrics
+        return updates.times(target, scale), weight, updates.times(auxiliary, scale), metrics
 
     def _check_own(self, own: Sequence[tf.Tensor], inputs: Any) -> None:
         """Raises `UsageError`, once, if the model's own losses cannot be computed in the parts that a step has."""
@@ -283,7 +376,7 @@ class GradientTrainer(Trainer):
         metric_sums, structure = splitting.MetricSums(), {}
 
         def compute(part: Any, number: tf.Tensor) -> list[tf.Tensor]:
-            with replicas.in_micro_batch(number if self.micro_batches > 1 else None):
+            with updates.in_micro_batch(number if self.micro_batches > 1 else None):
                 backward = self._backward(part)
             structure.update(
                 auxiliary=len(backward.auxiliary), weighted=backward.weight is not None,
@@ -323,10 +416,10 @@ class GradientTrainer(Trainer):
         else:
             metrics.update(self._apply_if_finite(gradients))
         if "weight_norm" in self._gradient_report:
-            metrics["weight_norm"] = reductions.last(gradient_math.global_norm([w.read_value() for w in weights]))
+            metrics["weight_norm"] = reductions.last(global_norm([w.read_value() for w in weights]))
         if before:
             moves = [weight.read_value() - old for weight, old in zip(weights, before)]
-            metrics["update_norm"] = reductions.last(gradient_math.global_norm(moves))
+            metrics["update_norm"] = reductions.last(global_norm(moves))
         return metrics
 
     def _global_gradients(self, backward: _Backward) -> list[Any]:
@@ -334,16 +427,16 @@ class GradientTrainer(Trainer):
         strategy, weight = tf.distribute.get_strategy(), backward.weight
         values = [*backward.data, *backward.auxiliary, *([] if weight is None else [weight])]
         if strategy.num_replicas_in_sync > 1:
-            values = replicas.over_replicas(type(self).__name__, values)
+            values = updates.over_replicas(type(self).__name__, values)
         count, factor = len(backward.data), None
         inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
         data, auxiliary = values[:count], values[count : count + len(backward.auxiliary)]
         if weight is not None:
             factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1][0])
-        data = [replicas.times(replicas.times(gradient, factor), inverse) for gradient in data]
+        data = [updates.times(updates.times(gradient, factor), inverse) for gradient in data]
         if auxiliary:
-            auxiliary = [replicas.times(own, tf.math.reciprocal_no_nan(values[-1][1])) for own in auxiliary]
-            data = [_added(gradient, replicas.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
+            auxiliary = [updates.times(own, tf.math.reciprocal_no_nan(values[-1][1])) for own in auxiliary]
+            data = [_added(gradient, updates.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
         return data
 
     def _apply(self, gradients: Sequence[Any]) -> None:
@@ -359,8 +452,8 @@ class GradientTrainer(Trainer):
             if self.averages is not None:
                 counted = {id(variable) for _, held in accumulating for variable in held}
                 self.averages.update([variable for variable in variables if id(variable) not in counted])
-                for (one, held), updates in zip(accumulating, before):
-                    self.averages.update(held, when=tf.not_equal(one.iterations, updates))
+                for (one, held), count in zip(accumulating, before):
+                    self.averages.update(held, when=tf.not_equal(one.iterations, count))
 
     def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""
@@ -392,20 +485,20 @@ class GradientTrainer(Trainer):
     def _gradient_norms(self, dense: Sequence[tf.Tensor], used: Sequence[int]) -> dict[str, Any]:
         metrics = {}
         if "gradient_norm" in self._gradient_report:
-            metrics["gradient_norm"] = reductions.last(gradient_math.global_norm(dense))
+            metrics["gradient_norm"] = reductions.last(global_norm(dense))
         if "layer_norms" in self._gradient_report:
             for gradient, number in zip(dense, used):
                 name = f"gradient_norm/{_keras.variable_path(self.update_plan.trained[number])}"
-                metrics[name] = reductions.last(gradient_math.global_norm([gradient]))
+                metrics[name] = reductions.last(global_norm([gradient]))
         return metrics
 
 
-def _make_loss_scale(model: Any, kind: str | None) -> gradient_math.DynamicLossScale | None:
+def _make_loss_scale(model: Any, kind: str | None) -> DynamicLossScale | None:
     if kind not in ("auto", "dynamic", None):
         raise SettingError(f'loss_scale is {kind!r}; expected "auto", "dynamic" or None')
     if kind == "auto":
         kind = "dynamic" if _keras.computes_in(model, "float16") else None
-    return gradient_math.DynamicLossScale() if kind else None
+    return DynamicLossScale() if kind else None
 
 
 def _at_least_float32(value: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""What a `GradientTrainer` is given: its model and optimizers, and parts of a model, chosen by regular expressions."""
+"""Parts of a model, chosen by regular expressions, and layers that are computed again in place of kept."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -9,6 +9,7 @@ from absl import logging
 
 from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
+from looplib.compat.patches import recompute
 from looplib.errors import ModelError, OptimizerError, SettingError
 from looplib.task.state import SlotOptimizer
 
@@ -165,3 +166,20 @@ def nested_layers(model: Any) -> Iterator[Any]:
     for layer in model.layers if _keras.is_model(model) else ():
         yield layer
         yield from nested_layers(layer)
+
+
+def rematerialize(model: Any, patterns: Sequence[str] | str) -> None:
+    """Lets the matching layers compute their activations again in the backward pass, by `tf.recompute_grad`.
+
+    Only what goes into such a layer is kept for the gradient, so that a block of a deep model is a good choice. The
+    patterns are for names of layers, also those of models in the model. `UsageError` for a layer whose second
+    computation would differ.
+    """
+    layers = list({id(layer): layer for layer in nested_layers(model)}.values())
+    for layer in matching(layers, patterns, "rematerialize", lambda layer: layer.name, "layer"):
+        if _keras.changes_when_called(layer):
+            raise ModelError(
+                f"rematerialize has {patterns!r}, which matches {layer.name}, and computing it twice gives two results "
+                "(dropout, batch normalization or another state in it); match layers without state"
+            )
+        recompute(layer)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from looplib.base import files
 from looplib.base.folders import is_name
 from looplib.compat.tensorflow import python_state_key
-from looplib.data.batches import Batches, BatchSizePeriod
+from looplib.data.order import Batches, BatchSizePeriod
 from looplib.errors import CheckpointError, UsageError
 
 FORMAT = 2

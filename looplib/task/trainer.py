@@ -1,16 +1,128 @@
-"""Trainer: the class that a researcher subclasses to train a model."""
+"""What a user subclasses: Trainer, Evaluator and Adapter, with the functions that they export."""
 
 import abc
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
 
 import tensorflow as tf
 
-from looplib.cluster import replicas, updates
-from looplib.data.input_context import InputContext
-from looplib.errors import StepError
-from looplib.task import exported
-from looplib.task.exported import Exported
+from looplib.cluster import updates
+from looplib.compat import keras as _keras
+from looplib.data.context import InputContext
+from looplib.errors import ExportError, StepError
+from looplib.task.actions import Event
+from looplib.task.averages import WeightAverages
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What is exported for programs without looplib.
+
+    Attributes:
+      function: function of one argument, a batch, in TensorFlow; returns a tensor or a structure of tensors.
+      signature: the structure of `tf.TensorSpec`s of this argument.
+      model: the Keras model or `tf.Module` that holds the variables and tables that the function uses.
+      averages: `WeightAverages` that an export may use in place of the weights; None for none.
+
+    Example:
+        ```python
+        def export(self):
+            serve = lambda images: {"class": tf.argmax(self.model(images, training=False), 1)}
+            return looplib.Exported(serve, tf.TensorSpec([None, 28, 28, 1], name="images"), self.model)
+        ```
+    """
+
+    function: Callable[[Any], Any]
+    signature: Any
+    model: Any
+    averages: WeightAverages | None = None
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises `UsageError` for names of inputs that a SavedModel cannot have, or that it would not tell apart."""
+    wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*", name) or name == "self"]
+    kept = [re.sub(r"\W", "_", name) for name in names]
+    wrong = wrong or [name for name, one in zip(names, kept) if kept.count(one) > 1]
+    if wrong:
+        raise ExportError(
+            f"no export can have inputs named {', '.join(map(repr, wrong))}; give each another name of letters, "
+            "digits and underscores: of its Input layer, its key in a dict, or its tf.TensorSpec"
+        )
+
+
+def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Exported:
+    """Returns the default export of a task of the class `who`: the model's outputs in inference, for any batch size."""
+    signature = _keras.input_specs(model) if _keras.is_model(model) else None
+    if signature is None:
+        found = "a model without Input layers" if _keras.is_model(model) else "no Keras model as its attribute model"
+        raise ExportError(
+            f"{who} has {found}, so it is not known what to export; define {who}.export, which returns "
+            "looplib.Exported(function, signature, model)"
+        )
+    return Exported(lambda inputs: model(inputs, training=False), signature, model, averages)
+
+
+Specification = TypeVar("Specification")
+Loop = TypeVar("Loop")
+
+
+class Adapter:
+    """A further base class of a trainer or an evaluator, for what only the controller asks it for.
+
+    Example:
+        ```python
+        class LanguageModel(looplib.Adapter, looplib.GradientTrainer):
+            @property
+            def rates(self):
+                return {"tokens_per_second": self.global_batch_size * 128}
+        ```
+    """
+
+    @property
+    def own_actions(self) -> Sequence[Callable[[Event], object]]:
+        """Actions of this object, which the controller calls before the user's.
+
+        The trainer's come before the evaluators'.
+        """
+        return ()
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Metrics in proportion to the speed of a training: dict from name to the value at one step a second.
+
+        Each report has them, multiplied by its `steps_per_second`. Comparisons of runs leave out metrics whose names
+        end in "per_second" or "share_of_peak".
+        """
+        return {}
+
+    def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
+        """Returns the controller's `steps_per_loop` where it is not given; None leaves it to looplib.
+
+        Args:
+          global_batch_size: examples of a step.
+          of_epoch: whether a training by epochs needs the steps of one, for which the data may be read once.
+        """
+        del global_batch_size, of_epoch
+        return None
+
+
+class OwnLoop(abc.ABC, Generic[Specification, Loop]):
+    """A trainer or evaluator whose steps run in its own loop, which looplib calls.
+
+    Its type parameters are classes of `loop.base`, a room above this one.
+    """
+
+    @abc.abstractmethod
+    def make_loop(self, specification: Specification) -> Loop:
+        """Returns the loop that the controller calls for this object."""
+
+
+def rates_of(task: object) -> Mapping[str, float]:
+    """Returns the `Adapter.rates` of a trainer or an evaluator; {} without any."""
+    return task.rates if isinstance(task, Adapter) else {}
 
 
 class Trainer(abc.ABC):
@@ -109,7 +221,7 @@ class Trainer(abc.ABC):
 
         By default the Keras model that is the attribute `model`, in inference.
         """
-        return exported.of_model(type(self).__name__, vars(self).get("model"))
+        return of_model(type(self).__name__, vars(self).get("model"))
 
     def loop_end(self, metrics: dict[str, Any]) -> Mapping[str, Any]:
         """Finishes the metrics of a loop; returns them unchanged by default.
@@ -145,7 +257,7 @@ class Trainer(abc.ABC):
         seed = tf.stack([tf.constant(self.run_seed, tf.int64), tf.cast(self.global_step, tf.int64)])
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
         seed = tf.random.fold_in(tf.random.fold_in(seed, replica), tf.constant(salt, tf.int64))
-        if (part := replicas.micro_batch()) is not None:
+        if (part := updates.micro_batch()) is not None:
             seed = tf.random.fold_in(seed, tf.cast(part, tf.int64))
         return tf.bitcast(seed, tf.int32)[:, 0] if seed.dtype == tf.int64 else seed
 
@@ -195,14 +307,121 @@ class Trainer(abc.ABC):
             values = tf.cast(values, tf.float32)
         if weights is not None:
             weights = tf.stop_gradient(tf.broadcast_to(tf.cast(weights, values.dtype), tf.shape(values)))
-            weights = replicas.counted(weights)
+            weights = updates.counted(weights)
             context = tf.distribute.get_replica_context()
             divisor = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(weights))
             return tf.math.divide_no_nan(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), divisor)
         if values.shape.rank is None or values.shape.rank > 1:
             values = tf.reduce_mean(values, axis=tf.range(1, tf.rank(values)))
-        share = replicas.current()
+        share = updates.current()
         if share is None:
             return tf.reduce_sum(values) / tf.cast(self.global_batch_size, values.dtype)
         mean = tf.reduce_sum(values) / tf.cast(share.of, values.dtype)
         return tf.where(share.examples > 0, mean, tf.zeros_like(mean))
+
+
+class Evaluator(abc.ABC):
+    """A model, a data set that ends and one evaluation step on one replica.
+
+    The model is the trainer's own object, kept under the same attribute name; an evaluation job that runs without a
+    trainer restores it from the trainer's checkpoint by that name. Keras metrics belong to one evaluation: they are
+    reset before it and are not part of a checkpoint.
+
+    Args:
+      model: the trainer's model, kept as the attribute `model`; None for a subclass that keeps its own attributes.
+
+    Attributes:
+      global_batch_size: int, examples of a step over all replicas; None takes the controller's.
+      batches: "per_replica" or "global", see `Trainer`.
+      uneven_parts: bool, see `Trainer`.
+      global_step: int64 scalar `tf.Variable`, the training steps that the weights have seen; set by the `Controller`.
+      averages: `looplib.WeightAverages` of the trainer, under its attribute name; if set, the evaluation runs on the
+        averaged weights. None by default.
+
+    Example:
+        ```python
+        class LineError(looplib.Evaluator):
+            def dataset(self, context):
+                return context.indices(100).map(lambda i: tf.cast(i, tf.float32)[:, None] / 100)
+
+            def step_fn(self, inputs):
+                return {"error": tf.abs(self.model(inputs, training=False) - 2 * inputs)}
+        ```
+    """
+
+    global_batch_size: int | None = None
+    batches: str = "per_replica"
+    uneven_parts: bool = False
+    global_step: tf.Variable | None = None
+    averages: WeightAverages | None = None
+    step_method: ClassVar[str] = "step_fn"  # as in a trainer
+
+    def __init__(self, model: Any = None) -> None:
+        if model is not None:
+            self.model = model
+
+    @abc.abstractmethod
+    def dataset(self, context: InputContext) -> tf.data.Dataset:
+        """Returns the evaluation data of one input pipeline.
+
+        Args:
+          context: `looplib.InputContext`.
+
+        Returns:
+          A `tf.data.Dataset` of batches of at most `context.per_replica_batch_size` examples which ends. With
+          `context.indices(n)` each example comes once for any number of replicas and workers; another pipeline takes
+          its part by `dataset.shard(context.num_pipelines, context.pipeline_index)` and keeps its last, smaller batch.
+        """
+
+    @abc.abstractmethod
+    def step_fn(self, inputs: Any) -> dict[str, Any]:
+        """Evaluates one batch on one replica.
+
+        Args:
+          inputs: one batch of this replica; its batch may be smaller than the others, or empty, at the end. A replica
+            with an empty batch takes part in a step that joins the replicas, such as by `all_reduce`. It adds no
+            example to metrics. Any other step is left out there.
+
+        Returns:
+          A dict as `Trainer.step_fn` returns it. The number of examples is added as `examples`, counted from the
+          first dimension of the first tensor of `inputs`.
+        """
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that an evaluation runs in, up to its report.
+
+        For changes that are undone after the evaluation. By default the weights are exchanged with `averages`, if set.
+        """
+        return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
+
+    def predict_fn(self, inputs: Any) -> dict[str, Any]:
+        """Predicts for one batch on one replica, for `Controller.predict` and `--mode=predict`.
+
+        Args:
+          inputs: one batch of `dataset`, as in `step_fn`.
+
+        Returns:
+          A dict from name to a dense or ragged tensor `[batch, ...]` of numbers, booleans or strings, with a row for
+          each example.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no predict_fn")
+
+    def export(self) -> Exported:
+        """Returns what `Controller.export` and `--mode=export` write; the evaluator decides it, if there is one.
+
+        By default the Keras model that is the attribute `model`, in inference.
+        """
+        return of_model(type(self).__name__, vars(self).get("model"), self.averages)
+
+    def collect(self, outputs: list[dict[str, Any]]) -> None:
+        """Takes the values that a step returned as `looplib.each`; on the host, once a step, in order.
+
+        Args:
+          outputs: list with a dict for each replica that had examples, of all workers, from metric name to the
+            structure of eager tensors that its `step_fn` returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step_fn returns looplib.each, and there is no collect")
+
+    def loop_end(self, metrics: dict[str, Any]) -> Mapping[str, Any]:
+        """Finishes the metrics of an evaluation; returns them unchanged by default. See `Trainer.loop_end`."""
+        return metrics

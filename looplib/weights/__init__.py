@@ -6,18 +6,12 @@ Names that other rooms may use, by file:
     hdf5_contents: none
     layers: ComputedValue, LayerWalk
     loading: continue_from, located, warm_start
-    matching: none
     names: LiveVariables, SavedVariables, stable_names
-    opening: open_weights
+    opening: open_weights, SafetensorsFile
     pairing: none
     restoring: contents_of, objects_of, peek, read_position, restore, RestoreMode
     rules: apply, given, RuledName, WarmStart, WeightRule
-    safetensors: SafetensorsFile
     sources: StoredTensor
     suggestions: suggest
-    taking: unique_names
-    targets: none
-    values: none
-    writing: named_weights, write_safetensors
-    zipped: none
+    taking: named_weights, unique_names, write_safetensors
 """

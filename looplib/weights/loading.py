@@ -11,24 +11,21 @@ from absl import logging
 
 from looplib.base.console import printable
 from looplib.base.messages import gist, join_names
-from looplib.buckets.local import local_path
+from looplib.buckets.download import local_path
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
 from looplib.run import choice, commits
-from looplib.task.derived import Constants
 from looplib.task.record import RunRecord
-from looplib.task.state import variables_of
-from looplib.weights.checkpoints import by_unique_name, is_weight
-from looplib.weights.matching import Match
+from looplib.task.state import Constants, variables_of
+from looplib.weights.checkpoints import Match, by_unique_name, is_weight
+from looplib.weights.layers import Targets
 from looplib.weights.names import NamedVariable, SavedVariables
 from looplib.weights.opening import open_weights
 from looplib.weights.pairing import pair, whole_layers
 from looplib.weights.restoring import check_contents, contents_of, describe_differences, objects_of
 from looplib.weights.rules import WarmStart, WeightRule, apply, given
-from looplib.weights.taking import LoadedValues, take, weights_only
-from looplib.weights.targets import Targets
-from looplib.weights.values import assign
+from looplib.weights.taking import LoadedValues, assign, take, weights_only
 
 _IN_SAVED_MODEL = "/variables/variables"
 _Rules = Mapping[str, str | WeightRule | None]

@@ -11,10 +11,9 @@ import tensorflow as tf
 from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.errors import WarmStartError
-from looplib.weights.layers import ComputedValue
+from looplib.weights.layers import ComputedValue, Targets
 from looplib.weights.names import LiveVariables, NamedVariable
 from looplib.weights.rules import RuledName
-from looplib.weights.targets import Targets
 
 
 class Matched(Protocol):

@@ -1,25 +1,129 @@
-"""Takes the values of files of weights that are not TensorFlow's own."""
+"""Takes the values of files of weights that are not TensorFlow's own, and writes them."""
 
 import collections
 import dataclasses
+import json
+import math
+import types
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from looplib.base.console import printable
+from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
-from looplib.errors import WarmStartError
-from looplib.weights import rules, values
+from looplib.errors import ExportError, WarmStartError
+from looplib.task.state import state_of
+from looplib.weights import rules
+from looplib.weights.checkpoints import Match
 from looplib.weights.hdf5 import Hdf5Weights
-from looplib.weights.layers import ComputedValue, NumberedVariables, ordered
-from looplib.weights.matching import Match
+from looplib.weights.layers import ComputedValue, EqualNames, NumberedVariables, Targets, ordered
 from looplib.weights.names import LiveVariables, NamedVariable, groups
+from looplib.weights.opening import DTYPES, METADATA, SafetensorsFile
 from looplib.weights.pairing import Matched, Taken, pair, whole_layers
-from looplib.weights.safetensors import SafetensorsFile
 from looplib.weights.sources import StoredTensor, WeightsSource
-from looplib.weights.targets import EqualNames, Targets
+
+_LARGE = 1 << 22  # bytes
+_ALIGNMENT = 64  # bytes, without which TensorFlow copies the memory that it is given
+
+
+def assign(variable: tf.Variable, value: np.ndarray) -> None:
+    """Gives a variable a value of its shape; floating-point numbers become those of its type.
+
+    It is given as a whole: once a part of a variable was assigned, TensorFlow copies all of it at each read. It would
+    copy an array of numpy twice; memory that it shares becomes that of the variable.
+
+    Raises:
+      WarmStartError: if a number is too large for the type.
+    """
+    if not variable.dtype.is_floating:
+        variable.assign(value)
+        return
+    found = _cast(variable, np.asarray(value))
+    if found.nbytes > _LARGE:
+        bits = found.view(f"u{found.itemsize}")  # numpy shares no types of others, such as bfloat16
+        found = tf.bitcast(tf.experimental.dlpack.from_dlpack(bits.__dlpack__()), variable.dtype)
+    variable.assign(found)
+
+
+def _cast(variable: tf.Variable, value: np.ndarray) -> np.ndarray:
+    """Returns a copy with the type of a variable, in memory that TensorFlow can share."""
+    dtype = np.dtype(variable.dtype.as_numpy_dtype)
+    memory = np.empty(value.size * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    found = memory[start : start + value.size * dtype.itemsize].view(dtype).reshape(value.shape)
+    with np.errstate(over="ignore"):
+        found[...] = value
+    if dtype != value.dtype and not np.array_equal(np.isinf(found), np.isinf(value)):
+        raise WarmStartError(
+            f"{variable.name} is {variable.dtype.name}, and the file has larger numbers for it, up to "
+            f"{np.abs(value[np.isfinite(value)]).max():.3g}; build the model with float32 weights"
+        )
+    return found
+
+
+_ALIGNED = 8  # bytes
+
+
+def named_weights(model: Any) -> dict[str, tf.Variable]:
+    """Returns the weights of a model by name, such as `encoder/kernel`; no seeds, optimizers and metrics.
+
+    Layers that Keras has named and numbered are counted from 0 on, as `python -m looplib weights` shows them.
+
+    Args:
+      model: a Keras model or `tf.Module`.
+
+    Raises:
+      ExportError: if several weights have one name.
+    """
+    live = LiveVariables(state_of(types.SimpleNamespace(model=model)))
+    targets = Targets(live)
+    weights = _keras.without_vocabularies(model.weights if _keras.is_model(model) else model.variables)
+    named: dict[str, tf.Variable] = {}
+    twice = []
+    for variable in map(_keras.tf_variable, weights):
+        name = targets.counted(live.leaf_of(variable))
+        twice += [name] * (name in named)
+        named[name] = variable
+    if twice:
+        raise ExportError(
+            f"several weights have the name {join_names(sorted(set(twice)))}; give the layers or variables that hold "
+            "them names of their own"
+        )
+    return named
+
+
+def write_safetensors(path: str, tensors: Mapping[str, tf.Variable]) -> None:
+    """Writes a file of safetensors, one tensor at a time in memory.
+
+    Args:
+      path: the new file.
+      tensors: the variables by name.
+
+    Raises:
+      ExportError: for a type that the format does not have.
+      OSError: if it cannot be written.
+    """
+    types = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": METADATA}
+    at = 0
+    for name, variable in tensors.items():
+        dtype, shape = np.dtype(variable.dtype.as_numpy_dtype), variable.shape.as_list()
+        if dtype not in types:
+            raise ExportError(f"{name} is {dtype}; expected one of the types of safetensors: {', '.join(DTYPES)}")
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": types[dtype], "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for variable in tensors.values():
+            value = np.ascontiguousarray(variable.numpy())
+            file.write(value.reshape(-1).view(np.uint8).data)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +217,7 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
     rounded: collections.Counter[tuple[str, str]] = collections.Counter()
     whole = whole_layers(pairs, live, (saved.values(), everything), {id(saved[name]) for name in ruled}, type_there)
     for taken in whole.taken:
-        values.assign(taken.here.variable, taken.formed(source.read(taken.there.key)))
+        assign(taken.here.variable, taken.formed(source.read(taken.there.key)))
         rounded[type_there(taken), taken.here.variable.dtype.name] += 1
     for (there, here), count in rounded.items():
         if there != here:

@@ -11,10 +11,10 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.actions import op_times
-from looplib.binary.profile_flag import ProfileFlag
+from looplib.actions import profile as op_times
+from looplib.binary.flag_groups import ProfileFlag
 from looplib.errors import ActionError, FlagError, MissingPartError
-from looplib.loop.schedule import Schedule
+from looplib.loop.contracts import Schedule
 
 
 class Counting(looplib.Action):

@@ -9,7 +9,7 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.binary.timed_saves_flags import TimedSavesFlags
+from looplib.binary.flag_groups import TimedSavesFlags
 from looplib.errors import ActionError, FlagError, MissingPartError, SettingError
 
 RARELY = looplib.CheckpointPolicy(every_steps=10**9, keep=looplib.KeepLast(1000))

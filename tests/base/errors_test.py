@@ -11,7 +11,7 @@ from conftest import make_strategy
 import looplib
 from looplib.base.messages import whole_number
 from looplib.cluster import runtime
-from looplib.data.input_context import per_replica_batch_size
+from looplib.data.context import per_replica_batch_size
 from looplib.errors import SettingError
 
 

@@ -11,7 +11,7 @@ from clouds import wait_for
 
 from looplib.base import folders
 from looplib.buckets.note import LocalCopy
-from looplib.buckets.outputs import Outputs, merge, newest, of_jobs
+from looplib.buckets.upload import Outputs, merge, newest, of_jobs
 from looplib.commands.status import status
 from looplib.errors import EXIT_DONE
 from looplib.run import run_status

@@ -15,7 +15,7 @@ import pytest
 from clouds import said, wait_for
 
 from looplib.base import files
-from looplib.buckets import copying, lease, mirror
+from looplib.buckets import lease, mirror, upload
 from looplib.commands import again
 from looplib.errors import FileError, StoreError
 from looplib.run import commits
@@ -103,7 +103,7 @@ def test_an_error_that_nobody_expected_ends_the_run_after_a_save(url, tmp_path, 
         raise ZeroDivisionError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(copying.Copier, "missing", broken)
+        planted.setattr(upload.Copier, "missing", broken)
         wait_for(lambda: not run._worker.is_alive())
     copied.save(run.directory, 1)
     run.check()  # before the save is committed

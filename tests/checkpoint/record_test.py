@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from looplib.base.folders import is_name
-from looplib.data.batches import BatchSizePeriod
+from looplib.data.order import BatchSizePeriod
 from looplib.errors import CheckpointError, UsageError
 from looplib.run import commits
 from looplib.task.record import EngineChoice, RunningTotals, RunRecord, VariableNames

@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from looplib.cluster.environment import Cluster, resolve
-from looplib.cluster.environments import expand_hostlist
+from looplib.cluster.environment import Cluster, expand_hostlist, resolve
 from looplib.errors import ClusterError
 
 

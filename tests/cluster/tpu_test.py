@@ -14,8 +14,7 @@ import tpu_stand_in
 from conftest import make_strategy
 
 import looplib
-from looplib.cluster import connection as tpu
-from looplib.cluster import runtime
+from looplib.cluster import runtime, tpu
 from looplib.errors import SettingError, StrategyError, TpuError
 from looplib.run.records import read_jsonl
 

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from conftest import make_strategy, more, repetitions
 
-from looplib.compat import places, traced_ops
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.data import iterator_state
 from looplib.replay import xla
@@ -27,9 +27,10 @@ FILES = sorted((ROOT / "looplib").rglob("*.py"))
 # Uses outside of looplib/compat, by file, with the reason.
 ELSEWHERE = {
     "orbit/adapters.py": {"_train_options"},  # of Orbit; without it, a loop that it divides is traced in one piece
-    "stores/drivers.py": {"_walk"},  # of fsspec; without it, a folder that cannot be listed is taken for an empty one
     "stores/ranges.py": {"_shutdown"},  # of concurrent.futures; without it, a thread waits longer at the end
-    "stores/stores.py": {"_call_s3"},  # of s3fs, whose public functions read without a condition
+    # Of fsspec: without _walk, a folder that cannot be listed is taken for an empty one; of s3fs, whose public functions
+    # read without a condition.
+    "stores/stores.py": {"_walk", "_call_s3"},
     # The places in files of weights, which follow what tf_keras itself does.
     "weights/layers.py": {
         "_functional",
@@ -39,7 +40,7 @@ ELSEWHERE = {
         "tf_keras.src",
     },
     # The stages of a pipeline; without them, no pipeline is read a second time.
-    "compat/pipelines.py": {"_functions", "_inputs", "_map_func"},
+    "compat/tensorflow.py": {"_functions", "_inputs", "_map_func"},
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
     "exports/predictions.py": {"_lock"},
     "guards/watchdog.py": {"_pydevd_bundle"},
@@ -109,7 +110,7 @@ def branching(x: tf.Tensor) -> tf.Tensor:
 
 
 def the_graphs_of_called_functions(folder: pathlib.Path) -> None:
-    ops = traced_ops.Ops(branching.get_concrete_function(tf.TensorSpec([2])))
+    ops = places.Ops(branching.get_concrete_function(tf.TensorSpec([2])))
     assert {"Sin", "Cos"} <= {op.type for op in ops}
     sine = next(op for op in ops if op.type == "Sin")
     assert "tf.sin(x)" in places.line_of(sine)
@@ -135,7 +136,7 @@ def the_op_that_xla_has_no_kernel_for(folder: pathlib.Path) -> None:
     with pytest.raises(Exception) as caught:  # XLA's errors have many types
         program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
     assert _tf.lacking_in_xla(caught.value), caught.value
-    found = traced_ops.Ops(program.get_concrete_function(spec)).named_in(str(caught.value))
+    found = places.Ops(program.get_concrete_function(spec)).named_in(str(caught.value))
     assert found is not None and found.type in ("AsString", "StringLength"), caught.value
 
 
@@ -156,7 +157,7 @@ def the_sizes_that_depend_on_values(folder: pathlib.Path) -> None:
 
     spec = tf.TensorSpec([4])
     hlo = program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
-    ops = traced_ops.Ops(program.get_concrete_function(spec))
+    ops = places.Ops(program.get_concrete_function(spec))
     found = [(ops.named(path), kind) for path, kind in xla.dynamic_sizes(hlo)]
     assert any(op is not None and op.type == kind == "Unique" for op, kind in found), hlo
 
@@ -259,7 +260,7 @@ def the_users_frames_in_a_message(folder: pathlib.Path) -> None:
         with pytest.raises((tf.errors.OpError, ValueError)) as caught:
             function(argument)
         lines = pathlib.Path(__file__).read_text().splitlines()
-        found = [line for file, line in traced_ops.frames_in(str(caught.value)) if file == __file__]
+        found = [line for file, line in places.frames_in(str(caught.value)) if file == __file__]
         assert any(lines[line - 1].endswith("# here") for line in found), caught.value
 
 
@@ -399,9 +400,9 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
 
 
 def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert traced_ops._graph_of(object(), "f") is None
-    monkeypatch.setattr(traced_ops, "_graph_of", lambda graph, name: None)
-    assert "Sin" not in {op.type for op in traced_ops.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
+    assert places._graph_of(object(), "f") is None
+    monkeypatch.setattr(places, "_graph_of", lambda graph, name: None)
+    assert "Sin" not in {op.type for op in places.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
     monkeypatch.setattr(xla, "_fields", lambda message: [])
     assert xla.temporary_bytes(tf.function(lambda x: tf.sin(x), jit_compile=True), [tf.TensorSpec([2])]) is None
     monkeypatch.setitem(sys.modules, "tensorflow.tsl.profiler.protobuf", None)
@@ -413,7 +414,7 @@ def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyP
     error = tf.errors.UnavailableError(None, None, "other words")
     assert _tf.lost_server(error) is None and _tf.lost_server(error, of_any_process=True) is not None
     assert not xla.needs_a_constant(error)
-    assert traced_ops.frames_in("other words") == [] and list(xla.dynamic_sizes("other words")) == []
+    assert places.frames_in("other words") == [] and list(xla.dynamic_sizes("other words")) == []
 
 
 def private_names(path: pathlib.Path) -> Iterator[str]:

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import looplib
-from looplib.data.batches import Batches, BatchSizePeriod, Epoch
-from looplib.data.order import OrderKey
+from looplib.data.order import Batches, BatchSizePeriod, Epoch, OrderKey
 from looplib.errors import BatchSizeError, CallbackError
 from looplib.weights.restoring import peek
 

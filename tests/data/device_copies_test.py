@@ -10,8 +10,8 @@ from conftest import make_strategy, more
 from feeds_test import GLOBAL_BATCH, expected, loop_of, order, read, shuffled, stream
 
 import looplib
-from looplib.data import distribution
-from looplib.loop.base import Request
+from looplib.data import pipelines
+from looplib.loop.contracts import Request
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 def stand_ins(monkeypatch):
     """Has batches copied to CPUs as to GPUs; the default strategy's to another CPU than the one that computes."""
     other = {1: ("/job:localhost/replica:0/task:0/device:CPU:1",)}
-    found = distribution.local_devices
+    found = pipelines.local_devices
     monkeypatch.setattr(
-        distribution, "local_devices", lambda strategy: other.get(strategy.num_replicas_in_sync) or found(strategy)
+        pipelines, "local_devices", lambda strategy: other.get(strategy.num_replicas_in_sync) or found(strategy)
     )
-    monkeypatch.setattr(distribution, "runs_on_host", lambda strategy: False)
+    monkeypatch.setattr(pipelines, "runs_on_host", lambda strategy: False)
 
 
 def ending(context):

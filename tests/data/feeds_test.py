@@ -12,10 +12,10 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import distribution, iterator_state
-from looplib.data.stream import Stream
+from looplib.data import iterator_state, pipelines
+from looplib.data.streams import Stream
 from looplib.loop import task_loop
-from looplib.loop.base import Request, Specification
+from looplib.loop.contracts import Request, Specification
 from looplib.report.clock import Clock
 from looplib.task import checks
 
@@ -84,7 +84,7 @@ def stream(strategy, make, start_step=0, training=True, how="auto"):
         {"dataset": lambda self, context: make(context), "batch_size_varies": False, "batches": "per_replica"},
     )()
     config = looplib.RunConfig(global_batch_size=GLOBAL_BATCH, seed=3, distribute=how)
-    return distribution.distribute(strategy, task, config, training=training, start_step=start_step)
+    return pipelines.distribute(strategy, task, config, training=training, start_step=start_step)
 
 
 def plain(value):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import looplib
-from looplib.data import input_context
+from looplib.data import context as data_context
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderError
 
 
@@ -259,7 +259,7 @@ def test_batches_have_the_size_that_was_asked_for():
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(size, replicas, message):
     with pytest.raises(looplib.UsageError, match=message):
-        input_context.per_replica_batch_size(size, replicas)
+        data_context.per_replica_batch_size(size, replicas)
 
 
 def test_no_examples_are_a_sentence():

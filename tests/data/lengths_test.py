@@ -5,7 +5,7 @@ import itertools
 import pytest
 import tensorflow as tf
 
-from looplib.data.stream import ShareLengths
+from looplib.data.streams import ShareLengths
 
 ENDLESS, UNKNOWN = tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
 

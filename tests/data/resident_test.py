@@ -7,7 +7,7 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import distribution
+from looplib.data import pipelines as data_pipelines
 
 EXAMPLES, BATCH = 44, 8  # the last of six batches has four examples, so that two of four replicas get none
 ROWS = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype(np.float32)
@@ -18,7 +18,10 @@ CHANGES = {
     "another order": lambda data: data.map(lambda ids: ids[::-1] // 2),
     "shuffle": lambda data: data.unbatch().shuffle(EXAMPLES, seed=1).batch(3),
 }
-SIZES = {"small": distribution._SMALL, "large": 0}  # the bytes of a step up to which its rows are gathered ahead of it
+SIZES = {
+    "small": data_pipelines._SMALL,
+    "large": 0,
+}  # the bytes of a step up to which its rows are gathered ahead of it
 KEPT = np.arange(EXAMPLES) % 3 == 1
 
 
@@ -127,7 +130,7 @@ class Order(looplib.Trainer):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stop", [3, *more([7, 200, 401])])
 def test_a_training_continues_with_the_rows_behind_its_checkpoint(engine, size, stop, tmp_path, monkeypatch):
-    monkeypatch.setattr(distribution, "_SMALL", SIZES[size])
+    monkeypatch.setattr(data_pipelines, "_SMALL", SIZES[size])
     context = looplib.InputContext(
         global_batch_size=BATCH, num_replicas=1, pipeline_index=0, num_pipelines=1, start_step=0, seed=5, training=True
     )

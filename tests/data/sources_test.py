@@ -23,7 +23,7 @@ from tensorflow.python.data.experimental.ops import global_shuffle_op  # behind 
 
 from looplib.compat import tensorflow as _tf
 from looplib.config.run_config import RunConfig
-from looplib.data import distribution, iterator_state
+from looplib.data import iterator_state, pipelines
 
 Data, X = tf.data.Dataset, tf.data.experimental
 READ, STOPS = repetitions(24, 34), repetitions((8,), (1, 8, 21))
@@ -320,7 +320,7 @@ def stream(make, start_step=0):
     tf.random.set_seed(0)  # as runtime.setup does in each process
     task = types.SimpleNamespace(dataset=lambda context: make(), batches="per_replica", batch_size_varies=True)
     config = RunConfig(global_batch_size=2, seed=3)
-    return distribution.distribute(tf.distribute.get_strategy(), task, config, training=True, start_step=start_step)
+    return pipelines.distribute(tf.distribute.get_strategy(), task, config, training=True, start_step=start_step)
 
 
 def read(iterator, count):

@@ -16,7 +16,7 @@ from faults import faulty
 
 import looplib
 from looplib.errors import PredictionError
-from looplib.exports.pieces import encode
+from looplib.exports.folder import encode
 
 LOOP = repetitions("eager", "graph")  # where a test names none: tracing is most of what a small prediction costs
 WORDS = [b"", b"digit", "Gl\u00fcck".encode()]

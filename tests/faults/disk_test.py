@@ -17,7 +17,7 @@ from kill_test import events, records, saved_step
 import looplib
 from looplib.commands.compare import compare
 from looplib.errors import SaveError
-from looplib.loop.base import Request
+from looplib.loop.contracts import Request
 from looplib.run import commits
 
 MB = 2**20

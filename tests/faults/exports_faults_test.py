@@ -14,7 +14,7 @@ from exports_test import contents
 from tampering import rewrite_run_state
 
 import looplib
-from looplib.binary import dry_run
+from looplib.binary import trial
 from looplib.errors import ExportError, UsageError
 
 __all__ = ["disk"]
@@ -175,7 +175,7 @@ def test_a_directory_for_the_best_is_for_one_run(tmp_path):
 @pytest.mark.slow
 def test_a_dry_run_exports_into_its_own_directory(tmp_path):
     action = looplib.ExportBest("eval/accuracy", tmp_path / "out")
-    dry_run.keep_inside([print, action])
+    trial.keep_inside([print, action])
     trainer = toy.Regression()
     settings = dict(model_dir=tmp_path / "run", writers=None, actions=[action], loop="eager")
     with toy.controller(make_strategy("default"), trainer, Rising(trainer.model), **settings) as controller:

@@ -30,7 +30,7 @@ from looplib.report.writers.media_writer import MediaWriter
 from looplib.report.writers.tensorboard_writer import TensorBoardWriter
 from looplib.run import run_json, values
 from looplib.run.records import read_jsonl
-from looplib.task.media import Media
+from looplib.task.reductions import Media
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 40)))
 STARTS = MUTATIONS // 4  # each is a training of a step

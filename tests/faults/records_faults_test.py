@@ -22,9 +22,9 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data.dataset_requests import BadRecords
-from looplib.data.records import damage, index
-from looplib.data.records.indexed import BadRecordError
+from looplib.data.context import BadRecords
+from looplib.data.records import index, reader
+from looplib.data.records.index import BadRecordError
 from looplib.errors import DataError, FileError, OrderError, RecordsError, RunDirectoryError, SettingError
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(120, 400)))
@@ -777,7 +777,7 @@ def test_notes_of_damaged_records_are_written_inside_of_the_run_directory(what, 
     left_out = BadRecords(len(BAD), str(place))  # as if it were put there while the run trains
     error = BadRecordError("record 3 of a.tfrecord", "the file", "a_tfrecord-3-0123456789ab")
     with pytest.raises(RunDirectoryError, match=f"{place}.*{sentence}"):
-        damage.leave_out(left_out, error)
+        reader.leave_out(left_out, error)
     assert not list(victim.iterdir())
 
 

@@ -17,7 +17,7 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.cluster import replicas
+from looplib.cluster import updates
 from looplib.errors import EngineError, SettingError
 from looplib.guards import non_finite
 from looplib.guards.guards import Diverged, check_loss, spike_score
@@ -194,8 +194,8 @@ def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape,
     def measured(known):
         @tf.function(jit_compile=compiled, input_signature=[tf.TensorSpec(shape if known else None, dtype)])
         def measure(gradient):
-            with replicas.watching() as noted:
-                replicas.note_gradients([gradient], None)
+            with updates.watching() as noted:
+                updates.note_gradients([gradient], None)
             return non_finite.measure_gradients(noted)[1]
 
         return measure
@@ -219,8 +219,8 @@ def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
 
     @tf.function
     def measure():
-        with replicas.watching() as noted:
-            replicas.note_gradients([tf.constant(each) for each in gradients], variables)
+        with updates.watching() as noted:
+            updates.note_gradients([tf.constant(each) for each in gradients], variables)
         names[:], measures = non_finite.measure_gradients(noted)
         return tf.concat(measures, axis=0)
 

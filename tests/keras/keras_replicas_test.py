@@ -9,7 +9,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.compat import keras as _keras
-from looplib.compat.methods import alone
+from looplib.compat.patches import alone
 from looplib.errors import LossError, MetricError, ModelError, StepError
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}

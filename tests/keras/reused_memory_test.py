@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import looplib
-from looplib.data.input_context import InputContext
+from looplib.data.context import InputContext
 from looplib.keras.data import KerasData
 from looplib.keras.python_data import Generated
 

@@ -10,7 +10,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.loop.example_checksum import examples_checksum, hash_of_each, of_parts
+from looplib.loop.additions import examples_checksum, hash_of_each, of_parts
 
 BATCHES = {
     "numbers": tf.reshape(tf.range(8.0), [4, 2]),

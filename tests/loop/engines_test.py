@@ -14,9 +14,9 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import distribution
+from looplib.data import pipelines
 from looplib.errors import DatasetError, EngineError
-from looplib.loop import backend, trial, xla
+from looplib.loop import engines, xla
 
 RNG = np.random.default_rng(0)
 IMAGES, LABELS = RNG.normal(size=(50, 8, 8, 1)).astype("float32"), RNG.integers(0, 3, 50)
@@ -110,8 +110,8 @@ def graph_losses(make=Images, steps=200, *arguments):
 @pytest.fixture
 def fast_trials(monkeypatch):
     """Auto's trials at once and short, whether they pay or not."""
-    monkeypatch.setattr(trial, "_PAYS_BACK", 0)
-    monkeypatch.setattr(trial, "_SECONDS", 0.002)
+    monkeypatch.setattr(engines, "_PAYS_BACK", 0)
+    monkeypatch.setattr(engines, "_SECONDS", 0.002)
 
 
 def possible(params):
@@ -134,7 +134,7 @@ def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, 
 @pytest.mark.parametrize("loop, ahead", [("graph", True), *more([("xla", True), ("xla", False), ("auto", True)])])
 def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials, monkeypatch):
     if not ahead:  # as large rows are: gathered in the step
-        monkeypatch.setattr(distribution, "_SMALL", 0)
+        monkeypatch.setattr(pipelines, "_SMALL", 0)
     _, trainer = train(loop, 60, Resident())
     np.testing.assert_allclose(trainer.losses, graph_losses()[:6], rtol=2e-4)
 
@@ -331,7 +331,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
         controller, _ = train("auto", controller.global_step + 200, Quick(), model_dir=tmp_path)
     chosen, steps = controller.engines["train"], controller.global_step + 100
     assert chosen["seconds_per_step"].keys() >= {"graph", "xla x1"}  # longer chunks depend on the speed of a step
-    monkeypatch.setattr(trial.Trial, "_try_all", lambda self: pytest.fail("it was tried again"))
+    monkeypatch.setattr(engines.Trial, "_try_all", lambda self: pytest.fail("it was tried again"))
     resumed, _ = train("auto", steps, Quick(), model_dir=tmp_path)
     assert resumed.engines["train"] == chosen and resumed.global_step == steps
 
@@ -349,13 +349,13 @@ def test_the_fastest_candidate_wins_and_graph_stays_where_none_is_faster_by_3_pe
     milliseconds, expected, fast_trials, monkeypatch
 ):
     if "xla x10" not in milliseconds:  # it takes seconds to compile
-        monkeypatch.setattr(trial.Trial, "_sizes", lambda self, seconds: [1])
+        monkeypatch.setattr(engines.Trial, "_sizes", lambda self, seconds: [1])
 
     def measured(self, loop):
         yield loop, loop.round_size
         return milliseconds["graph" if loop is self._graph else f"xla x{loop.round_size}"] / 1e3
 
-    monkeypatch.setattr(trial.Trial, "_measure", measured)
+    monkeypatch.setattr(engines.Trial, "_measure", measured)
     record = train("auto", 300, Quick())[0].engines["train"]
     assert (record["loop"], record["chunk"]) == expected
     assert record["seconds_per_step"] == pytest.approx({name: value / 1e3 for name, value in milliseconds.items()})
@@ -449,7 +449,7 @@ def test_a_chunk_reads_more_batches_than_tensorflow_expects_of_an_unrolled_loop(
         def step_fn(self, numbers):
             return {"sum": looplib.total(tf.reduce_sum(numbers))}
 
-    monkeypatch.setattr(backend, "_PINNED_CHUNK", 40)  # TensorFlow raises at more than 32 batches
+    monkeypatch.setattr(engines, "_PINNED_CHUNK", 40)  # TensorFlow raises at more than 32 batches
     settings = dict(global_batch_size=8, steps_per_loop=120, loop="xla", writers=[])
     with flat_config.controller(trainer=Numbers(), **settings) as controller:
         assert controller.train(-1)["sum"] == 79800 and controller.global_step == 50
@@ -504,7 +504,7 @@ def test_what_tensorflow_does_in_the_first_call_is_no_training(loop):
 @pytest.mark.slow
 def test_the_longest_chunk_can_be_traced(monkeypatch):
     """TensorFlow takes more than some 30 calls of next() in a trace for a mistake, where AutoGraph is off."""
-    monkeypatch.setattr(backend, "_PINNED_CHUNK", xla.LONGEST)
+    monkeypatch.setattr(engines, "_PINNED_CHUNK", xla.LONGEST)
     controller, trainer = train("xla", 100, steps_per_loop=50)
     assert controller.loops["train"]._inner.round_size == 50
     expected = np.reshape(graph_losses()[:10], [2, 5]).mean(axis=1)
@@ -544,7 +544,7 @@ def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
 )
 def test_calls_that_are_too_short_for_a_chunk_do_not_hold_the_trial_up(steps_per_loop, interval, tried, monkeypatch):
     for name, value in {"_PAYS_BACK": 0, "_SECONDS": 0.0005}.items():
-        monkeypatch.setattr(trial, name, value)
+        monkeypatch.setattr(engines, name, value)
     policy = looplib.CheckpointPolicy(interval)
     controller, _ = train("auto", 1000, Quick(), steps_per_loop=steps_per_loop, checkpoints=policy)
     found = set(controller.engines["train"]["seconds_per_step"])

@@ -11,7 +11,7 @@ from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.loop import device_loop
-from looplib.loop.base import Request
+from looplib.loop.contracts import Request
 
 
 def resident_bytes():

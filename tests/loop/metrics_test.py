@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import looplib
 from looplib.errors import EmptyDataError, EndlessDataError, MetricError
+from looplib.loop.coordinator import RemoteReducer
 from looplib.loop.reducer import Reducer
-from looplib.loop.results import RemoteReducer
 from looplib.task.record import RunningTotals
 
 VALUES = np.random.RandomState(1).randn(2000)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from looplib.loop.schedule import Boundary, Schedule
+from looplib.loop.contracts import Boundary, Schedule
 
 INTERVALS = st.integers(1, 12) | st.just(100)
 SCHEDULES = st.builds(

@@ -306,7 +306,7 @@ def test_a_temporary_folder_that_somebody_removes_is_there_again_for_the_next_st
 
 
 WATCHED = """
-from looplib.cluster.watched import WatchedPeers
+from looplib.cluster.peers import WatchedPeers
 peers = WatchedPeers(me, silence_limit=3.0)
 if lives == 0 and index == 1:
     time.sleep(0.3)

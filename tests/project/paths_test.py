@@ -30,7 +30,7 @@ ALLOWED = {
     ): "a new name, below a folder that was checked",
     ("looplib/buckets/note.py", "os.open"): "the run directory, which was made or checked, to know it again",
     ("looplib/buckets/note.py", "os.rmdir"): "empty folders that a walk below the mirror's own has found",
-    ("looplib/buckets/fetching.py", "os.utime"): "files of a copy, which this class has written",
+    ("looplib/buckets/download.py", "os.utime"): "files of a copy, which this class has written",
     ("looplib/stores/ranges.py", "os.utime"): "blocks of the cache, by names that this class has made",
     ("looplib/run/machine.py", "open, to read"): "/proc/cpuinfo",
     ("looplib/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
@@ -40,11 +40,11 @@ ALLOWED = {
     ("looplib/commands/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
     ("looplib/data/records/files.py", "open, to read"): "the user's data",
     ("looplib/data/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
-    ("looplib/weights/writing.py", "open, to write"): "a name in the new folder of an export",
+    ("looplib/weights/taking.py", "open, to write"): "a name in the new folder of an export",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
     ("looplib/run/program.py", "open, to read"): "/proc/PID/stat",
     ("looplib/report/run_report.py", "open, to read"): "/proc/self/statm",
-    ("looplib/actions/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
+    ("looplib/actions/profile.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
 }
 
 

@@ -19,7 +19,7 @@ import looplib
 from looplib.__main__ import main
 from looplib.commands import replay
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
-from looplib.loop import example_checksum
+from looplib.loop import additions
 from looplib.run.run_status import read_status
 
 BAD = 37
@@ -48,7 +48,7 @@ def runs(nursery, tmp_path_factory):
             for arguments in RUNS[name]:
                 life = nursery.life_of(
                     "replayed", f"--model_dir={folder / name}", "--train_steps=40", *arguments,
-                    environment={example_checksum.VARIABLE: "" if name == "xla" else "1"},  # XLA has no op for it
+                    environment={additions.VARIABLE: "" if name == "xla" else "1"},  # XLA has no op for it
                 )  # fmt: skip
                 assert life.code() == (name == "bad"), life.output()
             done[name] = folder / name, life.output().splitlines()[-1]

@@ -26,8 +26,7 @@ from conftest import make_strategy, repetitions
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter, UsageError
-from looplib.base.numbers import format_number
-from looplib.base.progress import Progress
+from looplib.base.numbers import Progress, format_number
 from looplib.report.clock import Clock, SpeedMeter
 from looplib.report.reporter import ThreadedWriter
 from looplib.report.writers.contract import Writer

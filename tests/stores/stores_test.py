@@ -10,7 +10,7 @@ import pytest
 from servers import Gcs
 
 from looplib.buckets import lease, mirror
-from looplib.buckets.copies import fetched
+from looplib.buckets.mirror import fetched
 from looplib.errors import LockedError, StoreError
 from looplib.run import commits
 from looplib.stores import stores

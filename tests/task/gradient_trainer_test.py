@@ -20,7 +20,7 @@ from looplib.base.messages import parse_error
 from looplib.compat import keras as _keras
 from looplib.errors import DatasetError, EngineError, LossError, OptimizerError, StaleTraceError, StepError
 from looplib.task import micro_batches, model_table
-from looplib.task.gradients import Clipping, DynamicLossScale
+from looplib.task.gradient_trainer import Clipping, DynamicLossScale
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
 BATCH, TOKENS, FEATURES, CLASSES, RATE = 32, 6, 5, 3, 0.5
@@ -584,14 +584,14 @@ def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
 
 @pytest.mark.slow
 def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr("looplib.task.gradients._GROWS_AFTER", 3)
+    monkeypatch.setattr("looplib.task.gradient_trainer._GROWS_AFTER", 3)
     trainer = made(make_strategy("default"), loss_scale="dynamic")
     train(trainer, 7)
     assert trainer.loss_scale.scale.numpy() == 2.0**17
 
 
 def test_the_loss_scale_follows_overflows_and_rows_of_good_steps_as_a_plain_loop_does(monkeypatch):
-    monkeypatch.setattr("looplib.task.gradients._GROWS_AFTER", 3)
+    monkeypatch.setattr("looplib.task.gradient_trainer._GROWS_AFTER", 3)
     found, scale, row = DynamicLossScale(), 2.0**15, 0
     for finite in map(int, "1101111011101110" + 16 * "0"):
         found.adjust(tf.constant(bool(finite)))

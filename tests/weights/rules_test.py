@@ -12,7 +12,7 @@ from written import by_path, filled, same, write_safetensors
 
 import looplib
 from looplib.errors import SettingError, WarmStartError
-from looplib.weights import rules, values
+from looplib.weights import rules, taking
 
 HIDDEN, LAYERS, WORDS, PLACES, INNER, HEADS = 8, 2, 11, 6, 16, 2
 
@@ -272,9 +272,9 @@ def test_a_number_that_is_too_large_for_its_variable_is_refused(value):
     wide = np.full([3, 1 << 20] if value == 1e6 else [3], value, np.float64)
     variable = tf.Variable(np.zeros(wide.shape, np.float16 if value == 1e6 else np.float32), name="kernel")
     with pytest.raises(WarmStartError, match="kernel"):
-        values.assign(variable, wide)
+        taking.assign(variable, wide)
     wide[...] = [np.inf] if wide.ndim == 1 else np.inf  # as the file has it
-    values.assign(variable, wide)
+    taking.assign(variable, wide)
     assert np.isinf(variable.numpy()).all()
 
 

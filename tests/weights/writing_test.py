@@ -9,7 +9,7 @@ from written import filled, functional, same, sequential, subclassed
 
 import looplib
 from looplib.errors import ExportError
-from looplib.weights.writing import named_weights, write_safetensors
+from looplib.weights.taking import named_weights, write_safetensors
 
 
 @pytest.mark.slow(spread=2)

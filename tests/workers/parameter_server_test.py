@@ -15,7 +15,7 @@ import looplib
 from looplib import UsageError
 from looplib.cluster import runtime
 from looplib.errors import ParameterServerError
-from looplib.loop import processes
+from looplib.loop import parameter_servers
 from looplib.processes.worker_processes import hold_ports
 
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
@@ -240,7 +240,7 @@ def test_a_cluster_that_is_none_is_refused(monkeypatch, config, words):
     if config is not None:
         monkeypatch.setenv("TF_CONFIG", config if isinstance(config, str) else json.dumps(config))
     with pytest.raises(UsageError, match=words):
-        processes.connect()
+        parameter_servers.connect()
 
 
 def test_settings_that_need_one_order_or_one_process_are_refused():

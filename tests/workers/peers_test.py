@@ -16,7 +16,7 @@ from conftest import more
 
 from looplib.cluster import peers
 from looplib.cluster.environment import Cluster
-from looplib.cluster.watched import WatchedPeers
+from looplib.cluster.peers import WatchedPeers
 
 AGAIN = "; run the same command on all workers to resume from the newest checkpoint"
 WORKER = str(ROOT / "tests" / "workers" / "pulse_worker.py")

@@ -9,7 +9,7 @@ import time
 import without_tensorflow  # noqa: F401
 
 from looplib.cluster import environment, rendezvous
-from looplib.cluster.watched import WatchedPeers
+from looplib.cluster.peers import WatchedPeers
 from looplib.errors import UsageError
 
 

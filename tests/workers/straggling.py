@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import looplib
 from looplib import launch
-from looplib.actions import watching
+from looplib.actions import stragglers
 
 X = np.random.RandomState(0).randn(64, 8).astype(np.float32)
 
@@ -60,7 +60,7 @@ class Straggling(looplib.Trainer):
 
 def main():
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    watching._FIRST = 0.4
+    stragglers._FIRST = 0.4
     launch.run(
         lambda config: (Straggling(config), None), Config(), loop="graph", mode="train", global_batch_size=16,
         train_steps=90, steps_per_loop=5, checkpoint_interval=1000,

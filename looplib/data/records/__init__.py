@@ -1,17 +1,12 @@
 """Files of records and mixtures of them: read ahead, measured, in a given order.
 
 Names that other rooms may use, by file:
-    damage: none
     files: none
-    fingerprint: changes
     formats: none
     index: none
-    indexed: none
-    lengths: Buckets, Packed, PackedRows
     mixture: Mixture
-    order: none
-    plans: Kept
-    reader: none
+    plans: Buckets, Kept, Packed, PackedRows
+    reader: changes
     reading: measure, structure_of, tuple_like, without_lists
     sources: items, open_records
 """

@@ -13,8 +13,7 @@ import numpy as np
 from looplib.base.files import is_remote
 from looplib.base.messages import gist, join_names, whole_number
 from looplib.data.records.files import THREADS, Files, refuse_compressed
-from looplib.data.records.index import Layout, find_offsets
-from looplib.data.records.indexed import MOST_BYTES, IndexedFiles, Numbered, ReadElsewhere
+from looplib.data.records.index import MOST_BYTES, IndexedFiles, Layout, Numbered, ReadElsewhere, find_offsets
 from looplib.errors import PluginError, RecordsError, UsageError
 
 _WINDOW = 1 << 22  # bytes that are read at once to find the records

@@ -1,15 +1,146 @@
-"""Plans of records: those that a filter keeps, and what all plans share."""
+"""Plans of records: by blocks, filtered, packed, and in buckets of length."""
 
-from collections.abc import Sequence
-from typing import Any
+import bisect
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from looplib.data.order import Locate, OrderKey, Plan
-from looplib.data.records.order import permutation_key, shuffled
+from looplib.base.messages import whole_number
+from looplib.data.order import Locate, OrderKey, Plan, mix
 from looplib.data.records.sources import Source, opened
 from looplib.errors import OrderError
+
+# Places of the data that a batch mixes, at most, if it is read by blocks. It must not depend on the number of replicas.
+_MOST_LANES = 64
+# What a key is for: the order of an epoch's blocks, and of the records of the piece that starts at a place.
+_BLOCKS, _PIECES = 0, 1
+_HALF_ROUNDS = 8  # of the network that shuffles blocks and pieces
+
+
+class RecordSelection(NamedTuple):
+    """The records at some positions, and the ranges to read at once for them.
+
+    Attributes:
+      ids: int64 `[p]`, the records.
+      starts: int64 `[p]`, the first record of the piece of neighbouring records that each is in.
+      stops: int64 `[p]`, the record after the last one of that piece.
+    """
+
+    ids: tf.Tensor
+    starts: tf.Tensor
+    stops: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOrder:
+    """A shuffled order that reads neighbouring records at once.
+
+    The slots of a global batch are divided into lanes of neighbouring slots. In each epoch the blocks of the data come
+    in a keyed order, each lane takes a range of their records as long as its number of positions, and the records of
+    each piece, which is the part of a block in one lane, are permuted by another key. So each record comes once an
+    epoch, a batch mixes as many places of the data as it has lanes, and replicas, which have slots of their own, read
+    different pieces.
+
+    Attributes:
+      num_examples: the number of records.
+      seed: the key.
+      block: records of a block.
+      batch_size: examples of a global batch.
+    """
+
+    num_examples: int
+    seed: int
+    block: int
+    batch_size: int
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes: the largest divisor of the batch size up to a limit."""
+        return next(lanes for lanes in range(_MOST_LANES, 0, -1) if self.batch_size % lanes == 0)
+
+    def picks(self, positions: tf.Tensor) -> RecordSelection:
+        """Returns the records at positions of a run, int64 `[p]` from 0."""
+        n, size, run = self.num_examples, self.batch_size, self.batch_size // self.lanes
+        epoch, slot = positions // n, positions % size
+        low = slot // run * run  # the first slot of the lane
+        high = low + run
+
+        def before(position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            """Returns how many positions before `position` have slots before the lane, and before its end."""
+            batches, rest = position // size, position % size
+            return tuple(batches * end + tf.minimum(rest, end) for end in (low, high))
+
+        (low_at_start, high_at_start), (low_at_end, high_at_end) = before(epoch * n), before((epoch + 1) * n)
+        # In the epoch's sequence of blocks: where the lane starts and stops, and the position's own place.
+        start, stop = low_at_end - low_at_start, high_at_end - high_at_start
+        place = start + positions // size * run + (slot - low) - (high_at_start - low_at_start)
+
+        number = place // self.block
+        piece_start = tf.maximum(number * self.block, start)
+        piece_stop = tf.minimum(tf.minimum((number + 1) * self.block, stop), n)
+        # Blocks are permuted in the epoch, except a short last one, and records in their piece: both at once, because
+        # the ops of a permutation are most of what a first batch costs.
+        whole = n // self.block
+        blocks = tf.fill(tf.shape(number), tf.constant(max(1, whole), tf.int64))
+        block, offset = tf.unstack(
+            shuffled(
+                tf.stack([tf.minimum(number, blocks - 1), place - piece_start]),
+                tf.stack([blocks, piece_stop - piece_start]),
+                permutation_key(self.seed, epoch, tf.stack([0 * epoch + _BLOCKS, _PIECES + piece_start])),
+            )
+        )
+        first = tf.where(number < whole, block, number) * self.block + piece_start % self.block
+        return RecordSelection(first + offset, first, first + piece_stop - piece_start)
+
+
+def permutation_key(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
+    """Returns keys uint64 `[..., p]` of permutations of epochs, int64 `[p]`; `use` says what for, int64 `[..., p]`."""
+    first = mix(tf.fill(tf.shape(epoch), tf.constant(seed % 2**64, tf.uint64)))
+    return mix(mix(first + tf.bitcast(epoch, tf.uint64)) + tf.bitcast(0 * epoch + use, tf.uint64))
+
+
+@tf.autograph.experimental.do_not_convert
+def shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+    """Returns where keyed permutations take indices: a Feistel network over a rectangle of about `size` places.
+
+    `tf.random.experimental.index_shuffle` takes 2**16 / size times as long for small sizes. An index that comes out
+    beyond the size goes through the network again, until it is within.
+
+    Args:
+      index: int64 `[..., p]`, from 0 to size - 1.
+      size: int64 `[..., p]`.
+      key: uint64 `[..., p]`.
+    """
+    width = tf.cast(tf.math.ceil(tf.sqrt(tf.cast(size, tf.float64))), tf.int64)
+    height = -(-size // width)
+    numbers = tf.constant(list(range(_HALF_ROUNDS)), tf.uint64, [_HALF_ROUNDS] + [1] * key.shape.rank)
+    keys = tf.unstack(mix(key + numbers))
+
+    def through(index: tf.Tensor) -> tf.Tensor:
+        row, column = index // width, index % width
+        for number in range(0, _HALF_ROUNDS, 2):
+            row = (row + _hash(column, keys[number])) % height
+            column = (column + _hash(row, keys[number + 1])) % width
+        return row * width + column
+
+    # The network stands once in the graph, because its ops are most of what a first batch costs.
+    return tf.while_loop(
+        lambda index, is_first: is_first | tf.reduce_any(index >= size),
+        lambda index, is_first: (tf.where(is_first | (index >= size), through(index), index), tf.constant(False)),
+        [index, tf.constant(True)],
+    )[0]
+
+
+def _hash(value: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+    """Returns numbers int64 `[p]` from 0 to 2**31 - 1 for values int64 and keys uint64, both `[p]`."""
+    word = (tf.bitcast(value, tf.uint64) + key) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
+    word = tf.bitwise.bitwise_xor(word, tf.bitwise.right_shift(word, tf.constant(32, tf.uint64)))
+    word *= tf.constant(0x94D049BB133111EB, tf.uint64)
+    return tf.bitcast(tf.bitwise.right_shift(word, tf.constant(33, tf.uint64)), tf.int64)
 
 
 class RecordPlan(Plan):
@@ -157,3 +288,302 @@ def whole_numbers(name: str, values: Any) -> np.ndarray:
             "example"
         )
     return array.astype(np.int64)
+
+
+_Kind = tuple[tuple[tuple[int, int], ...], int]  # (length, times) of the pieces of a row, the number of such rows
+
+
+class PackedRows(NamedTuple):
+    """Which token stands where in rows of packed documents.
+
+    Attributes:
+      documents: int64 `[b, row_length]`, the id of each token's document; 0 in padding.
+      places: int64 `[b, row_length]`, the place of the token in its document; 0 in padding.
+      segments: int32 `[b, row_length]`, which piece of the row the token belongs to, from 1; 0 in padding. Tokens
+        should attend to those of their segment only.
+      positions: int32 `[b, row_length]`, the place of the token in its piece; 0 in padding.
+    """
+
+    documents: tf.Tensor
+    places: tf.Tensor
+    segments: tf.Tensor
+    positions: tf.Tensor
+
+    def fill(self, tokens: tf.RaggedTensor, padding: int = 0) -> tf.Tensor:
+        """Looks up the tokens.
+
+        Args:
+          tokens: the tokens of all documents, `[n, (length)]`.
+          padding: what stands where there is none.
+
+        Returns:
+          `[b, row_length]`.
+        """
+        found = tf.gather(tokens.flat_values, tf.gather(tokens.row_starts(), self.documents) + self.places)
+        return tf.where(self.segments > 0, found, tf.cast(padding, found.dtype))
+
+    def read(self, read: Callable[[tf.Tensor], tf.RaggedTensor], padding: int = 0) -> tf.Tensor:
+        """Looks up the tokens of documents that are read for it, each document once.
+
+        Args:
+          read: function from ids int64 `[d]` to the tokens of these documents, `[d, (length)]`.
+          padding: what stands where there is none.
+
+        Returns:
+          `[b, row_length]`.
+        """
+        documents, index = tf.unique(tf.reshape(self.documents, [-1]), tf.int64)
+        return self._replace(documents=tf.reshape(index, tf.shape(self.documents))).fill(read(documents), padding)
+
+
+class Packed(RecordPlan):
+    """Rows of a fixed number of tokens, packed with documents of different lengths.
+
+    The lengths alone decide how many rows there are, and which lengths share one: longest first, each into the row with
+    the least room that is enough (best-fit decreasing), on the histogram of the lengths (Krell et al., 2021, Efficient
+    sequence packing without cross-contamination). Each epoch then gives the rows an order of its own, and each
+    place for a length another document of this length, by keyed permutations. So each epoch has the same number of
+    rows and each token once, and no plan of an epoch has to be made to start in its middle.
+
+        order = looplib.Packed(texts.row_lengths(), 512)  # of a tf.RaggedTensor [n, (length)]
+        context.indices(order).map(lambda rows: (rows.fill(texts), rows.segments, rows.positions))
+
+    Documents longer than a row are cut into pieces of `row_length`. Empty ones are left out. Examples are `PackedRows`.
+
+    Args:
+      lengths: the number of tokens of each document, int `[n]`.
+      row_length: tokens of a row.
+      overlap: tokens that each piece of a longer document shares with the one before. 1 where each token is
+        predicted from the one before it, so that the first of a piece is predicted too.
+      chosen: which documents are packed, as in `Kept`; None for all.
+
+    Attributes:
+      tokens: of an epoch, overlaps included; the share of them in `size * row_length` is how full the rows are.
+
+    Raises:
+      UsageError: for lengths that are no whole numbers, no tokens at all, or an overlap that is as long as a row.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, row_length: int, overlap: int = 0, chosen: np.ndarray | None = None
+    ) -> None:
+        lengths = whole_numbers("the lengths of looplib.Packed", lengths)
+        ids = np.arange(len(lengths)) if chosen is None else chosen_ids(chosen, len(lengths))
+        lengths = lengths[ids]
+        self.width = whole_number("row_length of looplib.Packed", row_length)
+        step = self.width - whole_number("overlap of looplib.Packed", overlap, least=0, most=self.width - 1)
+        if not lengths.any():
+            raise OrderError(f"looplib.Packed was given {len(lengths)} documents without a token; expected some")
+        pieces = np.where(lengths > 0, 1 + np.maximum(0, -(-(lengths - self.width) // step)), 0)
+        documents = np.repeat(np.arange(len(lengths)), pieces)
+        starts = step * (np.arange(len(documents)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+        lengths = np.minimum(lengths[documents] - starts, self.width)
+        by_length = np.argsort(lengths, kind="stable")
+        self._documents, self._starts = ids[documents[by_length]], starts[by_length]
+        self._counts = np.bincount(lengths, minlength=self.width + 1)
+        self._rows = _pack(self._counts)
+        self.size, self.tokens = int(self._rows.counts.sum()), int(lengths.sum())
+
+    def endless(self, key: OrderKey) -> Locate:
+        """See `Plan`."""
+        locate, rows = self._locate(key), shuffled_epochs(self.size, key)
+        return lambda positions: locate(rows(positions), positions // self.size)
+
+    def once(self) -> Locate:
+        """See `Plan`."""
+        locate = self._locate(None)
+        return lambda positions: locate(positions, 0 * positions)
+
+    def to_read(self, found: PackedRows) -> tuple[tf.Tensor, ...]:
+        """See `Plan`."""
+        raise OrderError(
+            "context.records was given packed rows, which hold several records each; use context.indices(packed), and "
+            "in its map rows.read with a function that reads records"
+        )
+
+    def _locate(self, key: OrderKey | None) -> Callable[[tf.Tensor, tf.Tensor], PackedRows]:
+        """Returns the function from rows and epochs, int64 `[b]`, to the tokens of the rows; without a key in order."""
+        rows = self._rows
+        documents, starts = tf.constant(self._documents), tf.constant(self._starts)
+        counts = tf.constant(self._counts)
+        firsts, row_firsts = tf.cumsum(counts, exclusive=True), tf.constant(np.cumsum([0, *rows.counts[:-1]]))
+        lengths, before, times, splits = map(tf.constant, (rows.lengths, rows.before, rows.times, rows.splits))
+
+        def locate(numbers: tf.Tensor, epochs: tf.Tensor) -> PackedRows:
+            kinds = tf.searchsorted(row_firsts, numbers, "right", tf.int64) - 1
+            sizes = tf.gather(splits, kinds + 1) - tf.gather(splits, kinds)  # pieces of each row
+            row = tf.repeat(tf.range(tf.size(numbers)), sizes)
+            index = tf.range(tf.size(row, tf.int64)) - tf.gather(tf.cumsum(sizes, exclusive=True), row)
+            slots = tf.gather(tf.gather(splits, kinds), row) + index
+            length = tf.gather(lengths, slots)
+            same = tf.gather(numbers - tf.gather(row_firsts, kinds), row)  # rows of this kind before it
+            places = tf.gather(before, slots) + same * tf.gather(times, slots)
+            if key is not None:
+                places = shuffled(
+                    places, tf.gather(counts, length), permutation_key(key.seed, tf.gather(epochs, row), length)
+                )
+            pieces = tf.gather(firsts, length) + places
+            used = tf.math.segment_sum(length, row)
+            offsets = tf.cumsum(length, exclusive=True) - tf.gather(tf.cumsum(used, exclusive=True), row)
+            here = tf.repeat(tf.range(tf.size(row)), length)  # the piece of each token
+            here = tf.RaggedTensor.from_row_lengths(here, used).to_tensor(-1, shape=[None, self.width])
+            real, here = here >= 0, tf.maximum(here, 0)
+            positions = tf.range(self.width, dtype=tf.int64) - tf.gather(offsets, here)
+            tokens = PackedRows(
+                tf.gather(tf.gather(documents, pieces), here),
+                positions + tf.gather(tf.gather(starts, pieces), here),
+                tf.cast(tf.gather(index, here), tf.int32) + 1,
+                tf.cast(positions, tf.int32),
+            )
+            return tf.nest.map_structure(lambda part: tf.where(real, part, tf.zeros_like(part)), tokens)
+
+        return locate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows by kind: those of one kind hold the same lengths. All arrays are int64.
+
+    Attributes:
+      counts: the number of rows of each kind, `[k]`.
+      splits: the slots of kind i are those from `splits[i]` to `splits[i + 1]`, `[k + 1]`.
+      lengths: tokens of the piece in each slot, `[s]`.
+      before: of each slot, the number of pieces of its length in rows of earlier kinds, and before it in its row.
+      times: of each slot, the number of pieces of its length in its row.
+    """
+
+    counts: np.ndarray
+    splits: np.ndarray
+    lengths: np.ndarray
+    before: np.ndarray
+    times: np.ndarray
+
+
+def _pack(counts: np.ndarray) -> _Rows:
+    """Packs pieces into rows by best-fit decreasing; see `Packed`.
+
+    Args:
+      counts: the number of pieces of each length, int64 `[row_length + 1]`.
+    """
+    capacity = len(counts) - 1
+    rows: dict[int, list[_Kind]] = collections.defaultdict(list)  # by the room that is left in them
+    rooms: list[int] = []  # those of `rows` that are not 0 and have any, sorted
+    for length in range(capacity, 0, -1):
+        left = int(counts[length])
+        while left:
+            at = bisect.bisect_left(rooms, length)
+            if at < len(rooms):
+                room = rooms[at]
+                pieces, number = rows[room].pop()
+            else:
+                room, pieces, number = capacity, (), left  # new rows, as many as are needed
+            times = min(room // length, left)
+            used = min(number, left // times)
+            left -= used * times
+            if pieces and used < number:
+                rows[room].append((pieces, number - used))
+            elif pieces and not rows[room]:
+                rooms.pop(at)
+            room -= times * length
+            if room and not rows[room]:
+                bisect.insort(rooms, room)
+            rows[room].append(((*pieces, (length, times)), used))
+    return _laid_out([kind for room in sorted(rows) for kind in rows[room]], capacity)
+
+
+def _laid_out(kinds: list[_Kind], capacity: int) -> _Rows:
+    earlier = np.zeros(capacity + 1, np.int64)  # pieces of each length in rows of the kinds so far
+    sizes, slots = [], []
+    for pieces, number in kinds:
+        sizes.append(sum(times for _, times in pieces))
+        slots += [(length, earlier[length] + i, times) for length, times in pieces for i in range(times)]
+        for length, times in pieces:
+            earlier[length] += number * times
+    lengths, before, times = np.array(slots, np.int64).T
+    counts = np.array([number for _, number in kinds], np.int64)
+    return _Rows(counts, np.cumsum([0, *sizes]), lengths, before, times)
+
+
+class Buckets(RecordPlan):
+    """Global batches of examples of similar length, to be padded to the longest length of their bucket.
+
+    All examples of a global batch are of one bucket, so replicas have equal work, and the order is the same on any
+    number of them. Batches are full: what is left of a bucket at the end of an epoch, less than a batch, starts its
+    next epoch. So after e epochs each example has come e times, except for less than a batch of each bucket. Buckets
+    take turns in an order that is shuffled each epoch. An evaluation has each example once, from short to long.
+
+        order = looplib.Buckets(texts.row_lengths(), [64, 128, 256])  # of a tf.RaggedTensor [n, (length)]
+        context.indices(order).map(lambda ids, longest: tf.gather(texts, ids).to_tensor(shape=[-1, longest[0]]))
+
+    Examples are pairs: the id, int64 `[b]`; and the length of the batch, int64 `[b]`, the same for all its examples.
+
+    Args:
+      lengths: of each example, int `[n]`.
+      boundaries: the longest length of each bucket, ascending; the last is at least the longest of all.
+      source: records, or the names of their files, for `context.records(looplib.Buckets(...))`; None for ids.
+
+    Raises:
+      UsageError: for lengths that are no whole numbers, or boundaries that do not ascend to the longest.
+    """
+
+    chosen_by_batch = True
+
+    def __init__(self, lengths: np.ndarray, boundaries: Sequence[int], source: Source | str | None = None) -> None:
+        lengths = whole_numbers("the lengths of looplib.Buckets", lengths)
+        self.source = opened_for(source, len(lengths))
+        edges = [whole_number("a boundary of looplib.Buckets", edge) for edge in boundaries]
+        if edges != sorted(set(edges)) or not edges or edges[-1] < lengths.max():
+            raise OrderError(
+                f"the boundaries of looplib.Buckets are {edges} and the longest length is {lengths.max()}; expected "
+                "ascending boundaries up to this length at least"
+            )
+        self.size = len(lengths)
+        self._ids = np.argsort(lengths, kind="stable")
+        counts = np.bincount(np.searchsorted(edges, lengths), minlength=len(edges))
+        self._counts, self._edges = counts[counts > 0], np.array(edges, np.int64)[counts > 0]
+
+    def endless(self, key: OrderKey) -> Locate:
+        """See `Plan`."""
+        size, buckets = key.batches.size, len(self._counts)
+        counts, ids, edges = (tf.constant(array, tf.int64) for array in (self._counts, self._ids, self._edges))
+        firsts = tf.cumsum(counts, exclusive=True)
+        # Epoch e begins with batch sum(e * counts // size), which is up to `buckets` less than e * self.size / size.
+        later = tf.range(1, 2 + buckets * size // self.size + 1, dtype=tf.int64)
+
+        def begins(epochs: tf.Tensor) -> tf.Tensor:
+            """Returns the number of batches of each bucket before an epoch, int64 `[..., buckets]`."""
+            return epochs[..., None] * counts // size
+
+        def locate(positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            batches, index = tf.unique(positions // size, tf.int64)
+            least = batches * size // self.size
+            possible = tf.reduce_sum(begins(least[:, None] + later), axis=-1)
+            epochs = least + tf.reduce_sum(tf.cast(possible <= batches[:, None], tf.int64), axis=1)
+            before = begins(epochs)
+            own = begins(epochs + 1) - before  # batches of each bucket in the epoch, [batches, buckets]
+            turns, number = batches - tf.reduce_sum(before, axis=1), tf.reduce_sum(own, axis=1)
+            turns, ends = shuffled(turns, number, permutation_key(key.seed, epochs, 0)), tf.cumsum(own, axis=1)
+            bucket = tf.reduce_sum(tf.cast(ends <= turns[:, None], tf.int64), axis=1)
+            came = turns + tf.gather(before - ends + own, bucket, batch_dims=1)  # batches of this bucket, ever
+            bucket = tf.gather(bucket, index)
+            came = tf.gather(came, index) * size + positions % size
+            count = tf.gather(counts, bucket)  # each bucket has epochs of its own size
+            found = shuffled(came % count, count, permutation_key(key.seed, came // count, bucket + 1))
+            return tf.gather(ids, tf.gather(firsts, bucket) + found), tf.gather(edges, bucket)
+
+        return locate
+
+    def once(self) -> Locate:
+        """See `Plan`."""
+        ids, ends = tf.constant(self._ids), tf.constant(np.cumsum(self._counts))
+        edges = tf.constant(self._edges)
+
+        def locate(positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            longest = tf.gather(edges, tf.searchsorted(ends, positions[-1:], "right"))
+            return tf.gather(ids, positions), longest + tf.zeros_like(positions)
+
+        return locate
+
+    def to_read(self, found: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        """See `Plan`; the length of the batch is known besides."""
+        return found

@@ -16,8 +16,8 @@ from absl import logging
 from looplib.base import files
 from looplib.base.messages import join_names, with_cure
 from looplib.data.records.files import THREADS
-from looplib.data.records.indexed import Numbered
-from looplib.data.records.order import RecordSelection
+from looplib.data.records.index import Numbered
+from looplib.data.records.plans import RecordSelection
 from looplib.data.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
 from looplib.errors import RecordsError
 
@@ -31,7 +31,7 @@ _Piece = tuple[int, int]  # its first record, and the one after its last
 
 @dataclasses.dataclass
 class RecordReads:
-    """How the records of a data set are read; see `looplib.data.input_context.Reads`.
+    """How the records of a data set are read; see `looplib.data.context.Reads`.
 
     Attributes:
       source: the records.

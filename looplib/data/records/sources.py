@@ -19,7 +19,7 @@ from looplib.base.messages import gist, is_utf8, join_names, shown
 from looplib.compat.places import is_installed
 from looplib.data.records.files import Files, absolute
 from looplib.data.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
-from looplib.data.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
+from looplib.data.records.index import BadRecordError, Numbered, ReadElsewhere, ends_process
 from looplib.errors import PluginError, RecordsError, StoreError, UsageError
 from looplib.stores import ranges
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from looplib.base import console
-from looplib.base.numbers import forecast, format_number, headline
-from looplib.base.progress import Progress
+from looplib.base.numbers import Progress, forecast, format_number, headline
 from looplib.report.writers.contract import Writer
 
 if TYPE_CHECKING:

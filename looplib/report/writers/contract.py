@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Mapping
 
-from looplib.base.progress import Progress
+from looplib.base.numbers import Progress
 from looplib.report.writers.shown import Shown
 
 Setting = bool | int | float | str

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from looplib.base.messages import gist
-from looplib.base.progress import Progress
+from looplib.base.numbers import Progress
 from looplib.errors import WriterError
 from looplib.report.writers.contract import Writer
 

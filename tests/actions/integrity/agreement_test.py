@@ -13,8 +13,8 @@ from conftest import make_strategy
 
 import looplib
 from benchmarks.corruptions import flip_bit
-from looplib.actions.compared import compared_variables
-from looplib.binary.integrity_flags import IntegrityFlags
+from looplib.actions.replica_agreement import compared_variables
+from looplib.binary.flag_groups import IntegrityFlags
 from looplib.errors import ActionError, CorruptionError, FlagError
 
 EVERY = 4

@@ -12,7 +12,7 @@ from conftest import make_strategy, more
 from worthless import Network, NetworkEvaluator
 
 import looplib
-from looplib.binary.learning_warnings_flag import LearningWarningsFlag
+from looplib.binary.flag_groups import LearningWarningsFlag
 from looplib.errors import ActionError, SettingError
 from looplib.report.page.read import read_run
 from looplib.report.page.verdict import findings

@@ -7,8 +7,8 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
-from looplib.actions.outputs import ConstantOutputs, are_constant
-from looplib.compat.pipelines import leaves_no_trace
+from looplib.actions.output_checks import ConstantOutputs, are_constant
+from looplib.compat.tensorflow import leaves_no_trace
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(64, 4)).astype("float32")

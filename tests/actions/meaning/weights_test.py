@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from looplib.actions.metric_norms import MetricNorms
-from looplib.actions.trained import TrainedVariable
-from looplib.actions.weights import WeightChecks
+from looplib.actions.learning_warnings import MetricNorms
+from looplib.actions.weight_checks import TrainedVariable, WeightChecks
 
 RANDOM = np.random.default_rng(0)
 STEPS = 100  # between two checks

@@ -22,10 +22,9 @@ from metadata_servers import Metadata
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.actions import metadata
-from looplib.actions.listener import NoticeListener
-from looplib.actions.sources import Announcement, AwsNotices, GcpNotices
-from looplib.binary.notices_flag import NoticesFlag
+from looplib.actions import notices
+from looplib.actions.notices import Announcement, AwsNotices, GcpNotices, NoticeListener
+from looplib.binary.flag_groups import NoticesFlag
 from looplib.commands.compare import compare
 from looplib.errors import FlagError
 from looplib.guards.preemption import notice as preemption
@@ -198,7 +197,7 @@ def listened(server, names, act, steps=12, seconds=0.0):
 @pytest.mark.parametrize("misbehave", ["cut", "hang_up", "redirect", "rubbish", "endless", "deep", "drip"])
 @pytest.mark.parametrize("kind", [GcpNotices, AwsNotices])
 def test_an_answer_that_is_none_is_an_error_and_no_notice_and_the_next_one_counts(kind, misbehave, server, monkeypatch):
-    monkeypatch.setattr(metadata, "_SECONDS", 0.3)
+    monkeypatch.setattr(notices, "_SECONDS", 0.3)
     source = kind()
     assert list(source.look()) == []
     server.misbehave = getattr(metadata_servers, misbehave)

@@ -8,8 +8,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from looplib.actions import watching
-from looplib.actions.comparing import WorkerTimes, find_stragglers
+from looplib.actions import stragglers
+from looplib.actions.stragglers import WorkerTimes, find_stragglers
 from looplib.report.clock import Clock
 from looplib.run.slow_workers import stragglers_of
 from looplib.task.actions import Event
@@ -73,7 +73,7 @@ def run(action, reports, step, seconds, waits):
 
 
 def test_a_worker_is_named_at_the_second_time_and_once_and_when_it_is_over():
-    action, reports = watching.Stragglers(tf.distribute.get_strategy()), Reports()
+    action, reports = stragglers.Stragglers(tf.distribute.get_strategy()), Reports()
     action.on_start(reports)
     action(Event(10, "train", {}, reports))
     for step, waits in ((110, 0.5), (210, 0.0), (310, 0.5), (410, 0.5), (510, 0.5), (610, 0.9), (710, 0.0), (810, 0.0)):
@@ -88,7 +88,7 @@ def test_a_worker_is_named_at_the_second_time_and_once_and_when_it_is_over():
 
 
 def test_workers_compare_after_times_that_double_and_not_at_each_report():
-    action, reports, steps = watching.Stragglers(tf.distribute.get_strategy()), Reports(), []
+    action, reports, steps = stragglers.Stragglers(tf.distribute.get_strategy()), Reports(), []
     for step in range(0, 60_000, 10):  # a step takes 10 ms
         before = reports.gathers
         run(action, reports, step, 0.1, 0.0)
@@ -99,7 +99,7 @@ def test_workers_compare_after_times_that_double_and_not_at_each_report():
 
 
 def test_after_a_rollback_the_times_count_from_there():
-    action, reports = watching.Stragglers(tf.distribute.get_strategy()), Reports()
+    action, reports = stragglers.Stragglers(tf.distribute.get_strategy()), Reports()
     action(Event(10, "train", {}, reports))
     run(action, reports, 110, 100.0, 0.5)
     run(action, reports, 60, 100.0, 0.5)  # back

@@ -10,12 +10,10 @@ import pytest
 
 import looplib
 from looplib.actions.timed_saves import Timed
-from looplib.binary.forecast import Forecast
-from looplib.binary.measuring import Measured
-from looplib.binary.saves import RunPlan, kept
+from looplib.binary.estimate import Forecast, Measured, RunPlan, kept
 from looplib.binary.trial import TrialFlags
 from looplib.errors import CheckError, FlagError
-from looplib.loop.schedule import Schedule
+from looplib.loop.contracts import Schedule
 
 ROOT = pathlib.Path(__file__).parents[3]
 CASES = [

@@ -16,7 +16,7 @@ from array_record.python import array_record_module
 from conftest import make_strategy
 
 import looplib
-from looplib.data.records.fingerprint import changes, fingerprint
+from looplib.data.records.reader import changes, fingerprint
 
 
 def tfrecord(path, rows):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import looplib
 from looplib.commands.compare import compare
-from looplib.data.batches import Batches
-from looplib.data.order import OrderKey
+from looplib.data.order import Batches, OrderKey
 from looplib.errors import OrderError, RecordsError
 from looplib.run.records import read_jsonl
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data import refused
-from looplib.data.dataset_requests import BadRecords
-from looplib.data.records import order as orders
+from looplib.data import causes
+from looplib.data.context import BadRecords
+from looplib.data.records import plans as orders
 from looplib.errors import DataError, RecordsError
 
 ROOT = pathlib.Path(__file__).absolute().parents[3]
@@ -329,7 +329,7 @@ class Refusing(looplib.Trainer):
 
 def refused_by(trainer, context, step):
     trainer.dataset(context)
-    return refused.find(trainer.dataset, context, step)
+    return causes.find(trainer.dataset, context, step)
 
 
 @pytest.mark.slow

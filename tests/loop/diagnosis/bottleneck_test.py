@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import looplib
-from looplib.data import bottleneck
+from looplib.data import causes
 
 Data = tf.data.Dataset
 
@@ -55,7 +55,7 @@ def slowest(data, elements):
     iterator = iter(data)
     for _ in range(elements):
         next(iterator)
-    return bottleneck.of(iterator)
+    return causes.of(iterator)
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def seconds_of(data):
     start = time.perf_counter()
     for _ in range(20):
         next(iterator)
-    return bottleneck.of(iterator), time.perf_counter() - start
+    return causes.of(iterator), time.perf_counter() - start
 
 
 def with_threads(data):
@@ -175,7 +175,7 @@ def test_a_slow_source_of_records_is_named_and_the_advice_helps():
         start = time.perf_counter()
         for _ in range(100):  # several chunks of 32
             next(iterator)
-        return bottleneck.of(iterator, reads=context.asked.reader.reads), time.perf_counter() - start
+        return causes.of(iterator, reads=context.asked.reader.reads), time.perf_counter() - start
 
     found, before = read(Own(), 1)
     assert "of the pipeline's time is read (Own.__getitem__: " in str(found) and "record, 1 at once" in str(found)
@@ -191,15 +191,15 @@ def test_a_copy_to_a_device_that_takes_longer_is_named():
     iterator = iter(Data.range(100).map(Slow()).batch(4))
     for _ in range(10):
         next(iterator)
-    assert bottleneck.of(iterator, copy=0.001).kind == "map"  # 16 ms for a batch
-    assert str(bottleneck.of(iterator, copy=1.0)).endswith("is copy (to the device: 1000 ms for an element, 1 at once)")
+    assert causes.of(iterator, copy=0.001).kind == "map"  # 16 ms for a batch
+    assert str(causes.of(iterator, copy=1.0)).endswith("is copy (to the device: 1000 ms for an element, 1 at once)")
 
 
 def test_iterators_without_statistics_have_no_slowest_stage():
     options = tf.data.Options()
     options.autotune.enabled = False
     assert slowest(Data.range(100).map(Slow()).with_options(options), 5) is None
-    assert bottleneck.of(object()) is None
+    assert causes.of(object()) is None
 
 
 class Counted(looplib.Trainer):

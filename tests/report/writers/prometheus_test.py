@@ -10,9 +10,9 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.base.progress import Progress
-from looplib.binary import metrics_port
-from looplib.binary.metrics_port import MetricsPortFlag
+from looplib.base.numbers import Progress
+from looplib.binary import flag_groups
+from looplib.binary.flag_groups import MetricsPortFlag
 from looplib.errors import FlagError, PluginError, WriterError
 from looplib.run.records import read_jsonl
 
@@ -96,7 +96,7 @@ def test_what_is_no_port_is_refused(text):
 def test_a_job_that_does_not_train_and_a_missing_package_are_refused(monkeypatch):
     with pytest.raises(FlagError, match="--mode=eval does not train"):
         MetricsPortFlag().check({"metrics_port": "9100", "mode": "eval"})
-    monkeypatch.setattr(metrics_port.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(flag_groups.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PluginError, match="prometheus-client"):
         MetricsPortFlag().check({"metrics_port": "[::1]:9100", "mode": "train"})
     assert issubclass(WriterError, looplib.UsageError)

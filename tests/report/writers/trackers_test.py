@@ -16,7 +16,7 @@ import toy
 
 import looplib
 from looplib.binary import outcome
-from looplib.binary.trackers_flag import TrackersFlag
+from looplib.binary.flag_groups import TrackersFlag
 from looplib.guards.preemption import Preempted
 from looplib.report.writers import registered
 from looplib.report.writers import tracked as tracked_ids

@@ -1,0 +1,472 @@
+"""InputContext: what a `dataset` function asks of looplib, and what it has asked, for whatever builds its pipeline."""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from looplib.base.messages import whole_number
+from looplib.data.order import (
+    CHUNK_IDS,
+    Batches,
+    BatchSizePeriod,
+    Epoch,
+    Ids,
+    Locate,
+    OrderKey,
+    Plan,
+    Positions,
+    as_plan,
+    derived_seed,
+    seeds_at,
+)
+from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderError
+
+
+@dataclasses.dataclass
+class BadRecords:
+    """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
+
+    Raises:
+      UsageError: if `most` is not a whole number of at least 0.
+    """
+
+    most: int = 0  # how many there may be
+    # the folder where the processes of the run note them; None counts only in this process
+    folder: str | None = None
+    names: set[str] = dataclasses.field(default_factory=set, init=False)  # of those that are known to this process
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)  # held while they are counted
+
+    def __post_init__(self) -> None:
+        self.most = whole_number("bad_records", self.most, least=0)
+
+
+class Reads(Protocol):
+    """How the records of a data set are read; tf.data itself shows only a map. `str` names the reader."""
+
+    calls: list[int]  # of its stages
+    records: int  # how many were read
+
+    @property
+    def at_once(self) -> int:
+        """How many are read at once."""
+
+    @property
+    def advice(self) -> str:
+        """What to change if reading takes the time."""
+
+
+class Reader(Protocol):
+    """Reads records for `InputContext.records`: see `records.reader.RecordReader`, called with the context."""
+
+    reads: list[Reads]  # of each call
+
+    def batches(
+        self, source: Any, *, block: int | None, shuffle: bool, seeds: bool, whole_epochs: bool, name: str | None,
+        repeat: bool,
+    ) -> tf.data.Dataset:  # fmt: skip
+        """Makes the data set of a call; see `InputContext.records`."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns checksums of a part of what is read, by the name of the file."""
+
+    def name_of(self, number: int) -> str:
+        """Returns the name, for errors, of the record with an id of the first call."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class DatasetCall:
+    """A call of `indices`, `records` or `resident`: what it makes."""
+
+    positions: tf.data.Dataset  # chunks of the positions in the run of its batches, int64 `[k, b]`
+    steps: int | tf.Tensor | None  # how many batches it makes of an evaluation; None for a training
+    batches: tf.data.Dataset | None = None  # the data set that it returned
+    ids: tf.data.Dataset | None = None  # the ids of each batch, int64 `[b]`, if each example has one; else None
+    in_turn: bool = False  # whether the ids of each batch follow one another
+    # Makes the ids in ops that XLA compiles: a function from the number of batches of this pipeline before (int64
+    # scalar tensor) and how many to make, to int64 `[batches, b]`; None for other data.
+    draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
+
+
+@dataclasses.dataclass
+class DatasetRequests:
+    """What a `dataset` function has asked of its context."""
+
+    part: bool = False  # whether it asked which part of the data is this pipeline's
+    start: bool = False  # whether it asked after how many batches it starts
+    positioned: bool = False  # whether the position of each batch in the run is known
+    unnamed: int = 0  # how many calls had no name
+    named: dict[str, int] = dataclasses.field(default_factory=dict)  # the examples of the calls with a name
+    arrays: Any = None  # the argument of `resident`, or None
+    examples: int | None = None  # the most examples of all calls; None without a call
+    epoch: Epoch | None = None  # how many examples come in an epoch; None where that is not known
+    reader: Reader | None = None  # what reads records, once `records` was called
+    calls: list[DatasetCall] = dataclasses.field(default_factory=list)  # in their order
+
+    @property
+    def last(self) -> DatasetCall | None:
+        """The last call."""
+        return self.calls[-1] if self.calls else None
+
+
+_PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
+
+
+class InputContext:
+    """The input pipeline of one `dataset(context)`.
+
+    Attributes:
+      global_batch_size: examples of one step over all replicas.
+      per_replica_batch_size: examples of one step on one replica: the size of the batches to make.
+      num_replicas: replicas that step together, over all workers.
+      pipeline_index: the index of this input pipeline; each worker has one.
+      num_pipelines: the number of input pipelines.
+      replicas_per_pipeline: replicas that this pipeline feeds; its batches go to them in turn.
+      seed: the run's seed, for shuffles and augmentation.
+      training: False for an evaluation.
+      start_step: global batches that were consumed before this pipeline starts; 0 in a new run. Of a run whose batch
+        size has changed, as many batches of the present size as have the examples of those.
+      steps_per_epoch: steps of one pass over the data, for `epochs` and reports. `indices` sets it; after several
+        calls the longest pass counts, so that every example of all calls has come. A `dataset` may set it,
+        such as one that repeats other data. None where it is not known.
+      global_batches: whether the task makes global batches, see `Trainer.batches`.
+      bad_records: the damaged records that `records` may leave out.
+      places: makes the positions of the batches. For workers that read by themselves (parameter servers) its `numbers`
+        are a data set of int64 scalars: the positions of the batches to make, in their order; `dataset` is called in a
+        `tf.function` then, and `pipeline_index` may be an int64 tensor.
+      asked: what `dataset` has asked.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        num_replicas: int,
+        pipeline_index: int | tf.Tensor,
+        num_pipelines: int,
+        seed: int,
+        training: bool,
+        start_step: int,
+        global_batches: bool = False,
+        numbers: tf.data.Dataset | None = None,
+        bad_records: BadRecords | None = None,
+        only: np.ndarray | None = None,
+        earlier: Sequence[BatchSizePeriod] = (),
+    ) -> None:
+        self.global_batch_size = whole_number("global_batch_size", global_batch_size)
+        self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
+        self.num_replicas, self.num_pipelines = num_replicas, num_pipelines
+        self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
+        self.seed, self.training, self.global_batches = seed, training, global_batches
+        self.bad_records = bad_records or BadRecords()
+        sizes, replicas = Batches(self.global_batch_size, tuple(earlier)), self.replicas_per_pipeline
+        self.places = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, replicas, numbers, only)
+        self.asked = DatasetRequests()
+
+    def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
+        """Returns a new context of the same pipeline; `only`, int64 `[n]`, are positions, each a batch of its own."""
+        return InputContext(
+            global_batch_size=self.global_batch_size,
+            num_replicas=self.num_replicas,
+            pipeline_index=self.places.pipeline_index,
+            num_pipelines=self.num_pipelines,
+            seed=self.seed,
+            training=self.training,
+            start_step=start_step,
+            global_batches=self.global_batches,
+            bad_records=self.bad_records,
+            only=only,
+            earlier=self.places.sizes.earlier,
+        )
+
+    @property
+    def pipeline_index(self) -> int | tf.Tensor:
+        """The index of this pipeline. Reading it states that `dataset` gives each pipeline its own part of the data.
+
+        On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
+        Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
+        """
+        self.asked.part = True
+        return self.places.pipeline_index
+
+    @property
+    def start_step(self) -> int:
+        """Global batches consumed before, for data other than `indices` or `records` that skips to its start itself.
+
+        A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
+        """
+        self.asked.start = True
+        return self.places.sizes.whole(self.places.start_step)
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The steps of one pass over the data; None if not known."""
+        return self.asked.epoch.steps(self.global_batch_size) if self.asked.epoch else None
+
+    @steps_per_epoch.setter
+    def steps_per_epoch(self, steps: float | None) -> None:
+        if steps is not None and not (math.isfinite(steps) and steps > 0):
+            raise DatasetError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
+        self.asked.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
+
+    def indices(
+        self,
+        num_examples: int | Plan,
+        seeds: bool = False,
+        *,
+        shuffle: bool = True,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
+    ) -> tf.data.Dataset:
+        """Makes batches of example ids, in an order that the run's seed decides.
+
+        For training, epoch after epoch without end, each a keyed permutation of all ids (the op behind
+        `tf.random.experimental.index_shuffle`): entering it at any position costs O(1), no shuffle buffer is held, and
+        the global order is the same for any number of replicas and workers. Batches are always full, and one may
+        hold the end of an epoch and the start of the next. For evaluation, every id once, in order, the last batch
+        smaller.
+
+        With `seeds`, each example comes with a seed for random augmentation by `tf.random.stateless_*`. It depends only
+        on the run's seed and the example's position in the run, so that a resumed run, or one on other devices, has the
+        same seeds. In training an example gets another seed each epoch, in evaluation always the same one.
+
+            def augment(ids, seeds):
+                flip = lambda one: tf.image.stateless_random_flip_left_right(one[0], seed=one[1])
+                images = tf.map_fn(flip, (tf.gather(x, ids), seeds), fn_output_signature=tf.float32)
+                return images, tf.gather(y, ids)
+
+            return context.indices(len(x), seeds=True).map(augment, tf.data.AUTOTUNE)
+
+        Each call in one `dataset` has an order and seeds of its own, so that data sets of several calls can be zipped.
+        Calls with one `name` share them, such as those for inputs and targets that are kept apart.
+
+        A run that continues with another batch size begins at the next example.
+
+        Args:
+          num_examples: how many examples there are; ids are 0 to num_examples - 1. Or a plan, `Kept`, `Mixture`,
+            `Packed` or `Buckets`, whose examples stand for the ids in what is returned.
+          seeds: whether to give seeds too.
+          shuffle: whether each epoch of a training has an order of its own; else all have the order of the ids.
+          whole_epochs: whether each epoch of a training ends with a batch of its own, which may be smaller, as in
+            Keras `fit`; only in a task of global batches (`Trainer.batches`).
+          name: names the order. Without one, the first call has the order of the run's seed, and each further one an
+            order by its number among the calls without a name.
+          repeat: whether a training with fewer examples than a global batch repeats examples within a batch; else
+            this is refused.
+
+        Returns:
+          A `tf.data.Dataset` of int64 ids `[b]`, or of (ids, seeds) with int32 seeds `[b, 2]`; b is
+          per_replica_batch_size, or in the last batch of an evaluation less.
+
+        Raises:
+          UsageError: if there is no example, or fewer than a global batch of a training; or for whole epochs in a task
+            of batches per replica or of a plan that has none.
+        """
+        plan = as_plan(num_examples, "indices", shuffle, whole_epochs)
+        seed = self.order_seed(plan, name)
+        found = self.located(plan, seed)
+
+        @tf.autograph.experimental.do_not_convert
+        def examples(positions: tf.Tensor) -> Any:  # a chunk of batches at once, at half the cost
+            given = found(positions)
+            if not seeds:
+                return given
+            return *(given if type(given) is tuple else (given,)), seeds_at(positions, seed, self.training)
+
+        most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
+        chunks, call = self.positions_of(plan, "indices", whole_epochs, repeat, most)
+        ordered = isinstance(plan, Ids) and not seeds
+        call.in_turn = ordered and not self.training  # then the positions are the ids
+        call.batches = (chunks if call.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
+        call.ids = call.batches if plan.width == 1 else None
+        epoch = Epoch(plan.size, whole_epochs)
+        if ordered and self.training and self.places.sizes.full(epoch):
+            call.draw = functools.partial(_draw, plan, seed, self.places, epoch)
+        return call.batches
+
+    def order_seed(self, plan: Plan, name: str | None) -> int:
+        """Returns the seed of the order of the next call; for the name see `indices`."""
+        if name is None:
+            number = self.asked.unnamed = self.asked.unnamed + 1
+            return self.seed if number == 1 else derived_seed(self.seed, f"call {number}")
+        if not isinstance(name, str) or not name:
+            raise OrderError(f"the name of an order of examples is {name!r}; expected a text")
+        others = self.asked.named.setdefault(name, plan.size)
+        if others != plan.size:
+            raise OrderError(
+                f"two calls for {others} and for {plan.size} examples have the name {name!r}, by which they would "
+                "share an order; give them different names, or as many examples"
+            )
+        return derived_seed(self.seed, f"name {name}")
+
+    def located(self, plan: Plan, seed: int) -> Locate:
+        """Returns `Plan.located` for this training, in the order of a seed, or for this evaluation."""
+        return plan.located(OrderKey(seed, self.places.sizes) if self.training else None)
+
+    def records(
+        self,
+        source: Any,
+        *,
+        block: int | None = None,
+        shuffle: bool = True,
+        seeds: bool = False,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
+    ) -> tf.data.Dataset:
+        """Makes batches of records of files, or of another source, read by number in the order of `indices`.
+
+        All that `indices` promises holds: the order depends on the run's seed alone, entering it at any position costs
+        O(1), each worker reads only its own records, and an evaluation has each record once, in order.
+
+            def dataset(self, context):
+                features = {"x": tf.io.FixedLenFeature([784], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
+                parse = lambda records: tf.io.parse_example(records, features)
+                return context.records("/data/train-*.tfrecord").map(parse, tf.data.AUTOTUNE)
+
+        Args:
+          source: files, as a path, a pattern or a list of these, whose names say their format; or what
+            `looplib.open_records` returns; or any object with `__len__` and `__getitem__`, such as a data source of
+            array_record, grain or TFDS; or a plan of records: `Mixture`, `Kept` or `Buckets`.
+          block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
+            itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
+            shuffled order; each is shuffled too. The default is about a quarter of a megabyte, or
+            less so that there are many blocks. Of a plan, whose default is 1, only `Kept` takes more.
+          shuffle: see `indices`.
+          seeds: see `indices`.
+          whole_epochs: see `indices`.
+          name: see `indices`.
+          repeat: see `indices`.
+
+        Returns:
+          A `tf.data.Dataset` of records: strings `[b]`, or a structure of arrays `[b, ...]` if the source has those; or
+          of (records, seeds) with int32 seeds `[b, 2]`.
+
+        Raises:
+          UsageError: if no file matches, a file is damaged, or there is no record, or fewer than a global batch of a
+            training.
+        """
+        if self.asked.reader is None:
+            from looplib.data.records.reader import RecordReader  # here, as it imports this, and few data sets need it
+
+            self.asked.reader = RecordReader(self)
+        return self.asked.reader.batches(
+            source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
+        )
+
+    def positions_of(
+        self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int
+    ) -> tuple[tf.data.Dataset, DatasetCall]:
+        """Makes the positions of this pipeline's batches of a plan, for a `method` with these arguments.
+
+        Returns chunks of at most `most` batches, int64 `[k, b]`, and the call, for the method to complete. A batch that
+        may be smaller is a chunk of its own.
+        """
+        self._check(plan, f"context.{method}", whole_epochs, repeat)
+        asked, epoch, steps = self.asked, Epoch(plan.size, whole_epochs), None
+        asked.positioned = asked.part = True
+        asked.examples = max(asked.examples or 0, plan.size)
+        if self.training:
+            positions = self.places.training_batches(epoch, most)
+            if plan.comes_in_epochs and (asked.epoch is None or asked.epoch.examples < plan.size):
+                asked.epoch = epoch
+        else:
+            positions, steps = self.places.evaluation_batches(plan.size)
+        call = DatasetCall(positions=positions, steps=steps)  # not in the next line: AutoGraph takes no walrus
+        asked.calls.append(call)
+        if self.places.only is not None:
+            positions = tf.data.Dataset.from_tensor_slices(self.places.only[:, None, None])
+        return positions, call
+
+    def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
+        """Raises `UsageError` if no batches can be made of the examples."""
+        size = self.global_batch_size
+        if plan.size == 0:
+            raise EmptyDataError(
+                f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
+                "0 examples; check where the data is read from"
+            )
+        if whole_epochs and not self.global_batches:
+            raise DatasetError(
+                f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
+                'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
+            )
+        if self.training and plan.size < size and not (whole_epochs or repeat):
+            raise BatchSizeError(
+                f"{method} was asked for {plan.size} examples, and a global batch has {size}, so that each batch would "
+                f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
+                "pass repeat=True if that is intended"
+            )
+        if self.training and plan.chosen_by_batch and self.places.sizes.earlier:
+            raise BatchSizeError(
+                f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
+                "together, so that its order depends on the batch size, and this run had batches of "
+                f"{self.places.sizes}; continue with {self.places.sizes.original}, or start a new "
+                "run from the weights (--warm_start)"
+            )
+
+    def resident(
+        self,
+        arrays: Any,
+        *,
+        shuffle: bool = True,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
+    ) -> tf.data.Dataset:
+        """Makes batches of rows of arrays that stay on the device, in the order of `indices`.
+
+        Only the ids travel; the rows are gathered in the step, where XLA makes the gather part of its program. A
+        training on CPUs with `loop="xla"` or `"auto"` gathers small rows ahead of it. For data that fits in the memory
+        of each device. Return the data set as it is: augmentation and the like belong into `step_fn`.
+
+            def dataset(self, context):
+                return context.resident((self.x, self.y))  # step_fn gets (x, y), each [b, ...]
+
+        Args:
+          arrays: array or tensor `[n, ...]`, or a structure of these with one n.
+          shuffle: see `indices`.
+          whole_epochs: see `indices`.
+          name: see `indices`.
+          repeat: see `indices`.
+
+        Returns:
+          A `tf.data.Dataset` of int64 ids `[b]`; `step_fn` is given the rows instead.
+
+        Raises:
+          UsageError: if the arrays have no rows, or not the same number, or if `indices` refuses that number.
+        """
+        lengths = [array.shape[0] if len(array.shape) else None for array in tf.nest.flatten(arrays)]
+        if len(set(lengths)) != 1 or None in lengths:
+            raise DatasetError(
+                f"context.resident was given arrays of {', '.join(map(str, lengths)) or 'no'} rows; expected the same "
+                "number in each, that of the examples"
+            )
+        self.asked.arrays = arrays
+        return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs, name=name, repeat=repeat)
+
+
+@tf.autograph.experimental.do_not_convert
+def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
+    """Returns ids in ops that XLA compiles; see `DatasetCall.draw`."""
+    positions = places.batches(first, count, epoch)
+    return tf.reshape(ids.endless_in_xla(tf.reshape(positions, [-1]), seed), positions.shape)
+
+
+def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
+    """Returns the examples of a step on one replica; raises `UsageError` if the global batch does not divide."""
+    global_batch_size = whole_number("global_batch_size", global_batch_size)
+    if global_batch_size % num_replicas:
+        below = global_batch_size // num_replicas * num_replicas
+        nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
+        raise BatchSizeError(
+            f"global_batch_size {global_batch_size} does not divide over {num_replicas} replicas; use {nearest}"
+        )
+    return global_batch_size // num_replicas
