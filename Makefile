@@ -7,7 +7,7 @@ EXTRAS := dev,$(if $(filter 2.20,$(TF)),models,trainers)
 # Bytecode is kept, even if the shell says otherwise: without it each process compiles looplib, and rewrites all assertions.
 RUN := PYTHONDONTWRITEBYTECODE= TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test test-all test-tf221 smoke smoke-tf221 bench bench-growth lint docs bazel
+.PHONY: env demo test test-all test-turn test-tf221 smoke smoke-tf221 bench bench-growth lint docs bazel
 
 env: $(VENV)/installed
 
@@ -27,11 +27,14 @@ TOGETHER := --dist loadfile --no-loadscope-reorder -m "not alone"
 test: env
 	$(RUN) -m pytest -n 3 $(TOGETHER)
 
-# With all repetitions; of what is random, as many as these two say. What measures time runs alone, after the rest.
-test-all: export LOOPLIB_MUTATIONS ?= 100
-test-all: export LOOPLIB_FAULTS ?= 20
-test-all: env
-	$(RUN) -m pytest --all -n 4 $(TOGETHER)
+# Each case, or the slow ones of one turn of 25, with all repetitions; of what is random, as many as these two say.
+# What measures time or memory runs alone, after the rest.
+test-all: CASES := --all
+test-turn: CASES := --turn=$(TURN)
+test-all test-turn: export LOOPLIB_MUTATIONS ?= 100
+test-all test-turn: export LOOPLIB_FAULTS ?= 20
+test-all test-turn: env
+	$(RUN) -m pytest $(CASES) -n 4 $(TOGETHER)
 	$(RUN) -m pytest --all -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
 
 # What needs no Model Garden; what does is listed as skipped.

@@ -17,7 +17,7 @@ import tempfile
 from absl import app, flags
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "extras" / "buckets")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "programs")]
 
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Turns of each kind.")
 _DELAY = flags.DEFINE_float("delay", 0.02, "Seconds of latency of each request.")

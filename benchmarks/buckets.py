@@ -17,7 +17,7 @@ import tempfile
 from absl import app, flags
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "extras" / "buckets")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "programs")]
 
 _AGAINST = flags.DEFINE_string("against", "", "Another checkout, to compare plain local runs with.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Runs of each kind.")
@@ -101,7 +101,7 @@ def main(argv):
         server.make_bucket(BUCKET)
         proxy.faults.delay = _DELAY.value
         cloud = Cloud(server, proxy, None, pathlib.Path(folder), "bench")
-        environment = cloud.environment(LOOPLIB_LEASE_SECONDS="60", LOOPLIB_UPLOAD_SECONDS="30", PYTHONPATH=str(ROOT))
+        environment = cloud.environment(PYTHONPATH=str(ROOT))
         kinds = {
             "local": (lambda n: f"{folder}/local{n}", ROOT, {}),
             "store": (lambda n: cloud.url(f"run{n}"), ROOT, environment),

@@ -13,15 +13,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from absl import app, flags
 
-from looplib.run import run_json
-from looplib.run.goodput import restored_step
+from looplib.run.directory import RunDir
 from looplib.run.records import read_jsonl
+from looplib.run.report import StartEntry
 
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Deaths.", lower_bound=1)
 _WORKERS = flags.DEFINE_integer("workers", 3, "Workers at the beginning.", lower_bound=2)
@@ -57,7 +56,7 @@ def _measure(folder: pathlib.Path) -> float:
         os.kill(int(children[-1]), signal.SIGKILL)
         _wait(launch, lambda: len(_starts(folder)) == 2)
         metrics = folder / "metrics.jsonl"
-        changed, restored = metrics.stat().st_mtime_ns, restored_step(_starts(folder)[1])
+        changed, restored = metrics.stat().st_mtime_ns, _starts(folder)[1].restored_step
         _wait(launch, lambda: metrics.stat().st_mtime_ns > changed and _last_step(folder) > restored)
         return time.monotonic() - began
     finally:
@@ -81,8 +80,9 @@ def _last_step(folder: pathlib.Path) -> int:
     return int(records[-1]["step"]) if records else 0
 
 
-def _starts(folder: pathlib.Path) -> list[dict[str, Any]]:
-    return run_json.read_report(run_json.path_of(str(folder), trains=True)).get("starts", [])
+def _starts(folder: pathlib.Path) -> list[StartEntry]:
+    report = RunDir(folder).report()
+    return report.starts if report else []
 
 
 if __name__ == "__main__":

@@ -42,10 +42,9 @@ from looplib.actions import additions
 from looplib.actions.notices import GcpNotices, NoticeListener
 from looplib.actions.timed_saves import TimedSaves
 from looplib.base.numbers import Progress
-from looplib.commands.watch import URLS
-from looplib.report.writers.opentelemetry_writer import OpenTelemetryWriter
-from looplib.report.writers.prometheus_writer import PrometheusWriter
-from looplib.run.run_status import read_status
+from looplib.report.alerts import URLS
+from looplib.report.writers.telemetry import OpenTelemetryWriter, PrometheusWriter
+from looplib.run.status import read_status
 from looplib.task.actions import Event
 
 _ROUNDS = flags.DEFINE_integer("rounds", 20, "Turns of each training that count.", lower_bound=3)
@@ -174,7 +173,7 @@ class OtherSides:
 
     def watch(self, folder):
         """Starts what `--alert` starts; returns the process, stopped."""
-        command = [sys.executable, "-m", "looplib", "watch", folder, "--every=2"]
+        command = [sys.executable, "-m", "looplib", "status", folder, "--watch", "--until_end", "--interval=2"]
         process = subprocess.Popen(command, env={**os.environ, URLS: f"http://{self.address}/"})
         self._processes.append(process)
         time.sleep(3.0)

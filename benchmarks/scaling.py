@@ -24,7 +24,7 @@ from benchmarks import records
 from benchmarks.workloads import classified, mlp
 from looplib.cluster.collectives import Workers
 from looplib.cluster.environment import Cluster
-from looplib.processes.worker_processes import hold_ports
+from looplib.processes.group import hold_ports
 
 _WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of workers to start.")
 _ROUNDS = flags.DEFINE_integer("rounds", 11, "Turns of each loop that count.")

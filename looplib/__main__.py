@@ -15,7 +15,7 @@ from looplib.base import plugins
 from looplib.base.messages import cure_of, with_cure
 from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 from looplib.masks import mask_tracebacks, masked, masked_text
-from looplib.processes.children import ended_by_signals
+from looplib.processes.child import ended_by_signals
 
 _GROUP = "looplib.commands"
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -95,12 +95,6 @@ def _add_tools(tools: Any, wanted: list[str]) -> None:
 # Each is imported when it is asked for, or listed.
 
 
-def _add_audit(tools: Any) -> None:
-    from looplib.commands.audit_command import add
-
-    add(tools)
-
-
 def _add_average(tools: Any) -> None:
     from looplib.commands.commands import average
 
@@ -150,9 +144,9 @@ def _add_new(tools: Any) -> None:
 
 
 def _add_ray(tools: Any) -> None:
-    from looplib.commands.ray import add
+    from looplib.commands.commands import ray
 
-    add(tools)
+    ray(tools)
 
 
 def _add_replay(tools: Any) -> None:
@@ -185,12 +179,6 @@ def _add_sweep(tools: Any) -> None:
     add(tools)
 
 
-def _add_watch(tools: Any) -> None:
-    from looplib.commands.watch import add
-
-    add(tools)
-
-
 def _add_weights(tools: Any) -> None:
     from looplib.commands.weights import add
 
@@ -198,7 +186,6 @@ def _add_weights(tools: Any) -> None:
 
 
 _OWN: dict[str, Callable[[Any], None]] = {
-    "audit": _add_audit,
     "average": _add_average,
     "board": _add_board,
     "check": _add_check,
@@ -213,7 +200,6 @@ _OWN: dict[str, Callable[[Any], None]] = {
     "rerun": _add_rerun,
     "status": _add_status,
     "sweep": _add_sweep,
-    "watch": _add_watch,
     "weights": _add_weights,
 }
 

@@ -34,7 +34,7 @@ from looplib.loop.loops import Loops
 from looplib.loop.task_loop import Window
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
-from looplib.report.run_report import Computation, RunReport, RunSettings
+from looplib.report.run_report import RunFacts, StartReport
 from looplib.report.writers.contract import Writer
 from looplib.run.policy import CheckpointPolicy, KeepRule, Start
 from looplib.task import checks
@@ -149,8 +149,7 @@ class Controller:
             trains=directory.trains,
             check=directory.check_lock,
             clock=clock,
-            computation=Computation(runtime.describe(strategy), strategy.num_replicas_in_sync),
-            settings=RunSettings(flags, config),
+            facts=RunFacts(runtime.describe(strategy), strategy.num_replicas_in_sync, flags, config),
             standing=lambda: self._checkpointer.standing(),
         )
         loops.build(trainer, evaluators, *directory.peek(), self.guards.non_finite, self._actions)
@@ -158,10 +157,10 @@ class Controller:
         if trainer:
             policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
             self._window = Window(loops.training, clock, self.guards)
-            computation = self.report.computation
-            computation.model = diagnosis().model(trainer)
-            computation.speed = diagnosis().speed(loops.training, strategy)
-            logging.info("%s", computation.speed or "the FLOPs of a step are not known")
+            facts = self.report.facts
+            facts.model = diagnosis().model(trainer)
+            facts.speed = diagnosis().speed(loops.training, strategy)
+            logging.info("%s", facts.speed or "the FLOPs of a step are not known")
         self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
         objects = checks.collect_state(trainer, evaluators)
         parts = RecordedParts(trainer, objects, loops, self._window, action_states)
@@ -185,7 +184,7 @@ class Controller:
 
     @property
     def policy(self) -> CheckpointPolicy:
-        """What is saved when, and what is kept."""
+        """The policy that says what is saved when, and what is kept."""
         return self._directory.policy
 
     @property
@@ -197,7 +196,7 @@ class Controller:
         return self._reporter.clock
 
     @property
-    def report(self) -> RunReport:
+    def report(self) -> StartReport:
         """Writes `run.json` when a training starts and ends (`run_eval.json` for a controller without a trainer).
 
         `controller.report()` writes `report.html` as it is now, and shows it in a notebook.

@@ -33,10 +33,12 @@ from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskE
 from looplib.guards.guards import Guards
 from looplib.guards.preemption import notice
 from looplib.masks import mask_tracebacks, masked
-from looplib.replay import preflight, replayer
+from looplib.processes import orders
+from looplib.replay import player, preflight
 from looplib.report.writers.contract import DEFAULT_WRITERS
-from looplib.run import run_json
 from looplib.run.code_version import this_program
+from looplib.run.directory import RunDir
+from looplib.run.report import as_dict, read_report
 from looplib.task.actions import Action, Event
 from looplib.task.trainer import Evaluator, Trainer
 
@@ -163,7 +165,7 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         values.update(redirected)
     config, others, text = binary.read()
     if flags.FLAGS["print_config"].value:
-        print(text or _configuration().dump(masked(run_json.as_dict(config))), end="")
+        print(text or _configuration().dump(masked(as_dict(config))), end="")
         sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings())
@@ -174,13 +176,14 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         values[name] = values[name] and (local_path if name in FETCHED else files.resolve)(values[name], f"--{name}")
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
-    session.earlier = run_json.read_report(session.report_path)
+    session.earlier = read_report(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in SETUP_FLAGS})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
     session.controller = controller = _make_controller(binary, config, session)
-    if preflight.requested():
-        preflight.answer(controller)
+    order = orders.current()
+    if order.preflight:
+        preflight.answer(order.preflight, controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
     if trains and text and controller.is_chief:
@@ -189,8 +192,9 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
         _configuration().warn_of_other_settings(values["model_dir"], config)
     if binary.started:
         binary.started(config, controller)
-    if replayer.requested():
-        replayer.answer(controller, values["eval_interval"] if values["mode"] == "train_and_eval" else None)
+    if order.replay:
+        every = values["eval_interval"] if values["mode"] == "train_and_eval" else None
+        player.answer(order.replay, controller, every)
         sys.exit(EXIT_DONE)
     if session.temporary:
         session.tried = TRIALS.try_out(controller, binary.actions)
@@ -231,15 +235,15 @@ def _make_controller(binary: _Binary, config: Any, session: Session) -> Controll
         writers=[*DEFAULT_WRITERS, *writers],
         config=config,
     )
-    phases = {name: value for name, value in controller.report.settings.flags.items() if name == "phases"}
-    controller.report.settings.flags = values | phases
+    phases = {name: value for name, value in controller.report.facts.flags.items() if name == "phases"}
+    controller.report.facts.flags = values | phases
     if controller.report.path:  # a controller with a trainer may only export
-        controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
+        controller.report.path = RunDir(values["model_dir"]).report_path(mode in TRAINING_MODES)
     records_program = controller.is_chief and not session.temporary  # which is removed
-    controller.report.program = this_program() if records_program else None
-    controller.report.settings.defaults = {
+    controller.report.program, controller.report.diff = this_program() if records_program else (None, "")
+    controller.report.facts.defaults = {
         "flags": {name: flags.FLAGS[name].default for name, *_ in command_line.all_flags()},
-        "config": run_json.as_dict(binary.config),
+        "config": as_dict(binary.config),
     }
     return controller
 

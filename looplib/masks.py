@@ -104,7 +104,8 @@ _RULES = [
             r"(?:hf_|sk-|AIza|ya29\.|npm_|pypi-|dop_v1_|SG\.|xapp-|[rs]k_(?:live|test)_)[\w.-]{12,}|"
             r"eyJ[\w-]{12,}[\w.-]*|(?:bot)?\d{6,20}:[\w-]{20,})",
         ),
-        (r"(?<![\w.%+@:-])", r"[\w.%+-]{1,80}:(?!//)[^\s'\"]{3,200}(?=@[\w\[])"),  # user:password@host
+        # user:password@host; where no "@" follows it fails at once
+        (r"(?<![\w.%+@:-])", r"(?=[\w.%+-][^@]{0,280}@)[\w.%+-]{1,80}:(?!//)[^\s'\"]{3,200}(?=@[\w\[])"),
     )
 ]
 

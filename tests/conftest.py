@@ -4,9 +4,7 @@ import collections
 import contextlib
 import gc
 import importlib.util
-import inspect
 import itertools
-import math
 import os
 import pathlib
 import shutil
@@ -22,6 +20,9 @@ os.environ["LOOPLIB_CACHE"] = os.devnull  # no directory: no test depends on wha
 
 import pytest
 
+TURNS = 25  # of CI: a slow case comes in each fifth, and one of a test with more than `_MANY` of them once in 25
+_MANY = 20
+COLLECTED = pytest.StashKey()  # all cases of the files that this run names
 EVERY = ("default", "one_device", "mirrored_x2", "mirrored_x4")
 _REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
@@ -29,7 +30,7 @@ _LONGEST = (
     "elastic_workers", "generative", "docs", "endings", "stragglers", "language_model", "shared_sweep", "rounding",
     "controller", "model_garden", "exports", "gradient_trainer", "faults", "foreign", "peers", "engines",
     "preemption", "workers", "checks", "replay", "kill", "guards", "predictions", "inputs", "metrics",
-    "lifecycle", "report_page", "local_launch", "writers", "records", "parameter_server", "hostile",
+    "lifecycle", "report_page", "local_workers", "writers", "records", "parameter_server", "hostile",
     "fine_tune", "names", "keras_trainer", "preflight", "launch", "sweep_faults", "store", "sources", "constants", "binary",
     "tpu", "plateau", "records_faults", "disk", "sweep", "lock", "resident", "files", "loops", "environment",
 )  # fmt: skip
@@ -49,8 +50,8 @@ _references = 0  # to the class of controllers, when a test looked last
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="the slow tests too; of many cases, those of `_of_product`")
-    parser.addoption("--every", action="store_true", help="each case of each test, in hours")
+    parser.addoption("--all", action="store_true", help="the slow cases too")
+    parser.addoption("--turn", type=int, choices=range(TURNS), help="the slow cases of this turn, and no other ones")
 
 
 def pytest_configure(config):
@@ -58,7 +59,7 @@ def pytest_configure(config):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     global _all
-    _all = config.getoption("all") or config.getoption("every")
+    _all = config.getoption("all") or config.getoption("turn") is not None
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         _share_fork_server(config)
         return  # the process that hands out the tests runs none
@@ -71,7 +72,7 @@ def pytest_configure(config):
 
 def _share_fork_server(config):
     """Has the processes of tests share the server that the first of them starts; it ends with this process's run."""
-    from faults import lives
+    import lives
 
     folder = pathlib.Path(tempfile.mkdtemp(prefix="fork-server-"))
     os.environ[lives.SHARED] = str(folder)
@@ -85,48 +86,43 @@ def _share_fork_server(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("every"):
-        left_out = set()
-    elif not config.getoption("all"):
-        left_out = {item for item in items if any(mark.kwargs.keys() <= {"most"} for mark in item.iter_markers("slow"))}
-        for kind, choose in (("pairs", _pairs), ("keep", _last), ("spread", _spread)):
-            groups = collections.defaultdict(list)
-            for item in items:
-                if item not in left_out and any(kind in mark.kwargs for mark in item.iter_markers("slow")):
-                    groups[item.path, item.originalname].append(item)
-            for group in groups.values():
-                (value,) = (mark.kwargs[kind] for mark in group[0].iter_markers("slow") if kind in mark.kwargs)
-                left_out.update(set(group) - choose(group, value))
-    else:
-        groups = collections.defaultdict(list)
-        for item in items:
-            if hasattr(item, "callspec"):
-                groups[item.path, item.originalname].append(item)
-        left_out = {item for group in groups.values() for item in set(group) - _of_product(group)}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    config.stash[COLLECTED] = list(items)
+    chosen = chosen_cases(items, config.getoption("all"), config.getoption("turn"))
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     longest = {name: number for number, name in enumerate(_LONGEST)}
+    items[:] = [item for item in items if item in chosen]
     items.sort(key=lambda item: longest.get(item.path.stem.removesuffix("_test"), len(longest)))
 
 
-def _of_product(group):
-    """Chooses cases of several conditions: of a whole product each value, of other cases each pair of values.
+def chosen_cases(items, everything=False, turn=None):
+    """Returns the cases to run: all, or the slow ones of a turn, or those that are not slow.
 
-    Tests begin with different values. A test's mark may allow some pairs only, `pairs`, and bound the cases, `most`. Of a
-    test that skips some cases and does not mark which, all are chosen, as of a list of one condition or two.
+    Their names decide about the turn, so a new case moves no other one.
     """
-    marks = {key: value for mark in group[0].iter_markers("slow") for key, value in mark.kwargs.items()}
-    if "most" in marks:
-        allowed = marks.get("pairs", True)
-        return _spread([item for item in group if allowed is True or allowed(item.callspec.params)], marks["most"])
-    if "pairs" in marks:
-        return _pairs(group, marks["pairs"])
-    if "pytest.skip(" in inspect.getsource(group[0].function):
-        return set(group)
-    sizes = [len(set(values)) for values in zip(*(sorted(_values(item)) for item in group))]
-    if len(sizes) > 1 and len(group) == math.prod(sizes):
-        return _spread(group, max(sizes))
-    return _pairs(group, True) if len(sizes) > 2 else set(group)
+    slow = set() if everything else _slow(items)
+    if turn is None:
+        return set(items) - slow
+    number = collections.Counter((item.path, item.originalname) for item in slow)
+
+    def is_due(item):
+        turns = TURNS if number[item.path, item.originalname] > _MANY else TURNS // 5
+        return (zlib.crc32(item.nodeid.encode()) - turn) % turns == 0
+
+    return {item for item in slow if is_due(item)}
+
+
+def _slow(items):
+    """Returns the cases that `make test` leaves out."""
+    slow = {item for item in items if any(not mark.kwargs for mark in item.iter_markers("slow"))}
+    for kind, choose in (("pairs", _pairs), ("keep", _last), ("spread", _spread)):
+        groups = collections.defaultdict(list)
+        for item in items:
+            if item not in slow and any(kind in mark.kwargs for mark in item.iter_markers("slow")):
+                groups[item.path, item.originalname].append(item)
+        for group in groups.values():
+            (value,) = (mark.kwargs[kind] for mark in group[0].iter_markers("slow") if kind in mark.kwargs)
+            slow.update(set(group) - choose(group, value))
+    return slow
 
 
 def _last(group, count):
@@ -313,7 +309,7 @@ def cases(request):
 @pytest.fixture(scope="session")
 def nursery():
     """A process that forks lives of the binary `faulty`; one for all tests, as its imports take seconds."""
-    from faults import lives
+    import lives
 
     with lives.Nursery() as nursery:
         yield nursery
@@ -339,7 +335,7 @@ def s3():
 
 @pytest.fixture
 def cloud(s3, nursery, tmp_path):
-    """A store, and machines that run there: `tests/buckets/clouds.py`."""
+    """A store, and machines that run there: `tests/helpers/clouds.py`."""
     from clouds import Cloud, Proxy
 
     with Proxy("127.0.0.1", s3.port) as proxy:

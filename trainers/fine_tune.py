@@ -23,7 +23,7 @@ import looplib
 from looplib import UsageError, launch
 from looplib.base.messages import gist
 from looplib.config import field_types
-from looplib.run import run_json
+from looplib.run.directory import RunDir
 from trainers import image_classification, image_data, image_models
 
 HEAD = "head"
@@ -212,12 +212,15 @@ def read_config(base: str) -> image_classification.Config:
     Raises:
       looplib.UsageError: if it is not such a directory.
     """
-    path = os.path.join(base, "run.json")
+    run = RunDir(base)
     try:
-        return field_types.typed(run_json.read_report(path)["config"], image_classification.Config, str, "")
-    except (KeyError, UsageError) as error:
+        report = run.report()
+        if report is None or not report.config:
+            raise UsageError("it has no settings")
+        return field_types.typed(report.config, image_classification.Config, str, "")
+    except UsageError as error:
         raise UsageError(
-            f"{path} cannot be read ({gist(error)}); set --config.base to a run directory of "
+            f"{run.report_path()} cannot be read ({gist(error)}); set --config.base to a run directory of "
             "trainers.image_classification"
         ) from error
 

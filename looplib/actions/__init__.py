@@ -1,4 +1,4 @@
-"""What watches a training at its reports, or adds to its steps.
+"""Actions, which watch a training at its reports, or add to its steps.
 
 Names that other rooms may use, by file:
     checksums: none

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 @dataclasses.dataclass(frozen=True)
 class LearningFinding:
-    """What a check has found.
+    """A finding of a check.
 
     Attributes:
       kind: "constant predictions", "no change" or "exploding norm".

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import math
 import statistics
 import time
@@ -17,8 +16,7 @@ from looplib.actions.weight_checks import EXPLODING, TrainedVariables, WeightChe
 from looplib.base.messages import gist, whole_number
 from looplib.errors import ActionError
 from looplib.loop.contracts import Loop
-from looplib.run import values
-from looplib.run.run_json import read_report
+from looplib.run.report import RunWarning, read_report
 from looplib.task.actions import Action, Event
 
 
@@ -152,7 +150,7 @@ class LearningWarnings(Action):
         """Takes the loops of a training; the time counts from the first one on."""
         self._is_training = True
         # What the chief alone reads of variables and data would have it wait for workers that do not.
-        self._several = controller.report.computation.strategy.startswith("MultiWorker")
+        self._several = controller.report.facts.strategy.startswith("MultiWorker")
         loops = list(controller.loops.values())
         if loops == self._loops or not controller.is_chief:  # a program may train many times
             return
@@ -217,7 +215,9 @@ class LearningWarnings(Action):
         self._known.update(finding.keys)
         logging.warning("step %d: %s; %s", event.step, finding.text, finding.advice)
         report = event.controller.report
-        report.note("warnings", step=event.step, **dataclasses.asdict(finding))
+        report.note(
+            RunWarning(event.step, finding.kind, [*finding.subjects], finding.since, finding.text, finding.advice)
+        )
         if self._is_training:
             report.write("running")  # now: a start that is killed writes nothing, and the next one would warn again
 
@@ -239,9 +239,7 @@ class LearningWarnings(Action):
 
 def _earlier(path: str | None) -> Iterator[str]:
     """Yields the keys of what earlier starts of a run have found, as far as its `run.json` says it."""
-    starts = read_report(path).get("starts", []) if path else []
-    for start in starts:
-        for one in values.items(start.get("warnings")):
-            found = values.mapping(one)
-            subjects = [subject for subject in values.items(found.get("subjects")) if isinstance(subject, str)]
-            yield from (key(values.text(found.get("kind")), subject) for subject in subjects)
+    report = read_report(path) if path else None
+    for start in report.starts if report else ():
+        for one in start.warnings:
+            yield from (key(one.kind, subject) for subject in one.subjects)

@@ -18,13 +18,13 @@ import numpy as np
 from absl import logging
 
 from looplib.base.console import printable
-from looplib.base.files import parse_json
+from looplib.base.decoding import SHOWN, decode, parse_json
 from looplib.base.messages import gist
+from looplib.base.numbers import iso_time
 from looplib.errors import FlagError, Preempted
 from looplib.guards.preemption import notice as preemption
-from looplib.report.run_report import RunReport
-from looplib.run import values
-from looplib.run.notice import Notice, iso_time, notices_of
+from looplib.report.run_report import StartReport
+from looplib.run.report import StartEntry, TerminationNotice
 from looplib.task.actions import Action
 
 _CONNECT_SECONDS, _SECONDS = 5.0, 10.0  # of a connection, and of an answer from its first to its last byte
@@ -99,7 +99,7 @@ def _cut(connected: socket.socket) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Announcement:
-    """What a source says is to come.
+    """An announced end, or its withdrawal, as a source tells it.
 
     Attributes:
       kind: in its own words.
@@ -161,6 +161,12 @@ class GcpNotices(NoticeSource):
         return answer.text.strip()
 
 
+@dataclasses.dataclass(frozen=True)
+class _InstanceAction:
+    action: str = ""
+    time: str = ""
+
+
 class AwsNotices(NoticeSource):
     """EC2: a Spot instance is interrupted, by IMDSv2. AWS_EC2_METADATA_SERVICE_ENDPOINT has another address."""
 
@@ -174,10 +180,10 @@ class AwsNotices(NoticeSource):
     def look(self) -> Iterator[Announcement]:
         """See `NoticeSource`."""
         if (answer := self._item("spot/instance-action")).status == 200:
-            said = values.mapping(parse_json(answer.text))
-            if (action := said.get("action")) not in ("terminate", "stop", "hibernate"):
+            said = decode(_InstanceAction, parse_json(answer.text), SHOWN, strict=False)
+            if said.action not in ("terminate", "stop", "hibernate"):
                 raise _unexpected("instance-action", answer)
-            yield Announcement(action, _utc(said.get("time")), True)
+            yield Announcement(said.action, _utc(said.time), True)
         if self._item("events/recommendations/rebalance").status == 200:
             yield Announcement("rebalance recommendation", None, False)
 
@@ -207,10 +213,10 @@ def _is_header(text: str) -> bool:
     return 0 < len(text) <= 1000 and text.isascii() and text.isprintable()
 
 
-def _utc(text: object) -> str | None:
+def _utc(text: str) -> str | None:
     """Returns a time in ISO 8601; None for what is none."""
     try:
-        found = datetime.datetime.fromisoformat(values.text(text, 100).replace("Z", "+00:00"))
+        found = datetime.datetime.fromisoformat(text[:100].replace("Z", "+00:00"))
         return iso_time((found if found.tzinfo else found.replace(tzinfo=datetime.timezone.utc)).timestamp())
     except (ValueError, TypeError, OverflowError, OSError, IndexError):
         return None
@@ -239,10 +245,10 @@ class NoticeListener(Action):
         self._sources: list[NoticeSource] = [_POLLED[name]() for name in dict.fromkeys(names) if name in _POLLED]
         self._has_slurm = SLURM in names
         self._host = socket.gethostname()
-        self._found: dict[tuple[str, str], Notice] = {}  # by source and kind, of this training
+        self._found: dict[tuple[str, str], TerminationNotice] = {}  # by source and kind, of this training
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._report: RunReport | None = None
+        self._report: StartReport | None = None
 
     def on_start(self, controller: Any) -> None:
         """Listens from here on."""
@@ -272,7 +278,7 @@ class NoticeListener(Action):
         others = [told for row in rows[1:] for told in _read(row.tobytes())] if controller.is_chief else []
         for told in others:
             logging.warning("a worker on %s got %s", told.host, told)
-            self._report.note("notices", **dataclasses.asdict(told))
+            self._report.note(told)
         if others:
             controller.report.write("preempted")
 
@@ -300,11 +306,11 @@ class NoticeListener(Action):
                 told = self._told(source, announced.kind, announced.deadline)
                 preemption.request(str(told))  # each time, as one from before the training is forgotten as it begins
 
-    def _told(self, source: str, kind: str, deadline: str | None) -> Notice:
+    def _told(self, source: str, kind: str, deadline: str | None) -> TerminationNotice:
         """Returns the notice of a kind, which is noted when it comes first."""
-        told = Notice(source, kind, self._host, iso_time(time.time()), deadline)
+        told = TerminationNotice(source, kind, self._host, iso_time(time.time()), deadline)
         if (first := self._found.setdefault((source, kind), told)) is told:
-            self._report.note("notices", **dataclasses.asdict(told))
+            self._report.note(told)
         return first
 
     def _describe(self, name: str) -> str:
@@ -321,9 +327,9 @@ def _end_of_the_job() -> str | None:
     return iso_time(int(text)) if text.isdecimal() and len(text) <= 11 else None
 
 
-def _read(text: bytes) -> list[Notice]:
+def _read(text: bytes) -> list[TerminationNotice]:
     """Returns the notices that a worker has told; none if they were cut."""
     try:
-        return notices_of(json.loads(text))
+        return decode(StartEntry, parse_json(text), SHOWN, strict=False).notices
     except ValueError:
         return []

@@ -15,6 +15,7 @@ from looplib.base.messages import whole_number
 from looplib.compat import keras as _keras
 from looplib.config.formats import check_export
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
+from looplib.processes import orders
 from looplib.run.metric_names import gain, mode_of
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
@@ -212,12 +213,11 @@ class ExportBest(_MetricWatcher):
           UsageError: if not.
         """
         from looplib.exports.exports import check_inputs  # only this action needs it
-        from looplib.processes.order import requested  # here, because its room uses others that use this one
 
         super().on_start(controller)
         check_inputs(controller.loops)
         self._began = controller.global_step
-        if requested() is not None:  # an audit repeats steps, and writes nothing elsewhere
+        if orders.current().until:  # steps are repeated, and write nothing elsewhere
             self.directory = None
         place = self.directory or controller.model_dir
         if place is None:

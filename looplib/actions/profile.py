@@ -45,7 +45,7 @@ class OpTime:
 
 @dataclasses.dataclass(frozen=True)
 class OpProfile:
-    """What a profile has recorded.
+    """The content of a profile.
 
     Attributes:
       ops: the time of each op, the longest first.

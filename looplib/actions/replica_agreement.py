@@ -14,6 +14,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.errors import ActionError, CorruptionError
 from looplib.guards.guards import Diverged
 from looplib.loop.contracts import Loop, StepAddition
+from looplib.run.report import ReplicaChecks
 from looplib.task.actions import Action, Event
 from looplib.task.averages import WeightAverages
 from looplib.task.gradient_trainer import DynamicLossScale
@@ -278,7 +279,7 @@ class ReplicaAgreement(Action, StepAddition):
         self._every = self._asked or max(DEFAULT_EVERY, per_loop)
         self._controller, self._comparison, self._compared = controller, None, None
         self._reported = self._agreed = controller.global_step
-        if controller.report.computation.num_replicas == 1:
+        if controller.report.facts.num_replicas == 1:
             return
         with controller.clock.phase("compile"):
             loop = controller.loops["train"]
@@ -290,7 +291,7 @@ class ReplicaAgreement(Action, StepAddition):
                 return
             self._comparison = ReplicaComparison(found, controller.gather)
             self.passed = {"checks": 0, "last_step": None}  # run.json is written with its newest values
-            controller.report.note("replica_checks", every=self._every, passed=self.passed)
+            controller.report.note(ReplicaChecks(self._every, self.passed))
             self._compare_outside(controller)
 
     def __call__(self, event: Event) -> None:

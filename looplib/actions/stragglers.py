@@ -16,7 +16,7 @@ from absl import logging
 from looplib.data.pipelines import runs_on_host
 from looplib.loop.contracts import StepAddition
 from looplib.loop.step import StepFn, now
-from looplib.run.slow_workers import Straggler
+from looplib.run.report import Straggler
 from looplib.task.actions import Action, Event
 from looplib.task.trainer import Trainer
 
@@ -25,7 +25,7 @@ _SHARE = 0.2  # of the time of a step for which a worker holds the others up; le
 
 @dataclasses.dataclass(frozen=True)
 class WorkerTimes:
-    """What one worker spent on some steps, in seconds.
+    """The time of one worker for some steps, in seconds.
 
     Attributes:
       total: from the first to the last, with all waiting.
@@ -39,7 +39,7 @@ class WorkerTimes:
 
     @property
     def needed(self) -> float:
-        """What the steps would take if it were alone."""
+        """The time that the steps would take if it were alone."""
         return self.own + self.data
 
 
@@ -144,7 +144,7 @@ _MOST_NOTES = 100  # of a start
 
 
 class _Spent(NamedTuple):
-    """What this worker has spent so far, in seconds; `data` by the clock of the run, `gaps` without a batch."""
+    """The time of this worker so far, in seconds; `data` by the clock of the run, `gaps` without a batch."""
 
     step: int
     total: float
@@ -223,7 +223,7 @@ class Stragglers(Action, StepAddition):
         notes = [*slow.values(), *(dataclasses.replace(one, step=step, share=0.0) for one in over)]
         for one in notes[: _MOST_NOTES - self._notes]:
             self._notes += 1
-            controller.report.note("stragglers", **dataclasses.asdict(one))
+            controller.report.note(one)
             if one.share and one.worker not in self._named:
                 logging.warning("%s", one)
         self._named = {worker: one for worker, one in {**self._named, **slow}.items() if one not in over}

@@ -106,7 +106,7 @@ _DIGITS = 6  # of a norm in a checkpoint
 
 @dataclasses.dataclass
 class _Track:
-    """What is remembered of a variable."""
+    """The history of a variable."""
 
     norms: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_HISTORY))
     direction: float | None = None  # the sum by the norm, which a common factor does not change

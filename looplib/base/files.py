@@ -5,24 +5,19 @@ it, a FIFO that never ends, or larger than memory. All paths are local: a run in
 """
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
 import secrets
 import stat
-import sys
 import tempfile
 import time
-import types
-import typing
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from looplib.base.messages import gist, with_cure
 from looplib.errors import FileError
@@ -31,7 +26,6 @@ _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
 _BLOCK = 1 << 22
 _TICK = 0.1  # seconds between two looks at a lock
 _PATTERN = frozenset("[]\\*?\n")
-_DEEPEST = 100  # levels of JSON
 _REMOTE = re.compile("(?!file:)[A-Za-z][A-Za-z0-9.+-]*://")
 _LIKE_REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]*:[:/]")  # also "s3:/bucket" and "simplecache::s3://bucket"
 LONGEST_NAME = 255  # bytes, of most file systems
@@ -47,10 +41,6 @@ class NotRegularError(ValueError):
 
 class CannotReadError(FileError):
     """A file cannot be read, which does not prove that it is damaged."""
-
-
-class MisfitError(ValueError):
-    """A JSON value is not of the type that is expected."""
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -162,50 +152,6 @@ def read_text(path: str, most: int = _MOST_BYTES) -> str:
     if len(content) > most:
         raise ValueError(f"{os.path.basename(path)} has more than {most:,} bytes")
     return content.decode()
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text; a `ValueError` says that it is none, or nested deeper than 100 levels."""
-    text = text.decode() if isinstance(text, bytes) else text
-    with contextlib.suppress(RecursionError):
-        level = [value := json.loads(text)]
-        if text.count("[") + text.count("{") <= _DEEPEST:
-            return value
-        for _ in range(_DEEPEST):
-            groups = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-            if not (level := list(itertools.chain.from_iterable(groups))):
-                return value
-    raise ValueError("its JSON is nested too deep")
-
-
-def typed(value: Any, kind: Any) -> Any:
-    """Converts a JSON value to the type of a field; an object that has all fields becomes a dataclass.
-
-    Raises:
-      MisfitError: if it is not of that type.
-    """
-    of = typing.get_args(kind)
-    if kind is Any:
-        return value
-    if typing.get_origin(kind) is types.UnionType:
-        for one in of:
-            with contextlib.suppress(MisfitError):
-                return typed(value, one)
-    elif typing.get_origin(kind) is list and isinstance(value, list):
-        return [typed(item, of[0]) for item in value]
-    elif isinstance(value, dict) and typing.get_origin(kind) is dict:
-        return {key: typed(item, of[1]) for key, item in value.items()}
-    elif isinstance(value, dict) and dataclasses.is_dataclass(kind):
-        kinds = typing.get_type_hints(kind)
-        if kinds.keys() <= value.keys():
-            return kind(**{name: typed(value[name], kinds[name]) for name in kinds})
-    elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
-        return value  # JSON has one kind of number
-    elif kind is float and type(value) is bool:
-        return int(value)  # older versions wrote Boolean metrics as they were
-    elif type(value) is kind:  # a bool is not an int here
-        return value
-    raise MisfitError(f"{value!r:.50} is there in place of {getattr(kind, '__name__', kind)}")
 
 
 def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:

@@ -1,6 +1,7 @@
 """Numbers for people: values, sizes, shares and times, in words and short."""
 
 import dataclasses
+import datetime
 import re
 from collections.abc import Mapping
 
@@ -43,6 +44,8 @@ def format_seconds(seconds: float) -> str:
 
 
 _NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+_FIRST, _LAST = -62_135_596_800, 253_402_300_799  # seconds of the years 1 to 9999, which `datetime` has
 _LARGEST_WHOLE = 1e15  # that is written with all its digits
 
 
@@ -89,3 +92,13 @@ def forecast(now: Progress) -> str:
     if now.waiting is not None:
         texts.append(f"input {format_share(now.waiting)}")
     return ", ".join(texts)
+
+
+def utc(seconds: float) -> datetime.datetime:
+    """Returns the time that is so many seconds after 1970, or the nearest one that `datetime` has."""
+    return _EPOCH + datetime.timedelta(seconds=min(max(seconds, _FIRST), _LAST))
+
+
+def iso_time(seconds: float) -> str:
+    """Returns a time in ISO 8601, from the seconds since 1970."""
+    return utc(seconds).isoformat(timespec="seconds")

@@ -2,13 +2,12 @@
 
 Names that other rooms may use, by file:
     alert_flag: none
-    audit_flag: none
-    batch_report: none
     command_line: all_flags, check, FETCHED, flag_plugins, FlagPlugin, parse, PATHS, policy, PRINT_FLAG, SETUP_FLAGS,
         start, TRAINING_MODES
     config: __name__
     estimate: none
     flag_groups: none
+    ordered: none
     outcome: failed, Session
     trial: TRIALS
 """

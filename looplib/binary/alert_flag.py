@@ -1,8 +1,8 @@
 """AlertFlags: --alert and --alert_when, which have a process beside the training tell what happens to it."""
 
 import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +11,10 @@ from absl import logging
 from looplib.base import files
 from looplib.base.messages import gist
 from looplib.binary.command_line import TRAINING_MODES, FlagPlugin
-from looplib.commands.watch import URLS
 from looplib.config.settings import Flag
-from looplib.errors import FlagError
-from looplib.report.alert import Condition
-from looplib.report.sending import check_url
+from looplib.errors import CommandError, FlagError
+from looplib.processes.child import Child, CommandLine
+from looplib.report.alerts import Condition, check_url
 from looplib.task.actions import Action
 
 LOG = "alerts.log"  # in the run directory
@@ -49,31 +48,36 @@ class AlertFlags(FlagPlugin):
 
 
 class WatchedBeside(Action):
-    """Starts `python -m looplib watch` for the run of this process, which ends with the training.
+    """Starts `python -m looplib status --watch` for the run of this process, which ends with the training.
 
     The process is not a part of the training: it costs no step, and tells of the training's death too.
 
     Args:
-      urls: see `sending.Sender`.
-      conditions: see `alert.Condition`.
+      urls: see `alerts.Sender`.
+      conditions: see `alerts.Condition`.
     """
 
     def __init__(self, urls: Sequence[str], conditions: Sequence[str]) -> None:
         self._urls, self._conditions = urls, conditions
-        self._process: subprocess.Popen | None = None
+        self._process: Child | None = None
 
     def on_start(self, controller: Any) -> None:
         """Starts the process; where that fails, it is a warning."""
         is_watched = self._process is not None and self._process.poll() is None
         if is_watched or not controller.is_chief or not controller.model_dir:
             return
-        command = [sys.executable, "-m", "looplib", "watch", controller.model_dir, "--until_end", f"--every={_SECONDS}"]
-        command += [f"--process={os.getpid()}", *(f"--alert_when={text}" for text in self._conditions)]
-        environment = {**os.environ, URLS: "\n".join(self._urls), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command = [sys.executable, "-m", "looplib", "status", controller.model_dir, "--watch", "--until_end"]
+        command += [f"--interval={_SECONDS}", f"--process={os.getpid()}"]
+        command += [f"--alert_when={text}" for text in self._conditions]
+        command += ["--alert=-"]  # all users of a machine can read a command line
         try:
-            with files.open_to_append(os.path.join(controller.model_dir, LOG)) as log:
-                self._process = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-        except OSError as error:
+            with (
+                files.open_to_append(os.path.join(controller.model_dir, LOG)) as log,
+                tempfile.TemporaryFile() as urls,
+            ):
+                urls.write("\n".join(self._urls).encode())
+                urls.seek(0)
+                environment = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+                self._process = Child(CommandLine(command), environment, stdin=urls, output=log, ends_by=None)
+        except (OSError, CommandError) as error:
             logging.warning("there will be no alerts: %s", gist(error))

@@ -44,7 +44,8 @@ from looplib.config.field_types import (
 from looplib.config.settings import Flag
 from looplib.errors import ConfigurationError, UsageError
 from looplib.masks import MASK, masked
-from looplib.run import run_json
+from looplib.run.directory import CONFIG, RunDir
+from looplib.run.report import RunReport, as_dict, changed_settings
 
 _MOST_NAMED = 8  # settings that differ
 _MOST_BYTES = 1 << 18  # of a --config_file
@@ -311,7 +312,7 @@ def write(directory: str, text: str) -> None:
       directory: the run directory.
       text: the configuration as YAML.
     """
-    path = os.path.join(directory, run_json.CONFIG)
+    path = os.path.join(directory, CONFIG)
     try:
         files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
@@ -320,11 +321,10 @@ def write(directory: str, text: str) -> None:
 
 def warn_of_other_settings(model_dir: str, config: Any) -> None:
     """Names the settings of a job without training that differ from the training's."""
-    trained = run_json.read_report(run_json.path_of(model_dir, trains=True))
-    now = {"flags": {}, "config": run_json.as_dict(config)}
-    if changed := run_json.changed_settings({"config": trained.get("config")}, now):
+    trained = RunDir(model_dir).report() or RunReport()
+    if changed := changed_settings(RunReport(config=trained.config), RunReport(config=as_dict(config))):
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
-        kept = os.path.join(model_dir, run_json.CONFIG)  # Model Garden's experiments have none
+        kept = os.path.join(model_dir, CONFIG)  # Model Garden's experiments have none
         logging.warning(
             "settings differ from those of the training: %s; they are used as given%s",
             ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),

@@ -12,16 +12,15 @@ from looplib.actions.replica_agreement import DEFAULT_EVERY, ReplicaAgreement
 from looplib.actions.timed_saves import TimedSaves
 from looplib.base.messages import duration, gist
 from looplib.binary.alert_flag import AlertFlags
-from looplib.binary.audit_flag import AuditFlag
-from looplib.binary.batch_report import BatchReport
 from looplib.binary.command_line import TRAINING_MODES, FlagPlugin
+from looplib.binary.ordered import Ordered
 from looplib.binary.trial import trial_flags
 from looplib.config.formats import check_export
 from looplib.config.settings import Flag
 from looplib.errors import FlagError, PluginError, WriterError
-from looplib.report.writers import registered
+from looplib.report import reporter
 from looplib.report.writers.contract import DEFAULT_WRITERS, Writer
-from looplib.report.writers.prometheus_writer import ALL_ADDRESSES, PrometheusWriter
+from looplib.report.writers.telemetry import ALL_ADDRESSES, PrometheusWriter
 from looplib.task.actions import Action
 
 
@@ -212,20 +211,19 @@ class TrackersFlag(FlagPlugin):
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises `UsageError` for a name that is not known."""
-        known = [name for name in registered.names() if name not in DEFAULT_WRITERS]
+        known = [name for name in reporter.names() if name not in DEFAULT_WRITERS]
         for name in values["trackers"] or ():
             if name not in known:
                 raise WriterError(f"--trackers has {name!r}; expected names among {', '.join(known)}")
 
     def writers(self, values: Mapping[str, Any]) -> Sequence[Writer]:
         """Returns the writers; `UsageError` if a package is missing."""
-        return [registered.named(name)(values["model_dir"]) for name in dict.fromkeys(values["trackers"] or ())]
+        return [reporter.named(name)(values["model_dir"]) for name in dict.fromkeys(values["trackers"] or ())]
 
 
 OWN = (
     AlertFlags,
-    AuditFlag,
-    BatchReport,
+    Ordered,
     TimedSavesFlags,
     ExportFlags,
     IntegrityFlags,

@@ -21,7 +21,8 @@ from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CoordinatorGone, DataError, Preempted, UsageError
 from looplib.masks import masked_text
-from looplib.run import run_json
+from looplib.run.directory import RunDir
+from looplib.run.report import RunReport, read_report
 
 _PEER_SECONDS, _OTHER_SECONDS = 30.0, 3.0  # to wait for news of another worker after a peer error, or any other error
 
@@ -112,7 +113,7 @@ class Session:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: tf.distribute.Strategy | None = None
     controller: Controller | None = None
-    earlier: run_json.Report = dataclasses.field(default_factory=dict)
+    earlier: RunReport | None = None
     temporary: str = ""
     tried: str = ""
 
@@ -122,8 +123,8 @@ class Session:
         if error is None:
             self.end(self._done())
         elif isinstance(error, CoordinatorGone):
-            report = run_json.read_report(self.report_path)
-            self.end(served(error, "not known" if report == self.earlier else report.get("status")))
+            report = read_report(self.report_path)
+            self.end(served(error, "not known" if report is None or report == self.earlier else report.status))
         elif isinstance(error, Preempted):
             self.end(preempted(error))
         elif isinstance(error, UsageError):
@@ -137,7 +138,7 @@ class Session:
     @property
     def report_path(self) -> str:
         """The path of the run's report."""
-        return run_json.path_of(self.values["model_dir"], self.values["mode"] in TRAINING_MODES)
+        return RunDir(self.values["model_dir"]).report_path(self.values["mode"] in TRAINING_MODES)
 
     @property
     def page(self) -> str:
@@ -165,7 +166,7 @@ class Session:
             with contextlib.suppress(OSError):
                 folders.remove(*os.path.split(self.temporary))
         if controller and controller.is_chief and not has_failed:
-            print(*controller.clock.summary(), *filter(None, [controller.report.computation.speed]), sep="\n")
+            print(*controller.clock.summary(), *filter(None, [controller.report.facts.speed]), sep="\n")
         sys.stdout.flush()
         if has_failed:
             _tf.log_errors_only()  # warnings as objects are deleted would come after the last line

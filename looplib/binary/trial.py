@@ -156,7 +156,7 @@ class TrialFlags(FlagPlugin):
         )
         if values["loop"] == "auto" and "train" not in controller.engines:
             self._notes.append("--loop=auto has not chosen an engine within these steps, and may become faster")
-        if controller.report.settings.flags.get("phases"):
+        if controller.report.facts.flags.get("phases"):
             self._notes.append("the training has phases, and the first one was measured")
         asked = (*actions, *(action for plugin in flag_plugins() for action in plugin.actions(values)))
         timed = [each.timed for each in asked if isinstance(each, TimedSaves)]

@@ -1,27 +1,25 @@
 """Fetches a run from an object store: checkpoints that are whole and intact, and what the run has reported."""
 
 import contextlib
-import json
 import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from absl import logging
 
 from looplib.base import files, folders
 from looplib.buckets import lease as leases
-from looplib.buckets.lease import FOLDERS, LEASES, Lease
-from looplib.buckets.note import CHECKPOINTS, INCOMING, LOCK, MARKER, LocalCopy, marker_of, steps_of
+from looplib.buckets.lease import FOLDERS, LEASES, Lease, LeaseHolder
+from looplib.buckets.note import CHECKPOINTS, INCOMING, MARKER, LocalCopy, marker_of, steps_of
 from looplib.buckets.upload import FOLDER, IDS, merge, newest, of_jobs
 from looplib.errors import FileError, StoreError, UsageError
 from looplib.run import commits
 from looplib.run.commits import Commit
+from looplib.run.directory import LOCK, REPORTS
+from looplib.run.lock import LockNote
 from looplib.stores.stores import PATIENCE, Store, StoredFile
 
-_REPORTS = ("metrics.jsonl", "media.jsonl", "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
-            "config.yaml", "code.diff")  # fmt: skip
 # Files that no later start adds to, or that come otherwise; all others have to be here before a run writes them.
 _NOT_ADDED_TO = (f"{CHECKPOINTS}/", f"{leases.FOLDER}/", f"{LEASES}/", f"{FOLDER}/", *FOLDERS, "train/", "eval/",
                  "events.out.tfevents.", "media/", "wandb/", "report.html", "profile.")  # fmt: skip
@@ -93,8 +91,8 @@ class Fetcher:
                     f"no checkpoint in {self._store.url} is intact; {self._copy.directory} has step "
                     f"{had[0]} of an earlier start: copy its checkpoints there, or remove this directory"
                 )
-            added_to = [name for name in listed if name not in _REPORTS and not name.startswith(_NOT_ADDED_TO)]
-            for name in (*(name for name in _REPORTS if has_run or name in listed), *added_to):
+            added_to = [name for name in listed if name not in REPORTS and not name.startswith(_NOT_ADDED_TO)]
+            for name in (*(name for name in REPORTS if has_run or name in listed), *added_to):
                 self.fetch(name, _PAUSES if name in listed else ())
             jobs = of_jobs(listed)
             if not self._copy.steps():  # the run begins, so that they are of an earlier one
@@ -106,11 +104,11 @@ class Fetcher:
     def is_current(self, listed: Mapping[str, str]) -> bool:
         """Returns whether a listing has nothing new but checkpoints since the last `refresh`."""
         known = self._copy.note.versions
-        wanted = [name for name in listed if name in _REPORTS or name.startswith(f"{leases.FOLDER}/")]
+        wanted = [name for name in listed if name in REPORTS or name.startswith(f"{leases.FOLDER}/")]
         wanted += of_jobs(listed)
         return not self._copy.note.token and all(listed[name] and known.get(name) == listed[name] for name in wanted)
 
-    def refresh(self, listed: Mapping[str, str], writer: dict[str, Any], checkpoints: bool, age: float | None) -> None:
+    def refresh(self, listed: Mapping[str, str], writer: LeaseHolder, checkpoints: bool, age: float | None) -> None:
         """Fetches what is new in the store.
 
         Args:
@@ -120,7 +118,7 @@ class Fetcher:
           age: seconds since that lease was renewed, by the clock of the store; None if not known.
         """
         versions, before = self._copy.note.versions, dict(self._copy.note.versions)
-        there = steps_of({*listed, *map(marker_of, leases.steps_of(writer))}) if checkpoints else []
+        there = steps_of({*listed, *map(marker_of, writer.steps)}) if checkpoints else []
         for step in (
             set(steps_of(self._copy.note.known)) - set(there) if there else ()
         ):  # of a run that began again from step 0, say
@@ -132,12 +130,12 @@ class Fetcher:
             if self.fetch_checkpoint(step) and version:
                 versions[marker_of(step)] = version
         jobs = of_jobs(listed)
-        for name in (*_REPORTS, *IDS, *jobs):
+        for name in (*REPORTS, *IDS, *jobs):
             version = listed.get(name)
             if version is not None and not (version and versions.get(name) == version):
                 self.fetch(name)
                 versions[name] = version
-        for name in merge(self._copy, jobs, leases.text_of(writer, "since"), leases.text_of(writer, "jobs")):
+        for name in merge(self._copy, jobs, writer.since, writer.jobs):
             self._copy.remember(name)
         is_news = any(versions.get(name) != listed[name] for name in listed if name.startswith(f"{leases.FOLDER}/"))
         self._note_writer(writer, 0.0 if age is None and is_news else age)
@@ -145,18 +143,17 @@ class Fetcher:
         if versions != before or not self._copy.note.token:
             self._copy.write_note()
 
-    def _note_writer(self, writer: dict[str, Any], age: float | None) -> None:
+    def _note_writer(self, writer: LeaseHolder, age: float | None) -> None:
         """Notes who writes in the store, and since when there is no news, where a reader of this copy looks for it.
 
         Args:
           writer: what the newest lease says.
           age: seconds without news; None for as long as this machine has seen none.
         """
-        host, pid = writer.get("host"), writer.get("pid")
-        if age is None or not isinstance(host, str) or type(pid) is not int:
+        if age is None or not writer.host or writer.pid is None:
             return
-        files.write_whole(self._copy.path(LOCK), json.dumps({"pid": pid, "host": f"{host}, in the store"}))
-        for name in (*_REPORTS, LOCK):
+        files.write_whole(self._copy.path(LOCK), LockNote(writer.pid, f"{writer.host}, in the store").text)
+        for name in (*REPORTS, LOCK):
             with contextlib.suppress(OSError):
                 os.utime(self._copy.path(name), times=(time.time() - age,) * 2)
                 if name in self._copy.note.known:

@@ -7,19 +7,19 @@ higher one, or its own is another's, before each commit and each deletion, and b
 has renewed its own just before; it ends if that is so.
 """
 
+import dataclasses
 import json
-import math
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from absl import logging
 
-from looplib.base import files, folders
+from looplib.base import folders
+from looplib.base.decoding import decode, parse_json
 from looplib.buckets.note import EARLIER, LocalCopy
 from looplib.errors import FileError, LockedError, StoreError
 from looplib.masks import masked_text
@@ -27,20 +27,49 @@ from looplib.run import lock
 from looplib.run.lock import LockKind
 from looplib.stores.stores import PATIENCE, Store
 
-
-def _seconds() -> float:
-    given = os.environ.get("LOOPLIB_LEASE_SECONDS", "60")
-    try:
-        if 0 < (seconds := float(given)) < math.inf:
-            return seconds
-    except ValueError:
-        pass
-    raise StoreError(f"LOOPLIB_LEASE_SECONDS is {given!r:.100}; expected seconds above 0, alike on all machines")
-
-
-SECONDS = _seconds()
+SECONDS = 60.0  # alike on all machines
 FOLDER = ".lease"
 _KEPT = 20  # older leases, which an old listing may show as the newest, and that are counted up from
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaseHolder:
+    """The writer of a lease, as it says; "" and the like in one that is damaged.
+
+    Attributes:
+      token: what tells it from any other.
+      steps: the steps of the checkpoints that it has uploaded.
+      jobs: the newest evaluation job whose records it has.
+      since: the newest evaluation job of an earlier run at this place.
+      pid: its process.
+      host: the name of its machine.
+      released: whether it has ended.
+      boot: what tells the start of its machine, and its container, from others.
+      renewed: how often it has written the lease.
+    """
+
+    token: str = ""
+    steps: list[int] = dataclasses.field(default_factory=list)
+    jobs: str = ""
+    since: str = ""
+    pid: int | None = None
+    host: str = ""
+    released: bool = False
+    boot: str = ""
+    renewed: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was a process of this machine, and has ended."""
+        if self.host != socket.gethostname() or not self.boot == _boot() != "" or self.pid is None:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            pass
+        return False
 
 
 class Lease:
@@ -53,7 +82,7 @@ class Lease:
 
     Attributes:
       token: what tells this writer from any other.
-      before: what the lease of the writer before said; empty for none.
+      before: what the lease of the writer before said; None for none.
       steps: the steps of the checkpoints in the store, which the next writer finds here if its listing is old.
       jobs: the newest evaluation job whose records the run has.
       since: the newest evaluation job of an earlier run at this place.
@@ -64,7 +93,7 @@ class Lease:
 
     def __init__(self, store: Store, kind: LockKind = LockKind(), folder: str = FOLDER) -> None:
         self.token, self._store, self._kind, self._folder = secrets.token_hex(8), store, kind, folder
-        self.before: dict[str, Any] = {}
+        self.before: LeaseHolder | None = None
         self._renewed = 0
         number, self.steps = highest_of(store.listed(folder), folder), []
         while True:
@@ -72,12 +101,13 @@ class Lease:
                 number, self.before = number + 1, newer
             if number:
                 self.before = self._wait_for_end_of(number)
-            self.steps = steps_of(self.before)
-            self.jobs, self.since = text_of(self.before, "jobs"), text_of(self.before, "since")
+            known = self.before or LeaseHolder()
+            self.steps, self.jobs, self.since = known.steps, known.jobs, known.since
             try:
                 store.create(self._name(number + 1), self._content(False))
             except FileExistsError:
-                if self._holder(number + 1).get("token") != self.token:  # else an answer was lost, and not the write
+                holder = self._holder(number + 1)
+                if not holder or holder.token != self.token:  # else an answer was lost, and not the write
                     continue
             self._number, self._sure_until = number + 1, _now() + SECONDS / 2
             if number and self._holder(number) != self.before:  # it was renewed after the last look, so its writer is
@@ -86,18 +116,18 @@ class Lease:
             store.delete(self._name(old) for old in range(number - _KEPT, number - _KEPT + 1) if old > 0)
             return
 
-    def _wait_for_end_of(self, number: int) -> dict[str, Any]:
+    def _wait_for_end_of(self, number: int) -> LeaseHolder | None:
         """Waits until a lease is not renewed any more; returns what it says."""
         first, end, noted = self._holder(number), _now() + SECONDS, False
         while True:
             holder = self._holder(number) or first  # it was there, and nobody deletes it for a moment
             first = first or holder
-            if holder.get("released") or _is_gone(holder):
+            if holder and (holder.released or holder.is_gone):
                 return holder
             if holder != first:
                 raise LockedError(
-                    f"the {self._kind.what} {masked_text(self._store.url)} is in use by process {holder.get('pid')} on "
-                    f"{holder.get('host')}; wait until it ends or stop it, or {self._kind.other}"
+                    f"the {self._kind.what} {masked_text(self._store.url)} is in use by process "
+                    f"{holder.pid} on {holder.host}; wait until it ends or stop it, or {self._kind.other}"
                 )
             if _now() > end:
                 return holder
@@ -107,21 +137,13 @@ class Lease:
                 noted = True
             time.sleep(SECONDS / 10)
 
-    def _holder(self, number: int, patience: float = PATIENCE) -> dict[str, Any]:
+    def _holder(self, number: int, patience: float = PATIENCE) -> LeaseHolder | None:
         return read(self._store, number, patience, self._folder)
 
     def _content(self, released: bool) -> bytes:
-        note = {
-            "token": self.token,
-            "steps": self.steps,
-            "jobs": self.jobs,
-            "since": self.since,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "released": released,
-        }
         self._renewed += 1  # counted, and no time: the clocks of two machines differ
-        return json.dumps({**note, "boot": _boot(), "renewed": self._renewed}).encode()
+        own = os.getpid(), socket.gethostname(), released, _boot(), self._renewed
+        return json.dumps(vars(LeaseHolder(self.token, self.steps, self.jobs, self.since, *own))).encode()
 
     def _name(self, number: int) -> str:
         return _name(self._folder, number)
@@ -162,7 +184,8 @@ class Lease:
 
     def _check_own(self, patience: float) -> None:
         """Raises `LockedError` if the lease is of a writer that has found none, as after somebody has removed all."""
-        if self._holder(self._number, patience).get("token") not in (None, "", self.token):
+        holder = self._holder(self._number, patience)
+        if holder and holder.token not in ("", self.token):
             raise self._taken("the lease of this one was removed")
 
     def _taken(self, reason: str) -> LockedError:
@@ -195,36 +218,24 @@ def _name(folder: str, number: int) -> str:
     return f"{folder}/{number:08d}"
 
 
-def read(store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER) -> dict[str, Any]:
-    """Returns what a lease says; empty if there is none."""
+def read(store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER) -> LeaseHolder | None:
+    """Returns what a lease says; None if there is none."""
     return read_with_age(store, number, patience, folder)[0]
 
 
 def read_with_age(
     store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER
-) -> tuple[dict[str, Any], float | None]:
+) -> tuple[LeaseHolder | None, float | None]:
     """Returns what a lease says, and how many seconds ago it was renewed, see `Store.read_with_age`."""
     try:
         content, age = store.read_with_age(_name(folder, number), patience)
     except FileNotFoundError:
-        return {}, None
+        return None, None
     try:
-        found = files.parse_json(content)
+        found = decode(LeaseHolder, parse_json(content), strict=False)
     except ValueError:
-        return {"token": ""}, age  # damaged, so nobody's
-    return (found if isinstance(found, dict) else {"token": ""}), age
-
-
-def steps_of(holder: dict[str, Any]) -> list[int]:
-    """Returns the steps of the checkpoints that a writer has uploaded."""
-    steps = holder.get("steps")
-    return [step for step in steps if type(step) is int and step >= 0] if isinstance(steps, list) else []
-
-
-def text_of(holder: dict[str, Any], key: str) -> str:
-    """Returns a text of what a writer has noted; "" for none."""
-    text = holder.get(key)
-    return text if isinstance(text, str) else ""
+        return LeaseHolder(), age  # damaged, so nobody's
+    return dataclasses.replace(found, steps=[step for step in found.steps if step >= 0]), age
 
 
 def _boot() -> str:
@@ -234,21 +245,6 @@ def _boot() -> str:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _is_gone(holder: dict[str, Any]) -> bool:
-    """Returns whether the holder was a process of this machine, and has ended."""
-    pid = holder.get("pid")
-    here = holder.get("host") == socket.gethostname() and holder.get("boot") == _boot() != ""
-    if not here or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        pass
-    return False
 
 
 FOLDERS = ("predictions/", "export/")

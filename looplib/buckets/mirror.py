@@ -20,7 +20,7 @@ from looplib.base import files, folders
 from looplib.base.messages import gist
 from looplib.buckets import lease as leases
 from looplib.buckets.download import Fetcher
-from looplib.buckets.lease import HeldFolders, Lease
+from looplib.buckets.lease import HeldFolders, Lease, LeaseHolder
 from looplib.buckets.note import CHECKPOINTS, LocalCopy, steps_of
 from looplib.buckets.upload import EVERY, FOLDER, Copier, Outputs, of_jobs
 from looplib.buckets.upload import newest as newest_job
@@ -29,7 +29,7 @@ from looplib.guards.preemption import notice
 from looplib.masks import masked_text
 from looplib.run import lock
 from looplib.run.mirror import Mirror
-from looplib.run.standing import Standing
+from looplib.run.status import Standing
 from looplib.stores import stores
 from looplib.stores.shards import files_of, kind_of
 from looplib.stores.stores import PATIENCE, Store, StoredFile
@@ -84,8 +84,8 @@ class StoreMirror(Mirror):
         """
         if not trains:
             listed = self._look()
-            newest = leases.read(self._store, leases.highest_of(listed))
-            known = [leases.text_of(newest, "jobs"), leases.text_of(newest, "since"), newest_job(of_jobs(listed))]
+            newest = leases.read(self._store, leases.highest_of(listed)) or LeaseHolder()
+            known = [newest.jobs, newest.since, newest_job(of_jobs(listed))]
             self._outputs = Outputs(self._store, self._copy, self._held, known)
             return
         self._lease = Lease(Store(self._store.url))
@@ -113,8 +113,8 @@ class StoreMirror(Mirror):
                 f"there is no run in {self.standing.url}, although the copy in {self.directory} has its steps up to "
                 f"{here[0]}; if it is another store, correct the address; if the run was deleted there, remove the copy"
             )
-        lease_is_lost = not before.get("token")
-        is_ours = here[:1] >= there[:1] if lease_is_lost else token == before["token"]
+        lease_is_lost = before is None or not before.token
+        is_ours = here[:1] >= there[:1] if lease_is_lost else token == before.token
         # Older checkpoints come while the run trains: what it keeps and which is the best depends on all of them.
         if token and is_ours and self._copy.is_whole():
             self._later = self._fetcher.catch_up(self._lease, listed)
@@ -157,10 +157,11 @@ class StoreMirror(Mirror):
         if not checkpoints and self._fetcher.is_current(versions):
             return
         newest, age = leases.read_with_age(self._store, leases.highest_of(listed))
+        newest = newest or LeaseHolder()
         with self._copy.alone():
             holder, token = lock.holder(self.directory), self._copy.note.token
-            if not (holder and holder.holds) and not (token and token == newest.get("token")):
-                if not (token and newest.get("token")):
+            if not (holder and holder.holds) and not (token and token == newest.token):
+                if not (token and newest.token):
                     self._fetcher.refresh(versions, newest, checkpoints, age)
                     return
                 with self._copy.replaced() as before:  # what a run has left here that another one has continued

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from absl import logging
 
 from looplib.base import files, folders
+from looplib.base.decoding import decode, parse_json
 from looplib.base.messages import gist
 from looplib.errors import RunDirectoryError, StoreError
 from looplib.masks import masked_text
 from looplib.run import commits
+from looplib.run.directory import LOCK  # of a run; that of its predictions begins with "_"
 
 CHECKPOINTS, MARKER = "checkpoints", ".commit"
-LOCK = "lock"  # of a run; that of its predictions begins with "_"
 INCOMING, OUTGOING, EARLIER, KEPT = "incoming", "outgoing", "earlier", "kept"  # folders beside the run directory
 _BUSY = "busy"  # the file that processes lock
 _NOTE, _MOST_BYTES = "mirror.json", 1 << 28
@@ -28,7 +29,7 @@ _DELETIONS, _MOVE = "deletions.json", "move.json"
 
 @dataclasses.dataclass
 class Note:
-    """What is noted beside a local run directory.
+    """The note beside a local run directory.
 
     Attributes:
       url: the run directory in the store, without secrets.
@@ -61,7 +62,7 @@ class Move:
 
 
 class Deletions:
-    """What the run has deleted by a decision of its own, see `folders.delete`, until the store has lost it too.
+    """Files that the run has deleted by a decision of its own, see `folders.delete`, until the store has lost them too.
 
     A file that is not here any more is not among them: somebody else may have removed it.
 
@@ -75,7 +76,7 @@ class Deletions:
         self._sent: dict[str, int] = {}  # by name: the number of deletions when it was copied last
         self.count = 0  # of the deletions of this process
         with contextlib.suppress(OSError, ValueError):
-            noted = files.typed(files.parse_json(files.read_text(self._path, _MOST_DELETIONS)), list[str])
+            noted = decode(_MOST_DELETIONS, parse_json(files.read_text(self._path, strict=True)), list[str])
             self._noted, self.count = dict.fromkeys(filter(_can_be_noted, noted), 1), 1
 
     def note(self, start: str) -> None:
@@ -165,7 +166,7 @@ class LocalCopy:
         if not (os.path.isdir(self.directory) and set(os.listdir(self.directory)) - {LOCK}):  # new, or removed
             return Note(self._url, self._key)
         with contextlib.suppress(OSError, ValueError):
-            return self._own(files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Note))
+            return self._own(decode(_MOST_BYTES, parse_json(files.read_text(path, strict=True)), Note))
         raise StoreError(
             f"{self.directory} holds something else than a copy of {self._url}, or lacks what "
             f"is noted in {self.place}; give another --local_dir, or remove the directory if the store has all of it"
@@ -232,7 +233,7 @@ class LocalCopy:
         """Undoes a move that was not finished; `StoreError` if it cannot tell what was moved."""
         path = os.path.join(self.place, _MOVE)
         try:
-            move = files.typed(files.parse_json(files.read_text(path, _MOST_BYTES)), Move)
+            move = decode(_MOST_BYTES, parse_json(files.read_text(path, strict=True)), Move)
             self._own(move.note)
         except FileNotFoundError:
             return

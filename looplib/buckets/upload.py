@@ -5,7 +5,6 @@ What the run has deleted is deleted there too. What is only not here any more st
 
 import contextlib
 import functools
-import json
 import os
 import re
 import secrets
@@ -18,11 +17,12 @@ from looplib.buckets.lease import HeldFolders, Lease, is_index
 from looplib.buckets.note import CHECKPOINTS, MARKER, OUTGOING, LocalCopy, marker_of, steps_of
 from looplib.errors import RunDirectoryError
 from looplib.run import commits, lock
-from looplib.run.records import Record, RecordFile, each_record
+from looplib.run.directory import METRICS, PAGE, RECORDS, REPORTS
+from looplib.run.records import Record, RecordLog, RecordWriter
 from looplib.stores.stores import Store
 
-EVERY = float(os.environ.get("LOOPLIB_UPLOAD_SECONDS", 30))  # from one copy of what the run reports to the next
-_RECORDS = "metrics.jsonl"  # to which the run adds lines, and whose last ones it may remove
+EVERY = 30.0  # seconds from one copy of what the run reports to the next
+_RECORDS = METRICS  # to which the run adds lines, and whose last ones it may remove
 _BYTES_A_SECOND = 1 << 20  # a larger file that grows waits longer
 
 
@@ -139,7 +139,7 @@ class Copier:
 
     def _check_beginning(self, path: str) -> None:
         """Raises `RunDirectoryError` if records have lost their first ones, as where somebody removes the directory."""
-        first, before = next((record["step"] for record in each_record(path)), None), self._copy.note.first
+        first, before = next((record.step for record in RecordLog(path)), None), self._copy.note.first
         if None not in (first, before) and first > before:
             raise RunDirectoryError(
                 f"{path} begins with step {first:,}, and with step {before:,} in the store, so that somebody has "
@@ -175,11 +175,9 @@ class Copier:
             self._sent_at[name] = time.monotonic()
 
 
-_RECORD_FILES = ("metrics.jsonl", "media.jsonl")
 FOLDER = "evaluations"
 IDS = ("mlflow.id", "wandb.id")  # of tracked runs, which a job adds to
-_OF_THE_TRAINING = (*_RECORD_FILES, *IDS, "metrics.voided.jsonl", "media.voided.jsonl", "run.json", "config.yaml",
-                    "code.diff", "report.html", "train/", "csv/", "alerts.log")  # fmt: skip
+_OF_THE_TRAINING = (*REPORTS, *IDS, PAGE, "train/", "csv/", "alerts.log")
 _MOST_JOBS = 10_000
 
 
@@ -188,7 +186,7 @@ def of_jobs(names: Iterable[str]) -> list[str]:
     found = []
     for name in names:
         parts = name.split("/")
-        if len(parts) == 3 and parts[0] == FOLDER and parts[2] in _RECORD_FILES:
+        if len(parts) == 3 and parts[0] == FOLDER and parts[2] in RECORDS:
             found.append(name)
     return sorted(found)[-_MOST_JOBS:]
 
@@ -213,16 +211,16 @@ def merge(copy: LocalCopy, names: Iterable[str], since: str, known_jobs: str) ->
       The names of the files that have more records now.
     """
     changed = []
-    for file in _RECORD_FILES:
+    for file in RECORDS:
         path = copy.path(file)
-        known = {_key(record): record for record in each_record(path)}
+        known = {_key(record): record for record in RecordLog(path)}
         more: dict[Hashable, Record] = {}
         for name in (name for name in names if name.endswith(f"/{file}") and newest([name]) > since):
-            found = {_key(record): record for record in each_record(copy.path(name))}
+            found = {_key(record): record for record in RecordLog(copy.path(name))}
             replaces = newest([name]) > known_jobs
             more.update({key: record for key, record in found.items() if replaces or key not in known})
         if new := [record for key, record in more.items() if known.get(key) != record]:
-            to = RecordFile(path, _key)
+            to = RecordWriter(path, _key)
             for record in new:
                 to.write(record)
             changed.append(file)
@@ -244,14 +242,14 @@ class Outputs:
         # A number that counts up, and no time: the clocks of two machines differ.
         number = max((int(found[0]) for job in known if (found := re.match(r"\d{11}(?=-)", job))), default=0) + 1
         self._job = f"{number:011}-{secrets.token_hex(4)}"
-        self._own: dict[str, list[Record]] = {name: [] for name in _RECORD_FILES}
+        self._own: dict[str, list[Record]] = {name: [] for name in RECORDS}
         self._seen: dict[str, set[str]] = {}
         self.note_fetched()
 
     def note_fetched(self) -> None:
         """Notes which records are not this process's own; called whenever the store has been looked at."""
-        for name in _RECORD_FILES:
-            self._seen[name] = {_text(record) for record in each_record(self._copy.path(name))}
+        for name in RECORDS:
+            self._seen[name] = {record.line for record in RecordLog(self._copy.path(name))}
 
     def copy(self, patience: float) -> None:
         """Copies what is new, unless a training of this machine works in the directory, which copies most of it too.
@@ -262,7 +260,7 @@ class Outputs:
         """
         holder = lock.holder(self._copy.directory)
         trains = holder is not None and bool(holder.holds)
-        for file in () if trains else _RECORD_FILES:
+        for file in () if trains else RECORDS:
             self._gather(file)
         sent = False
         for name in sorted(self._copy.changed(), key=lease.is_index):
@@ -281,17 +279,13 @@ class Outputs:
 
     def _gather(self, file: str) -> None:
         """Writes the records of this process into a file of its own."""
-        new = [record for record in each_record(self._copy.path(file)) if _text(record) not in self._seen[file]]
+        new = [record for record in RecordLog(self._copy.path(file)) if record.line not in self._seen[file]]
         if new:
             self._own[file] += new
-            self._seen[file].update(map(_text, new))
-            text = "".join(f"{_text(record)}\n" for record in self._own[file])
+            self._seen[file].update(record.line for record in new)
+            text = "".join(record.line for record in self._own[file])
             files.write_whole(os.path.join(folders.make_folder(self._copy.directory, FOLDER, self._job), file), text)
 
 
 def _key(record: Record) -> Hashable:
-    return record["step"], record["split"], str(record.get("name"))
-
-
-def _text(record: Record) -> str:
-    return json.dumps(record)
+    return (*record.key, str(record.values.get("name")))

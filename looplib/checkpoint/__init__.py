@@ -2,8 +2,8 @@
 
 Names that other rooms may use, by file:
     checkpointer: Checkpointer
-    directory: CONTENTS, resolve, RunDirectory
-    perturbation: VARIABLE
+    directory: resolve, RunDirectory
+    perturbation: none
     recorded: RecordedParts
     saving: none
 """

@@ -20,9 +20,9 @@ from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, P
 from looplib.guards.guards import Diverged, Guards
 from looplib.guards.non_finite import StateCheck
 from looplib.guards.preemption import notice
-from looplib.report import run_report
 from looplib.report.reporter import Reporter
 from looplib.run import choice, commits
+from looplib.run.report import RunReport
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
 from looplib.weights.names import stable_names
@@ -124,12 +124,16 @@ class Checkpointer:
         step = self.step
         return any(self.record.reported.get(name) != step for name in self._parts.loops.evaluations)
 
-    def standing(self) -> run_report.RunProgress:
-        """Returns where the run stands, for `run.json`."""
+    def standing(self) -> RunReport:
+        """Returns where the run stands, for `run.json`.
+
+        The step is the one that the error names if a guard has ended the run, whose loop may have gone on; after a
+        training, the one that it has reached.
+        """
         record, loops, reporter, latest = self.record, self._parts.loops, self._reporter, self.directory.latest
         ended = self.step if reporter.ended_at is None else reporter.ended_at
         trained = {"train": record.train} if loops.training and record.train else {}
-        return run_report.RunProgress(
+        return RunReport(
             step=ended,
             final_step=self.step if self.step < ended else None,
             end=reporter.end,

@@ -8,50 +8,22 @@ from collections.abc import Callable
 
 from absl import logging
 
-from looplib.base import files, folders
+from looplib.base import files
 from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.errors import BusyError, CheckpointError, MissingPartError, SettingError, UsageError, WorkerError
-from looplib.run import choice, commits, run_json
+from looplib.run import choice, commits
 from looplib.run.commits import Commit
+from looplib.run.directory import RunDir, check_inside
 from looplib.run.lock import RunLock, acquire
 from looplib.run.mirror import Mirror
 from looplib.run.policy import CheckpointPolicy, Start
+from looplib.run.report import read_report
 from looplib.task.record import RunRecord
 from looplib.weights.restoring import peek
 
 _mirrors: dict[str, "Mirror"] = {}  # by their local run directory
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
-
-# What a run directory holds; docs/reference/run_directory.md is made of it. The name of a folder ends with a slash.
-CONTENTS = {
-    "checkpoints/": "The checkpoints.",
-    "checkpoints/set_aside/": "Damaged and unfinished checkpoints, which a start has moved there.",
-    "metrics.jsonl": "The metrics, one JSON object a line: `step`, `split` and numbers.",
-    "metrics.voided.jsonl": "Lines of `metrics.jsonl` whose steps a resume or a rollback has repeated.",
-    "media.jsonl": "The images, texts and histograms that were shown.",
-    "media.voided.jsonl": "Lines of `media.jsonl` whose steps were repeated.",
-    "media/": "Their files.",
-    "run.json": "Configuration, versions, strategy, last metrics, time by phase, all starts.",
-    "run_eval.json": "The same of a job that does not train.",
-    "config.yaml": "The settings of the program, for `--config_file`; secrets are masked.",
-    "code.diff": "What differed from the git commit that `run.json` names.",
-    "report.html": "The page about the run.",
-    "train/": "TensorBoard events of the training.",
-    "eval/": "TensorBoard events of the evaluation; an evaluator of another name has its own folder.",
-    "events.out.tfevents.*": "TensorBoard events with the settings, for its HParams page.",
-    "profile.json": "The ops that took most of the time, by `--profile`.",
-    "profile.trace.json.gz": "The trace of `--profile`, for Perfetto.",
-    "alerts.log": "What `--alert` has told, and what could not be sent.",
-    "csv/": "CSV files of `--trackers=csv`.",
-    "wandb/": "What `--trackers=wandb` keeps.",
-    "evaluations/": "The records of evaluation jobs on other machines, of a run in an object store.",
-    "predictions/": "What `--mode=predict` writes.",
-    "export/": "What `--mode=export` and `looplib.ExportBest` write.",
-    "bad_records/": "Damaged records that `--bad_records` left out.",
-    "audit.jsonl": "The verdicts of `python -m looplib audit`.",
-    "lock": "Held by the process that trains.",
-}
 
 
 def resolve(model_dir: str | os.PathLike[str], local_dir: str | None = None) -> str:
@@ -70,28 +42,6 @@ def resolve(model_dir: str | os.PathLike[str], local_dir: str | None = None) -> 
     path = files.resolve(model_dir, "model_dir")
     files.refuse_patterns("model_dir", path)
     return path
-
-
-def check_inside(model_dir: str, writes: bool) -> None:
-    """Checks that what a run writes stays inside of its directory, which may come from somebody else.
-
-    Args:
-      model_dir: the run directory.
-      writes: whether this process writes there; it then moves something else that stands where a file of the run
-        belongs, such as a directory or a FIFO, out of the way, with a line for each.
-
-    Raises:
-      UsageError: if a folder of the run is a symbolic link or not a directory.
-    """
-    names = [name for name in CONTENTS if "*" not in name]
-    for name in (name for name in names if name.endswith("/")):
-        folders.check_folder(os.path.join(model_dir, name.rstrip("/")))  # a slash would lead through a link
-    for folder in (model_dir, os.path.join(model_dir, "checkpoints")) if writes else ():
-        folders.remove_unfinished(folder)
-    for name in (name for name in names if writes and not name.endswith("/")):
-        path = os.path.join(model_dir, name)
-        if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-            logging.warning("%s is not a file; moved to %s", path, folders.move_aside(model_dir, name))
 
 
 class RunDirectory:
@@ -218,8 +168,8 @@ class RunDirectory:
         """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it."""
         if self.starts_from or not self.trains or self.start.start_anew:
             return
-        known = run_json.read_report(run_json.path_of(self.model_dir, self.trains)) if self.model_dir else {}
-        saved_step = known.get("saved_step") if self.workers.is_chief else None
+        known = read_report(RunDir(self.model_dir).report_path(self.trains)) if self.model_dir else None
+        saved_step = known.saved_step if known and self.workers.is_chief else None
         aside = commits.set_aside_before(self.checkpoints)
         if not (aside or saved_step):
             return

@@ -66,7 +66,7 @@ class RecordedParts:
           step: the global step of the checkpoint.
           position: the position in the data; None if the step determines it.
         """
-        self._warn_of_other_data(record, step)
+        self._warn_of_other_data(record, step, position)
         self._learning_rates.after_restore(record.learning_rates, step)
         self._actions.load(record.actions)
         batches = self.loops.batches_after(record, step)
@@ -97,7 +97,7 @@ class RecordedParts:
             logging.info("the steps are traced again, with the restored constants of %s", layers)
             self.loops.retrace(layers)
 
-    def _warn_of_other_data(self, record: RunRecord, step: int) -> None:
+    def _warn_of_other_data(self, record: RunRecord, step: int, position: bytes | None) -> None:
         examples, files = self.loops.training.examples, self.loops.training.fingerprint
         found = []
         if record.files and files:
@@ -107,7 +107,11 @@ class RecordedParts:
         elif record.files:
             found = [f"it was {join_names(list(record.files))} of context.records, and is read otherwise now"]
         order = ""
-        if None not in (examples, record.examples) and examples != record.examples:
+        if examples is None and record.examples is not None and not found:
+            found = [f"it had {record.examples} examples by number, and is read otherwise now"]
+        elif record.examples is None and examples is not None and position:
+            found.append(f"it was a pipeline with a position of its own, and has {examples} examples by number now")
+        elif None not in (examples, record.examples) and examples != record.examples:
             found.insert(0, f"it has {examples} examples, and had {record.examples}")
             order = ", in another order"
         if found:

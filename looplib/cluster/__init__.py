@@ -7,6 +7,6 @@ Names that other rooms may use, by file:
     rendezvous: none
     runtime: check_placement, connected, describe, plugin_of, PRECISIONS, RemoteStrategy, setup, STRATEGIES
     tpu: is_lost, start_again
-    updates: apply_gradients, counted, current, in_micro_batch, in_use, KINDS, micro_batch, over_replicas,
+    updates: apply_gradients, counted, current, in_micro_batch, in_use, KINDS, micro_batch, NEEDS_WHOLE, over_replicas,
         refuse_others, Share, times, TrainingOptimizers, watching, weight_of_part, weighted, weighting_means
 """

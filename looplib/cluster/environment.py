@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from looplib.base.files import parse_json
+from looplib.base.decoding import parse_json
 from looplib.errors import ClusterError
 
 # For messages, where a cluster is needed and `resolve` returned None.

@@ -27,7 +27,7 @@ _connected = False
 
 
 class RemoteStrategy(abc.ABC):
-    """What a plug-in says of a strategy whose steps run in other processes."""
+    """Description by a plug-in of a strategy whose steps run in other processes."""
 
     @abc.abstractmethod
     def check_setup(self, *, num_virtual_devices: int, deterministic: bool) -> None:

@@ -3,6 +3,7 @@
 None of this has run on a TPU. The tests run the parts that need none; docs/tpu.md lists the rest.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -19,8 +20,8 @@ from absl import logging
 from looplib.base.messages import gist
 from looplib.cluster import runtime
 from looplib.errors import TpuError
+from looplib.processes import orders
 
-RESTARTS = "LOOPLIB_TPU_RESTARTS"  # of the environment: "<starts since the last new checkpoint>:<its step>"
 _MOST_RESTARTS = 10
 _PATIENCE_SECONDS = 1800.0  # for a TPU that was lost to come back
 _PAUSE_SECONDS, _KNOCK_SECONDS = 15.0, 30.0
@@ -161,14 +162,14 @@ def start_again(step: int) -> NoReturn:
     Raises:
       UsageError: after too many starts without a new checkpoint between them.
     """
-    count, _, before = os.environ.get(RESTARTS, "").partition(":")
-    count = int(count) + 1 if count and int(before) == step else 1
+    order = orders.current()
+    count = order.tpu_starts + 1 if order.tpu_step == step else 1
     if count > _MOST_RESTARTS:
         raise TpuError(
             f"the TPU was lost {count} times without a new checkpoint between; check the TPU, save more often "
             "(--checkpoint_interval), and run the same command again"
         )
-    os.environ[RESTARTS] = f"{count}:{step}"
+    orders.renew(dataclasses.replace(order, tpu_starts=count, tpu_step=step))
     logging.warning("the TPU was lost: restarting (%d) to resume from step %d", count, step)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -178,7 +179,7 @@ def start_again(step: int) -> NoReturn:
 def _initialise(
     tpu: str | None,
 ) -> tuple[tf.distribute.cluster_resolver.TPUClusterResolver, tf.tpu.experimental.Topology]:
-    deadline = time.monotonic() + (_PATIENCE_SECONDS if os.environ.get(RESTARTS) else 0.0)
+    deadline = time.monotonic() + (_PATIENCE_SECONDS if orders.current().tpu_starts else 0.0)
     while True:
         try:
             resolver = resolver_of(tpu)

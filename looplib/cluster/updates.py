@@ -19,6 +19,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
 from looplib.compat import tensorflow as _tf
+from looplib.compat.patches import Collectives, collectives
 from looplib.compat.tensorflow import converted
 from looplib.errors import OptimizerError, StepError
 
@@ -28,6 +29,11 @@ KINDS = ("per_replica", "global")  # what a task's `batches` may be
 MAKE_DENSE = (
     "make the gradient dense before the optimizer gets it, by tf.convert_to_tensor(gradient), which takes the memory "
     "of the whole table"
+)
+NEEDS_WHOLE = (
+    "the step sums or gathers what all replicas have (all_reduce, all_gather, looplib.global_positions, a layer with "
+    "synchronized=True) in a micro-batch, and the examples of the others are not there; a loss or a layer that needs "
+    "the whole batch needs micro_batches=1, on one replica too"
 )
 
 
@@ -80,10 +86,12 @@ def micro_batch() -> tf.Tensor | None:
 
 @contextlib.contextmanager
 def in_micro_batch(number: tf.Tensor | None) -> Iterator[None]:
-    """Makes a micro-batch, or None, the current one of the `with` block."""
+    """Makes a micro-batch, or None, the current one of the `with` block, where nothing sums over replicas."""
+    whole = contextlib.nullcontext() if number is None else collectives(Collectives(refusal=NEEDS_WHOLE))
     _step.part = number
     try:
-        yield
+        with whole:
+            yield
     finally:
         _step.part = None
 

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from looplib.commands.replay import Replayable
 from looplib.compat import tensorflow as _tf
 from looplib.errors import EXIT_DONE, CommandError, FileError, MismatchError, NoCheckpointError, RunDirectoryError
 from looplib.exports.new_folder import new_folder
-from looplib.replay.player import Order
+from looplib.processes.child import TemporaryFolder
+from looplib.processes.orders import ReplayOrder
 from looplib.run import choice, commits
 from looplib.run.commits import Commit
 from looplib.task.record import RunRecord
@@ -127,12 +127,12 @@ def _moving_averages(path: str, values: dict[str, tf.Tensor]) -> dict[str, tf.Te
 
 def _statistics(run: Replayable, last: Commit, values: dict[str, tf.Tensor], steps: int) -> dict[str, tf.Tensor]:
     """Returns the statistics of batch normalization for some weights, by their keys in a checkpoint of them."""
-    with tempfile.TemporaryDirectory(prefix="looplib-average-") as folder:
-        weights = _write(os.path.join(folder, "weights"), last.step, values)
-        to = os.path.join(folder, "answer.json")
-        order = Order(run.directory, last.step + steps, to, exact=False, weights=weights)
-        run.start_again(last, order, os.path.join(folder, "run"))
-        with np.load(f"{to}.npz") as found:
+    with TemporaryFolder() as folder:
+        weights = _write(os.path.join(folder.path, "weights"), last.step, values)
+        to = os.path.join(folder.path, "statistics.npz")
+        order = ReplayOrder(run.directory, last.step + steps, exact=False, weights=weights, arrays=to)
+        run.start_again(last, order, folder)
+        with np.load(to) as found:
             return {key: tf.constant(found[key], values[key].dtype) for key in found.files}
 
 

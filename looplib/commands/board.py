@@ -1,7 +1,6 @@
 """`python -m looplib board DIR`: a page of all runs below a folder, on this machine, which refreshes itself."""
 
 import argparse
-import contextlib
 import datetime
 import hashlib
 import http.client
@@ -15,11 +14,12 @@ from typing import Any
 
 from looplib.base.console import printable
 from looplib.base.messages import gist, with_cure
+from looplib.base.numbers import utc
 from looplib.base.plugins import Command
 from looplib.commands.options import path
 from looplib.commands.report import MOST_RUNS, page_of, runs_in
 from looplib.errors import EXIT_DONE, CommandError, RunDirectoryError
-from looplib.run import values
+from looplib.run.directory import RunDir
 
 _ADDRESS = "127.0.0.1"
 _HIGHEST_PORT = 65_535
@@ -130,12 +130,7 @@ class BoardServer(http.server.ThreadingHTTPServer):
 
 def _newest(folders: Sequence[str]) -> datetime.datetime:
     """Returns when a run has written something last, so that the page changes only if a run did."""
-    times = []
-    for folder in folders:
-        for name in ("run.json", "metrics.jsonl"):
-            with contextlib.suppress(OSError):
-                times.append(os.lstat(os.path.join(folder, name)).st_mtime)
-    return values.utc(max(times, default=0.0))
+    return utc(max((RunDir(folder).last_written() for folder in folders), default=0.0))
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

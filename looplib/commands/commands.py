@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from looplib.base import files
 from looplib.base.plugins import Command
 from looplib.buckets.download import local_path
 from looplib.commands.options import arguments, path, place, run
+from looplib.errors import CommandError
 
 _CHECK = """\
 COMMAND is your usual command without --model_dir, for example
@@ -25,14 +27,25 @@ def status(tools: Any) -> None:
         help="show every run below some folders: step, rate, time left, last metrics, and whether it is alive",
         description="Shows every run below some folders, such as those of a sweep. It only reads, and may be used "
         "while the runs train. States: starting; running; silent (running without news); killed (its process is gone "
-        "without a word); done; preempted (saved and ended by a signal, to be run again); failed.",
+        "without a word); done; preempted (saved and ended by a signal, to be run again); failed. With --alert, "
+        "--alert_when or --until_end, --watch prints what happens to the runs: failures, kills, stalls, ends.",
         epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
     )
     parser.add_argument(
         "directories", nargs="+", type=place, metavar="DIR", help="run directories, or folders that hold some"
     )
     parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C; a terminal is redrawn")
-    parser.add_argument("--interval", type=float, default=2.0, help="seconds between tables (default %(default)s)")
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between looks (default %(default)s)")
+    parser.add_argument(
+        "--alert", dest="urls", action="append", default=[], metavar="URL",
+        help="where to send alerts, may be given several times; - for those on standard input, one a line",
+    )  # fmt: skip
+    parser.add_argument(
+        "--alert_when", dest="conditions", action="append", default=[], metavar="CONDITION",
+        help="alert for a metric, such as eval/loss>2.5; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--until_end", action="store_true", help="end once all runs have ended")
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(tool=Command(_status, own_signals=True))
 
 
@@ -124,14 +137,20 @@ def rerun(tools: Any) -> None:
     """Adds the parser of `rerun`."""
     parser = tools.add_parser(
         "rerun",
-        help="repeat a run, say what differs now, and compare the two bit by bit",
+        help="repeat a run, or an interval between two checkpoints, and compare bit by bit",
         description="Repeats the command, configuration and seed of a run in a new directory, says what differs now "
-        "(versions and code), and compares the two runs.",
-        epilog="exit codes: 0 equal, bit by bit; 1 different; 2 the command failed, or the run cannot be repeated",
+        "(versions and code), and compares the two runs. With --from, it trains an interval between two checkpoints "
+        "again, in a temporary directory, and compares the tensors of the second one and the reports between them, to "
+        "find silent corruption. The result is added to audit.jsonl in the run directory; nothing else there changes, "
+        "and the run may train meanwhile.",
+        epilog="exit codes: 0 equal, bit by bit; 1 different; 2 the command failed, or nothing can be told",
     )
     parser.add_argument("directory", type=run, help="the run directory")
-    parser.add_argument("--to", type=path, help="the new run directory (default: DIR-rerun)")
-    parser.set_defaults(tool=Command(_rerun, _check_run, has_verdict=True))
+    text = "step of the checkpoint where the interval begins, or 0 (without a number: an interval not repeated yet)"
+    parser.add_argument("--from", dest="begin", nargs="?", const=-1, type=_step, metavar="STEP", help=text)
+    text = "the new run directory (default: DIR-rerun); with --from, the step of the checkpoint where the interval ends"
+    parser.add_argument("--to", metavar="DIR|STEP", help=text)
+    parser.set_defaults(tool=Command(_rerun, _check_rerun, has_verdict=True))
 
 
 def replay(tools: Any) -> None:
@@ -220,9 +239,33 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def _check_run(options: argparse.Namespace) -> None:
-    from looplib.commands import recorded_run
+    from looplib.run import started
 
-    recorded_run.report_of(os.path.abspath(options.directory))
+    started.report_of(os.path.abspath(options.directory))
+
+
+def _step(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) < 16:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r:.100} found; expected a step, or nothing, as in: rerun DIR --from")
+
+
+def _check_rerun(options: argparse.Namespace) -> None:
+    from looplib.run import started
+
+    options.directory = os.path.abspath(options.directory)
+    is_step = options.to is not None and options.to.isascii() and options.to.isdigit()
+    if options.begin is None:
+        if is_step:
+            raise CommandError(
+                f"--to={options.to} without --from names a directory; write --from, or --to=./{options.to}"
+            )
+        options.to = options.to and path(options.to)
+        started.report_of(options.directory)
+        return
+    if options.to is not None and not is_step:
+        raise CommandError(f"--to is {options.to!r:.100}; with --from, expected the step where the interval ends")
+    started.start_of(started.Recorded(options.directory).report, options.directory)  # refuses what has no command
 
 
 def _check_inspect(options: argparse.Namespace) -> None:
@@ -243,22 +286,26 @@ def _check_checkpoints(options: argparse.Namespace) -> None:
 
 
 def _check_replay(options: argparse.Namespace) -> None:
-    from looplib.commands import recorded_run
+    from looplib.run import started
 
-    recorded_run.check_replay(**arguments(options))
+    started.check_replay(**arguments(options))
 
 
 def _check_diff(options: argparse.Namespace) -> None:
-    from looplib.commands import recorded_run
+    from looplib.run import started
 
     for directory in (options.first, options.second):
-        recorded_run.Recorded(directory)
+        started.Recorded(directory)
 
 
 def _status(options: argparse.Namespace) -> int:
     from looplib.commands.status import status
 
-    return status(**arguments(options))
+    given = arguments(options)
+    # All users of a machine can read a command line.
+    read = [line.strip() for line in sys.stdin.read().splitlines()] if "-" in given["urls"] else []
+    given["urls"] = [url for url in (*given["urls"], *read) if url not in ("", "-")]
+    return status(**given)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -280,12 +327,16 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from looplib.processes.local_launch import launch
+    from looplib.processes.local_workers import launch
 
     return launch(options.command, **arguments(options))
 
 
 def _rerun(options: argparse.Namespace) -> int:
+    if options.begin is not None:
+        from looplib.commands.intervals import ANY, rerun_interval
+
+        return rerun_interval(options.directory, options.begin, ANY if options.to is None else int(options.to))
     from looplib.commands.rerun import rerun
 
     return rerun(options.directory, options.to)
@@ -319,3 +370,50 @@ def _replicas(options: argparse.Namespace) -> int:
     from looplib.commands import check
 
     return check.replicas(options.command, **arguments(options))
+
+
+def ray(tools: Any) -> None:
+    """Adds the parser of `ray`."""
+    parser = tools.add_parser(
+        "ray",
+        help="start several workers of a run on a Ray cluster",
+        usage="python -m looplib ray --workers=N [options] -- COMMAND ...",
+        description="Starts COMMAND as several workers on a Ray cluster, each with TF_CONFIG, and restarts them "
+        "together from the newest checkpoint when a worker, its actor or its node fails.",
+        epilog="exit codes: 0 done; 75 saved and ended by a signal; run it again; 1 failed; 2 used wrongly",
+    )
+    parser.add_argument("--workers", type=int, required=True, help="number of workers")
+    parser.add_argument("--address", help="of the cluster (default: the one that Ray finds, or a new one here)")
+    parser.add_argument("--cpus", type=float, default=1.0, help="CPUs of each worker (default 1)")
+    parser.add_argument("--gpus", type=float, default=0.0, help="GPUs of each worker (default 0)")
+    parser.add_argument(
+        "--resource", dest="resources", action="append", type=_resource, default=[], metavar="NAME=NUMBER",
+        help="another resource of each worker by Ray's name, such as TPU=4; may be given several times",
+    )  # fmt: skip
+    text = "SPREAD (default, on different nodes), PACK (on few), STRICT_SPREAD or STRICT_PACK"
+    parser.add_argument("--placement", default="SPREAD", help=text)
+    parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for a place for all (default 600)")
+    text = "maximum number of restarts in an hour after failures (default 3)"
+    parser.add_argument("--restarts", type=int, default=3, help=text)
+    text = "seconds before a restart, doubled for each after a start of less than a minute (default 1)"
+    parser.add_argument("--backoff", type=float, default=1.0, help=text)
+    text = "seconds until the other workers are killed after a failure (default 30)"
+    parser.add_argument("--grace", type=float, default=30.0, help=text)
+    parser.set_defaults(tool=Command(_ray, own_signals=True, has_verdict=True))
+
+
+def _resource(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} found; expected NAME=NUMBER, such as TPU=4") from None
+
+
+def _ray(options: argparse.Namespace) -> int:
+    from looplib.processes.ray import WorkerPlace, run
+
+    given = arguments(options)
+    names = ("cpus", "gpus", "placement", "wait")
+    place = WorkerPlace(**{name: given.pop(name) for name in names}, resources=dict(given.pop("resources")))
+    return run(options.command, place=place, **given)

@@ -15,8 +15,9 @@ import tensorflow as tf
 from looplib.compat import tensorflow as _tf
 from looplib.errors import CheckError
 from looplib.loop import additions
-from looplib.run import run_json, values
 from looplib.run.commits import latest_checkpoint
+from looplib.run.directory import RunDir
+from looplib.run.report import RunReport
 from looplib.task.plain import gaps
 from looplib.weights.restoring import peek
 
@@ -222,45 +223,42 @@ def _slack(
 
 def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
     """Finds the metrics that count examples, such as an accuracy; returns the part that four examples are, by name."""
-    batch = _report(folder).get("flags", {}).get("global_batch_size")
+    report = RunDir(folder).report()
+    batch = report.flags.get("global_batch_size") if report else None
     batch = batch if type(batch) is int else 1
     found, before = collections.defaultdict(list), collections.Counter()
-    for record in values.metrics(os.path.join(folder, "metrics.jsonl")):
-        step, split = record["step"], record["split"]
-        examples = record.get("examples", batch * (step - before[split]))
+    for record in RunDir(folder).records().all():
+        step, split, metrics = record.step, record.split, record.numbers
+        examples = metrics.get("examples", batch * (step - before[split]))
         before[split] = step
-        for name in record.keys() - {"step", "split", "examples", additions.METRIC}:
+        for name in metrics.keys() - {"examples", additions.METRIC}:
             if not is_speed(name):
-                found[name].append((record[name], examples))
+                found[name].append((metrics[name], examples))
     return {
-        name: 4 / min(examples for _, examples in values)
-        for name, values in found.items()
-        if all(examples and x is not None and abs(x * examples - round(x * examples)) < 1e-3 for x, examples in values)
+        name: 4 / min(examples for _, examples in pairs)
+        for name, pairs in found.items()
+        if all(examples and x is not None and abs(x * examples - round(x * examples)) < 1e-3 for x, examples in pairs)
     }
-
-
-def _report(folder: str | os.PathLike[str]) -> run_json.Report:
-    return run_json.read_report(run_json.path_of(os.fspath(folder), trains=True))
 
 
 def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tuple[str, str], Any]:
     """Returns all numbers of a run but times, by (split, where); those that explain others come first."""
     numbers, counts = {}, collections.Counter()
-    records = values.metrics(os.path.join(folder, "metrics.jsonl"))
-    for record in sorted(records, key=lambda r: (r["step"], r["split"] != "train", r["split"])):
-        step, split = record.pop("step"), record.pop("split")
+    records = RunDir(folder).records().all()
+    for record in sorted(records, key=lambda one: (one.step, one.split != "train", one.split)):
+        step, split, metrics = record.step, record.split, record.numbers
         counts[split, step] += 1
         numbers[split, f"step {step} {split}: records"] = counts[split, step]
-        names = [name for name in record if not is_speed(name)]
+        names = [name for name in metrics if not is_speed(name)]
         for name in sorted(names, key=lambda name: (name != additions.METRIC, name)):
-            numbers[split, f"step {step} {split} {name}"] = record[name]
-    run = _report(folder)
+            numbers[split, f"step {step} {split} {name}"] = metrics[name]
+    run = RunDir(folder).report() or RunReport()
     _, record = peek(final_checkpoint(folder))
     state = dataclasses.asdict(record)
     if replicas_differ:  # then the totals of the replicas are compared as a sum
         state["running"]["totals"] = np.sum(state["running"].get("totals", []), axis=0).tolist()
     for title, tree in (
-        ("run.json", {key: run.get(key) for key in ("status", "step", "final_step", "metrics")}),
+        ("run.json", {name: vars(run)[name] for name in ("status", "step", "final_step", "metrics")}),
         ("run_state of the final checkpoint", state),
     ):
         numbers.update({("", f"{title} {path}"): value for path, value in _flat(tree) if not _TIMES.search(path)})

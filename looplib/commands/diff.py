@@ -1,20 +1,22 @@
 """`python -m looplib diff A B`: the first step where two runs differ, and what differs."""
 
-import os
-import tempfile
 from typing import Any
 
+from looplib.base.decoding import text
 from looplib.base.messages import join_names, shown
+from looplib.commands.check import say
 from looplib.commands.compare import compare_tensors, is_speed
 from looplib.commands.replay import Replayable
-from looplib.commands.runs import say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
 from looplib.loop import additions
-from looplib.replay.player import CHECKSUM, Order, Trace
-from looplib.run import run_json, values
+from looplib.processes.child import TemporaryFolder
+from looplib.processes.orders import ReplayOrder
+from looplib.replay.player import CHECKSUM, Trace
 from looplib.run.commits import Commit
-from looplib.run.records import Record, key
+from looplib.run.directory import RunDir
+from looplib.run.report import Program, RunReport, changed_settings
 
+Curves = dict[tuple[int, str], dict[str, float | None]]
 _SHOWN = 6
 _LONGEST = 500  # characters of a value of a report, such as the arguments of the program
 _FEW_STEPS = 10  # that take no longer than to start the commands once more
@@ -38,7 +40,10 @@ def diff(first: str, second: str) -> int:
     differences = _of_the_reports(*(run.report for run in runs))
     for line in differences or ["settings, versions and code are equal"]:
         say(line)
-    curves, saved = [_curve(run) for run in runs], [{done.step: done for done in run.intact()} for run in runs]
+    curves, saved = (
+        [RunDir(run.directory).records().by_key() for run in runs],
+        [{done.step: done for done in run.intact()} for run in runs],
+    )
     records, record = _first_different_record(*curves)
     checkpoints, equal, different = _bisected(*saved)
     ends = [step for step in (record, different) if step is not None]
@@ -70,18 +75,16 @@ def diff(first: str, second: str) -> int:
 # Reports.
 
 
-def _of_the_reports(one: run_json.Report, other: run_json.Report) -> list[str]:
+def _of_the_reports(one: RunReport, other: RunReport) -> list[str]:
     """Returns lines about settings, versions and code that differ."""
-    now = {kind: other.get(kind, {}) for kind in ("flags", "config")}
-    settings = run_json.changed_settings(one, now)
+    settings = changed_settings(one, other)
     lines = [f"setting {name}: {shown(a)} and {shown(b)}" for name, (a, b) in sorted(settings.items())]
-    versions = [report.get("versions", {}) for report in (one, other)]
-    for name in sorted(versions[0].keys() | versions[1].keys()):
-        a, b = (values.text(str(found.get(name, "not used")), _LONGEST) for found in versions)
+    for name in sorted(one.versions.keys() | other.versions.keys()):
+        a, b = (text(report.versions.get(name, "not used"), _LONGEST) for report in (one, other))
         lines += [f"version of {name}: {a} and {b}"] * (a != b)
-    programs = [report.get("program") or {} for report in (one, other)]
+    programs = [vars(report.program or Program()) for report in (one, other)]
     for name, title in (("arguments", "program"), ("commit", "git commit"), ("changes", "changes since the commit")):
-        a, b = (values.text(str(program.get(name) or "none"), _LONGEST) for program in programs)
+        a, b = (text(str(program[name] or "none"), _LONGEST) for program in programs)
         lines += [f"{title}: {a} and {b}"] * (a != b)
     return lines
 
@@ -89,13 +92,7 @@ def _of_the_reports(one: run_json.Report, other: run_json.Report) -> list[str]:
 # Curves.
 
 
-def _curve(run: Replayable) -> dict[tuple[int, str], Record]:
-    return {key(record): record for record in values.metrics(os.path.join(run.directory, "metrics.jsonl"))}
-
-
-def _first_different_record(
-    one: dict[tuple[int, str], Record], other: dict[tuple[int, str], Record]
-) -> tuple[list[int], int | None]:
+def _first_different_record(one: Curves, other: Curves) -> tuple[list[int], int | None]:
     """Returns the steps that both have a record of, and the first one with another number."""
     common = sorted(one.keys() & other.keys())
     for place in common:
@@ -139,9 +136,8 @@ def _of(step: int | None, steps: list[int]) -> str:
 def _traces(run: Replayable, start: int, end: int) -> list[Trace]:
     say(f"  {run.directory}")
     checkpoint = next((done for done in run.checkpoints() if done.step == start), None)
-    with tempfile.TemporaryDirectory(prefix="looplib-diff-") as folder:
-        order = Order(run.directory, end, os.path.join(folder, "answer.json"), trace=True)
-        return run.start_again(checkpoint, order, folder).traces
+    with TemporaryFolder() as folder:
+        return run.start_again(checkpoint, ReplayOrder(run.directory, end, trace=True), folder).traces
 
 
 def _parting(ones: list[Trace], others: list[Trace]) -> list[str]:

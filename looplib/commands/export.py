@@ -1,13 +1,12 @@
 """`python -m looplib export DIR`: the model of a run, exported by the command that trained it."""
 
 import os
-import subprocess
+import signal
 
-from looplib.base.messages import gist
-from looplib.commands import recorded_run
 from looplib.config.formats import check_export
-from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, ExportError
-from looplib.run import choice
+from looplib.errors import EXIT_DONE, EXIT_UNKNOWN
+from looplib.processes.child import Child
+from looplib.run import choice, started
 
 
 def export(
@@ -36,7 +35,7 @@ def export(
       UsageError: if `run.json` does not say how the run was started, or a format or its package is not known.
     """
     directory = os.path.abspath(directory)
-    command, folder = recorded_run.command_of(recorded_run.report_of(directory), directory)
+    command = started.command_of(started.report_of(directory), directory)
     flags = [
         f"--model_dir={directory}",
         "--mode=export",
@@ -49,10 +48,5 @@ def export(
     flags += [f"--checkpoint={checkpoint}", f"--export_formats={formats}", f"--export_averages={averages}"]
     flags += [f"--export_license={license}"]
     flags += [f"--export={os.path.abspath(output)}"] if output else []
-    try:
-        done = subprocess.run([*command, *flags], cwd=folder, check=False)
-    except (OSError, ValueError) as error:
-        raise ExportError(
-            f"{command[0]} cannot be started in {folder} ({gist(error)}); restore them, or repeat the run by hand"
-        ) from error
-    return EXIT_DONE if done.returncode == 0 else EXIT_UNKNOWN
+    with Child(command.adding(*flags), ends_by=signal.SIGTERM) as child:
+        return EXIT_DONE if child.wait() == 0 else EXIT_UNKNOWN

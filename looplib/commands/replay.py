@@ -1,36 +1,27 @@
 """`python -m looplib replay DIR --step=N`: back to any step of a run, and a close look at it."""
 
-import collections
-import contextlib
 import dataclasses
 import math
 import os
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from looplib.base import files, folders
-from looplib.base.messages import gist
-from looplib.base.numbers import format_seconds
-from looplib.commands import recorded_run, rerun
-from looplib.commands.recorded_run import Recorded
-from looplib.commands.runs import say
+from looplib.commands.check import say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, ReplayError
-from looplib.loop import additions
-from looplib.processes.children import dying_with_parent
-from looplib.replay.player import Answer, Order
-from looplib.run import commits, values
+from looplib.processes import orders
+from looplib.processes.child import Child, CommandLine, TemporaryFolder, last_lines, news_of
+from looplib.processes.orders import Order, ReplayOrder
+from looplib.replay.player import Answer
+from looplib.run import commits, started
 from looplib.run.commits import Commit
+from looplib.run.directory import RunDir
+from looplib.run.started import Recorded
 
-_LAST_LINES = 20  # of a process that failed
-_NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
-_TICK = 0.1
+_NICE = 10
 _SIZE = "global_batch_size"  # in a report
 
 
@@ -50,15 +41,14 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
     Raises:
       UsageError: for a run or a step that cannot be replayed.
     """
-    recorded_run.check_replay(directory, step, eager=eager, debug=debug, save=save)
+    started.check_replay(directory, step, eager=eager, debug=debug, save=save)
     run = Replayable(directory)
     save = os.path.abspath(save) if save else ""
     start = next(run.intact(before=step), None)  # else from the start
     begin = f"from the checkpoint of step {start.step}" if start else "from the start of the run"
     say(f"{begin} to step {step}{run.next_report(start.step if start else 0, step)}")
-    with tempfile.TemporaryDirectory(prefix="looplib-replay-") as folder:
-        answer_to, exact = os.path.join(folder, "answer.json"), run.engine == "graph"
-        order = Order(run.directory, step, answer_to, eager=eager, debug=debug, save=save, exact=exact)
+    order = ReplayOrder(run.directory, step, eager=eager, debug=debug, save=save, exact=run.engine == "graph")
+    with TemporaryFolder() as folder:
         answer = run.start_again(start, order, folder)
     print(*answer.lines, sep="\n", flush=True)
     return EXIT_DONE if answer.equal else EXIT_DIFFERENT
@@ -78,67 +68,85 @@ class Replayable(Recorded):
 
     def next_report(self, start: int, step: int) -> str:
         """Returns a clause that names the next report, if there is none after one step and up to another; else ""."""
-        records = values.metrics(os.path.join(self.directory, "metrics.jsonl"))
-        steps = [record["step"] for record in records if record["split"] == "train"]
+        steps = [one.step for one in RunDir(self.directory).records().all() if one.split == "train"]
         later = [one for one in steps if one > step]
         if not later or any(start < one <= step for one in steps):
             return ""
         return f", which the run did not report; --step={min(later)} compares with its next report"
 
-    def start_again(self, start: Commit | None, order: Order, folder: str) -> Answer:
+    def start_again(self, start: Commit | None, order: ReplayOrder, folder: TemporaryFolder) -> Answer:
         """Starts the run's own command in a directory with a copy of one checkpoint; returns its answer.
 
         Args:
           start: the checkpoint, or None.
           order: what to do from there.
-          folder: an empty directory for all that the command writes.
+          folder: for all that the command writes.
 
         Raises:
           UsageError: if the command fails, or the run has changed its batch size on the way.
         """
         order = dataclasses.replace(order, batch_size=self._batch_size(start.step if start else 0, order.step))
-        model_dir = os.path.join(folder, "run")
+        model_dir = os.path.join(folder.path, "run")
         saves = folders.make_folder(model_dir, "checkpoints")
         if start:
             copy_checkpoint(start, saves)
-        command, place = recorded_run.command_of(self.report, self.directory, self.start_that_did(order.step))
-        command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
-        say(f"{shlex.join(command)} (in {place})")
-        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **rerun.environment(self.directory), **order.as_environment()}
-        environment |= {additions.VARIABLE: "1"} if order.trace else {}
-        log = None if order.eager else os.path.join(folder, "output.log")
-        try:
-            with open(log or os.devnull, "ab") as output:
-                process = subprocess.Popen(
-                    command,
-                    cwd=place,
-                    env=environment,
-                    stdin=None if order.debug else subprocess.DEVNULL,
-                    **({"stdout": output, "stderr": subprocess.STDOUT} if log else {}),
-                    preexec_fn=dying_with_parent(signal.SIGTERM),
-                )
-                try:
-                    code = process.wait() if order.debug else _wait(process, order)
-                finally:
-                    if process.poll() is None:  # this process is being ended, and removes what the other one writes
-                        process.kill()
-                        process.wait()
-        except (OSError, ValueError) as error:
-            raise ReplayError(
-                f"{command[0]} cannot be started in {place} ({gist(error)}); restore them, or repeat the run by hand"
-            ) from error
-        if code == 0 and os.path.exists(order.to):
-            return Answer.from_file(order.to)
-        if log:
-            with files.open_regular(log) as lines:
-                last = [line.decode(errors="replace") for line in collections.deque(lines, _LAST_LINES)]
-            print("".join(f"  | {line}" for line in last), end="", file=sys.stderr)
+        command = started.command_of(self.report, self.directory, self.start_that_did(order.step))
+        command = command.adding(f"--model_dir={model_dir}", *self._flags(order.debug))
+        path = os.path.join(folder.path, "order.json")
+        given = Order(example_checksums=order.trace or started.has_checksums(self.directory), replay=order)
+        shows = order.eager  # what the step prints
+        code = self.train(command, given.give(path), folder, lambda: orders.news(path), shows, order.debug)
         if code == EXIT_STALLED:
             raise ReplayError(
                 f"the replay of {self.directory} made no progress before step {order.step}, and was ended; the lines "
                 "above say where it hung"
             )
-        raise ReplayError(f"the command of {self.directory} ended with code {code} before step {order.step}; see above")
+        if code or not orders.is_answered(path):
+            raise self.failed(code, order.step)
+        return orders.answer_to(path, Answer)
+
+    def train(
+        self,
+        command: CommandLine,
+        environment: dict[str, str],
+        folder: TemporaryFolder,
+        news: Callable[[], str],
+        shows: bool = False,
+        debug: bool = False,
+    ) -> int:
+        """Runs a command of the run to its end, and says from time to time what it is doing.
+
+        Args:
+          command: the command.
+          environment: variables to add, with an order.
+          folder: for a file with what it prints, of which the last lines are shown if it fails.
+          news: returns what it is doing.
+          shows: whether to show all that it prints.
+          debug: whether it has the terminal.
+
+        Returns:
+          Its exit code.
+
+        Raises:
+          UsageError: if it cannot be started.
+        """
+        say(str(command))
+        log = os.path.join(folder.path, "output.log")
+        # A run that trains on this machine goes first.
+        settings = {"nice": _NICE, "held": (folder.lock,), "ends_by": signal.SIGTERM, "terminal": debug}
+        with files.open_to_append(log) as output:
+            child = Child(
+                command, {"TF_CPP_MIN_LOG_LEVEL": "3", **environment}, output=None if shows else output, **settings
+            )
+        with child:
+            code = child.wait(tick=(lambda: None) if debug else news_of(news, say))
+        if code and not shows:
+            print("".join(f"  | {line}\n" for line in last_lines(log)), end="", file=sys.stderr)
+        return code
+
+    def failed(self, code: int, step: int) -> ReplayError:
+        """Returns the error for a command that has failed before a step."""
+        return ReplayError(f"the command of {self.directory} ended with code {code} before step {step}; see above")
 
     def _batch_size(self, start: int, end: int) -> int | None:
         """Returns the global batch size of the steps after one and up to another; None if it is not known.
@@ -146,9 +154,9 @@ class Replayable(Recorded):
         Raises:
           UsageError: if the run has changed it between them.
         """
-        sizes = [_whole(self.report.get("flags", {}).get(_SIZE))]
+        sizes = [_whole(self.report.flags.get(_SIZE))]
         for number in range(len(self.starts) - 1, 0, -1):
-            values = self.starts[number].get("changed", {}).get(_SIZE)
+            values = self.starts[number].changed.get(_SIZE)
             sizes.insert(0, _whole(values[0]) if values else sizes[0])
         turns = [start, *(begin for begin in self.begins() if start < begin < end)]
         found = {step: sizes[self.start_that_did(step + 1)] for step in sorted(turns)}
@@ -164,10 +172,10 @@ class Replayable(Recorded):
     @property
     def engine(self) -> Any:
         """The name of the loop engine that the run was asked for."""
-        return self.report.get("flags", {}).get("loop", "graph")
+        return self.report.flags.get("loop", "graph")
 
     def _flags(self, debug: bool) -> list[str]:
-        flags = self.report.get("flags", {})
+        flags = self.report.flags
         found = ["--nodry_run", "--noestimate", "--max_time=", "--verbosity=-1", "--trackers="]  # which write elsewhere
         found += ["--loop=graph"] * (self.engine != "graph")  # the one that can stand before any step
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
@@ -194,18 +202,3 @@ def copy_checkpoint(done: Commit, folder: str) -> None:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) else None
-
-
-def _wait(process: subprocess.Popen, order: Order) -> int:
-    """Waits for a replay, and prints from time to time what it is doing; returns its exit code."""
-    said = started = time.monotonic()
-    while True:
-        try:
-            return process.wait(_TICK)
-        except subprocess.TimeoutExpired:
-            now = time.monotonic()
-        if now > said + _NEWS_SECONDS:
-            said, news = now, "starting"
-            with contextlib.suppress(OSError, ValueError):
-                news = files.read_text(order.news)
-            say(f"  {news} ({format_seconds(now - started)})")

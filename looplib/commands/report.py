@@ -15,10 +15,10 @@ from looplib.base.messages import with_cure
 from looplib.base.plugins import Command
 from looplib.commands.options import path, reports
 from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
-from looplib.run.run_json import PAGE
+from looplib.run.directory import METRICS, PAGE, RUN_JSON
 
 if TYPE_CHECKING:
-    from looplib.report.page.run import Run
+    from looplib.report.page.content import Run
 
 MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
@@ -93,7 +93,7 @@ def page_of(shown: Sequence[str], directories: Sequence[str], written: datetime.
 
 
 def _read(directory: str, name: str) -> "Run":
-    from looplib.report.page.read import not_shown, read_run
+    from looplib.report.page.content import not_shown, read_run
 
     try:
         os.scandir(directory).close()
@@ -128,8 +128,8 @@ def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[st
     except OSError:
         if not depth:
             raise
-        names = {"run.json"}
-    if {"run.json", "metrics.jsonl"} & names:
+        names = {RUN_JSON}
+    if {RUN_JSON, METRICS} & names:
         yield directory
         return
     of_a_sweep = of_a_sweep or bool(_SWEEP & names)

@@ -5,9 +5,7 @@ import importlib.metadata
 import os
 import platform
 import re
-import shlex
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -15,15 +13,15 @@ import tensorflow as tf
 
 import looplib
 from looplib.base import files
-from looplib.base.messages import gist, shown
-from looplib.commands import recorded_run
+from looplib.base.messages import shown
+from looplib.commands.check import say
 from looplib.commands.compare import compare
-from looplib.commands.runs import say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, ReplayError
-from looplib.loop import additions
-from looplib.processes.children import dying_with_parent
-from looplib.run import code_version, program, run_json
-from looplib.run.records import each_record
+from looplib.processes.child import Child, TemporaryFolder
+from looplib.processes.orders import Order
+from looplib.run import code_version, started
+from looplib.run.directory import DIFF, RunDir
+from looplib.run.report import Program, RunReport, changed_settings
 
 # Settings that a resumed run may have changed: they decide when it ends and what it keeps, but not what it computes.
 _HARMLESS = (
@@ -49,49 +47,38 @@ def rerun(directory: str, to: str | None = None) -> int:
     """
     directory = os.path.abspath(directory)
     to = os.path.abspath(to or f"{directory}-rerun")
-    report = recorded_run.report_of(directory)
-    try:
-        _refuse_what_cannot_be_repeated(report, directory)
-        command, folder = recorded_run.command_of(report, directory)
-        command.append(f"--model_dir={to}")
-        if "train_steps" in _changed(report):
-            command.append(f"--train_steps={report['flags']['train_steps']}")
-        differences = differences_now(report, directory)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise recorded_run.untold(directory, error) from error
+    report = started.report_of(directory)
+    _refuse_what_cannot_be_repeated(report, directory)
+    command = started.command_of(report, directory).adding(f"--model_dir={to}")
+    if "train_steps" in _changed(report):
+        command = command.adding(f"--train_steps={report.flags.get('train_steps')}")
+    differences = differences_now(report, directory)
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
         raise ReplayError(f"{to} is not empty; name another directory with --to, or remove it")
-    say(f"{shlex.join(command)} (in {folder})")
+    say(str(command))
     say("versions and code are those of the run" if not differences else "differs from the run:")
     for line in differences:
         say(f"  {line}")
-    try:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment(directory),
-            stdin=subprocess.DEVNULL,
-            preexec_fn=dying_with_parent(signal.SIGTERM),
-        )
-    except (OSError, ValueError) as error:
-        raise ReplayError(
-            f"{command[0]} cannot be started in {folder} ({gist(error)}); restore them, or repeat the run by hand"
-        ) from error
-    if code := process.wait():
+    order = Order(example_checksums=started.has_checksums(directory))
+    with TemporaryFolder() as folder:
+        given = order.give(os.path.join(folder.path, "order.json"))
+        with Child(command, given, ends_by=signal.SIGTERM, held=(folder.lock,)) as child:
+            code = child.wait()
+    if code:
         print(f"looplib: error: the command ended with code {code}; its own last line says why", file=sys.stderr)
         return EXIT_UNKNOWN
     return _verdict(report, directory, to)
 
 
-def _changed(report: run_json.Report) -> dict[str, Any]:
+def _changed(report: RunReport) -> dict[str, Any]:
     """Returns the settings that a resumed run has changed, with the values before and after."""
-    return {name: values for start in report["starts"] for name, values in start["changed"].items()}
+    return {name: values for start in report.starts for name, values in start.changed.items()}
 
 
-def _refuse_what_cannot_be_repeated(report: run_json.Report, directory: str) -> None:
-    if report["status"] != "done":
+def _refuse_what_cannot_be_repeated(report: RunReport, directory: str) -> None:
+    if report.status != "done":
         raise ReplayError(
-            f"the run in {directory} has not ended well (it is {report['status']:.50} at step {report['step']}); run "
+            f"the run in {directory} has not ended well (it is {report.status:.50} at step {report.step}); run "
             "its own command again until it is done, and repeat it then"
         )
     for name, (before, after) in _changed(report).items():
@@ -100,35 +87,36 @@ def _refuse_what_cannot_be_repeated(report: run_json.Report, directory: str) -> 
                 f"the run in {directory} was resumed with {name}={shown(after)}, and had {shown(before)} before, so no "
                 "single command repeats it; start a new run with one of them"
             )
-    recorded_run.refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
+    started.refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
 
 
-def differences_now(report: run_json.Report, directory: str) -> list[str]:
+def differences_now(report: RunReport, directory: str) -> list[str]:
     """Returns lines about versions and code that differ from the run's."""
     lines = []
-    for name, version in report["versions"].items():
+    for name, version in report.versions.items():
         if (now := _version(name)) != version:
             lines.append(f"{name} {version} is now {now}")
-    if len({(start["program"]["commit"], start["program"]["changes"]) for start in report["starts"]}) > 1:
+    programs = [start.program or Program() for start in report.starts]
+    if len({(one.commit, one.changes) for one in programs}) > 1:
         lines.append("the code changed between starts of the run; compared is that of the last one")
-    then = report["program"]
-    if not re.fullmatch("[0-9a-f]{7,64}", then["commit"]):  # git would take other text for an option
+    then = report.program or Program()
+    if not re.fullmatch("[0-9a-f]{7,64}", then.commit):  # git would take other text for an option
         return [*lines, "the version of the code was not recorded (its file was in no git repository)"]
-    commit = code_version.git(then["repository"], "rev-parse", "HEAD").strip()
-    if commit != then["commit"]:
-        lines.append(f"git commit {then['commit'][:12]} is now {commit[:12] or 'not known'}")
+    commit = code_version.git(then.repository, "rev-parse", "HEAD").strip()
+    if commit != then.commit:
+        lines.append(f"git commit {then.commit[:12]} is now {commit[:12] or 'not known'}")
     try:
-        before = files.read_text(os.path.join(directory, program.DIFF)) if then["changes"] else ""
+        before = files.read_text(os.path.join(directory, DIFF)) if then.changes else ""
     except (OSError, ValueError, tf.errors.OpError):
-        return [*lines, f"the changes since the commit are not known ({program.DIFF} cannot be read)"]
-    if not code_version.git(then["repository"], "cat-file", "-t", then["commit"]):
+        return [*lines, f"the changes since the commit are not known ({DIFF} cannot be read)"]
+    if not code_version.git(then.repository, "cat-file", "-t", then.commit):
         return [*lines, "the code cannot be compared, because git does not have that commit"]
-    now = code_version.diff(then["repository"], then["commit"])
+    now = code_version.diff(then.repository, then.commit)
     changes = list(
         difflib.unified_diff(before.splitlines(), now.splitlines(), "changes then", "changes now", n=2, lineterm="")
     )
     if changes:
-        lines.append(f"the code, as changes since commit {then['commit'][:12]}:")
+        lines.append(f"the code, as changes since commit {then.commit[:12]}:")
         lines += [f"  {line}" for line in changes[:_MOST_LINES]]
         lines += [f"  ({len(changes) - _MOST_LINES} more lines)"] * (len(changes) > _MOST_LINES)
     return lines
@@ -142,23 +130,10 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def environment(directory: str) -> dict[str, str]:
-    """Returns the environment in which the metrics have checksums of the examples if those of the run have them.
-
-    Args:
-      directory: the run directory.
-    """
-    variables = {name: value for name, value in os.environ.items() if name != additions.VARIABLE}
-    records = each_record(os.path.join(directory, "metrics.jsonl"))
-    if any(additions.METRIC in record for record in records):
-        variables[additions.VARIABLE] = "1"
-    return variables
-
-
-def _verdict(report: run_json.Report, directory: str, to: str) -> int:
+def _verdict(report: RunReport, directory: str, to: str) -> int:
     """Compares both runs, prints the result, and returns the exit code."""
-    again = run_json.read_report(run_json.path_of(to, trains=True))
-    for name, (before, now) in sorted(run_json.changed_settings(report, again).items()):
+    again = RunDir(to).report() or RunReport()
+    for name, (before, now) in sorted(changed_settings(report, again).items()):
         say(f"setting {name} was {shown(before)} and is now {shown(now)}, though the command does not say so")
     found = compare(directory, to)
     what = f"{found.records} records of metrics.jsonl and {found.tensors} tensors of the final checkpoint"

@@ -4,6 +4,7 @@ It only reads: the lock, `run.json` and the end of `metrics.jsonl` of each run, 
 """
 
 import dataclasses
+import itertools
 import os
 import shutil
 import sys
@@ -16,10 +17,10 @@ from looplib.base.numbers import format_number, format_seconds, format_share
 from looplib.commands import options
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CommandError, RunDirectoryError
 from looplib.run import lock
-from looplib.run.run_status import RunStatus, read_status
+from looplib.run.directory import RunDir
+from looplib.run.status import RunStatus, read_status
 
 _MOST_FOLDERS, _MOST_ENTRIES, _MOST_SECONDS, _DEEPEST = 10_000, 100_000, 60.0, 12
-_OF_A_RUN = ("run.json", "metrics.jsonl")
 _INSIDE = (
     "checkpoints",
     "train",
@@ -30,12 +31,14 @@ _INSIDE = (
     "plugins",
 )  # of a run, without runs in them
 _LONGEST_NAME, _LONGEST_INTERVAL = 48, 86_400
+_LAST_SECONDS = 60.0  # for what still waits to be sent at the end
+_PAUSE = 0.5
 _HEADINGS = ("run", "state", "step", "steps/s", "left", "news", "")
 
 
 @dataclasses.dataclass
 class _Limits:
-    """What may still be looked at for one table."""
+    """The rest that may be looked at for one table."""
 
     folders: int = _MOST_FOLDERS
     entries: int = _MOST_ENTRIES
@@ -47,27 +50,45 @@ class _Limits:
         return self.folders <= 0 or self.entries <= 0 or time.monotonic() > self.end
 
 
-def status(directories: Sequence[str], watch: bool = False, interval: float = 2.0) -> int:
-    """Prints a table of all runs below some folders.
+def status(
+    directories: Sequence[str],
+    watch: bool = False,
+    interval: float = 2.0,
+    urls: Sequence[str] = (),
+    conditions: Sequence[str] = (),
+    until_end: bool = False,
+    process: int | None = None,
+) -> int:
+    """Prints a table of all runs below some folders, or tells what happens to them.
 
     Args:
       directories: the folders; each may be the directory of a run or of a sweep.
-      watch: whether to print it again and again, until Ctrl-C; a terminal is redrawn.
-      interval: seconds between two tables.
+      watch: whether to print it again and again, until Ctrl-C; a terminal is redrawn. With any of the further
+        arguments, what happens to the runs is printed in place of the table; see `alerts.RunObserver`.
+      interval: seconds between two tables or looks.
+      urls: addresses that alerts are sent to; see `alerts.Sender`.
+      conditions: see `alerts.Condition`.
+      until_end: whether to return once all runs have ended, and there is one.
+      process: the id of the process that trains in the only directory, or None; see `alerts.RunObserver`.
 
     Returns:
       The exit code: `EXIT_DONE`, or `EXIT_DIFFERENT` if there is no run.
 
     Raises:
-      UsageError: if a folder does not exist, or the interval is not a time.
+      UsageError: if a folder does not exist, or for another value that cannot be used.
     """
     if not 0 < interval <= _LONGEST_INTERVAL:
         raise CommandError(
             f"--interval is {interval:g}; expected seconds above 0 and up to {_LONGEST_INTERVAL:,} (a day)"
         )
+    tells = bool(urls or conditions or until_end)
+    if tells and not watch:
+        raise CommandError("--alert, --alert_when and --until_end tell what happens to runs; add --watch")
     for directory in directories:
-        if not files.is_remote(directory) and not os.path.isdir(directory):
+        if not (files.is_remote(directory) and not tells) and not os.path.isdir(directory):
             raise RunDirectoryError(f"{directory} is not a directory on this machine; name folders that hold runs")
+    if tells:
+        return _tell(directories, interval, urls, conditions, until_end, process)
     try:
         while True:
             rows, cut = _rows([options.without_checkpoints(directory) for directory in directories])
@@ -90,7 +111,44 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
         return EXIT_DONE
 
 
-def run_folders(directories: Sequence[str]) -> list[str]:
+def _tell(
+    directories: Sequence[str],
+    interval: float,
+    urls: Sequence[str],
+    conditions: Sequence[str],
+    until_end: bool,
+    process: int | None,
+) -> int:
+    """Prints what happens to the runs below some folders, and sends it to addresses; see `status`."""
+    from looplib.report.alerts import Condition, RunObserver, Sender  # here, as the table does without them
+
+    senders, parsed = [Sender(url, _say) for url in urls], [Condition.parse(text) for text in conditions]
+    observers: dict[str, RunObserver] = {}
+    try:
+        while True:
+            for folder in directories if process is not None else _run_folders(directories):
+                if folder not in observers:
+                    observers[folder] = RunObserver(folder, parsed, process)
+            for alert in itertools.chain.from_iterable(observer.look() for observer in observers.values()):
+                _say(f"{alert.title}: {alert.sentence}")
+                for sender in senders:
+                    sender.add(alert)
+            if until_end and observers and all(observer.has_ended for observer in observers.values()):
+                break
+            time.sleep(interval)
+    except KeyboardInterrupt:
+        pass
+    end = time.monotonic() + _LAST_SECONDS
+    while not all(sender.is_done for sender in senders) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+    return EXIT_DONE
+
+
+def _say(sentence: str) -> None:
+    print(printable(f"{time.strftime('%F %T')} {sentence}"), flush=True)
+
+
+def _run_folders(directories: Sequence[str]) -> list[str]:
     """Returns the run directories below some local folders, as many as are found within a minute."""
     limits = _Limits()
     return [folder for top in directories for folder in _folders(os.path.realpath(top), limits) if _is_run(folder)]
@@ -125,7 +183,7 @@ def _folders(top: str, limits: _Limits) -> Iterator[str]:
         folder, depth = waiting.pop()
         limits.folders -= 1
         yield folder
-        is_run = _is_file(os.path.join(folder, "run.json"))
+        is_run = RunDir(folder).has_reported
         try:
             with os.scandir(folder) as found:
                 for entry in found:
@@ -140,13 +198,8 @@ def _folders(top: str, limits: _Limits) -> Iterator[str]:
 
 
 def _is_run(folder: str) -> bool:
-    if any(_is_file(os.path.join(folder, name)) for name in _OF_A_RUN):
-        return True
-    return lock.holder(folder) is not None  # it has just started, or ended before it wrote a report
-
-
-def _is_file(path: str) -> bool:
-    return os.path.isfile(path) and not os.path.islink(path)
+    # One without a report has just started, or ended before it wrote one.
+    return RunDir(folder).has_reported or lock.holder(folder) is not None
 
 
 def _table(rows: Sequence[tuple[str, RunStatus]]) -> list[str]:

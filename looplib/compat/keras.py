@@ -405,6 +405,11 @@ def make_outside(make: Callable[..., Any], **settings: Any) -> Any:
         return tf.Variable(**{name: value for name, value in settings.items() if name in known})
 
 
+def makes_sums_late(metric: Any) -> bool:
+    """Returns whether a metric makes sums in its next update: as `F1Score` and `R2Score` do."""
+    return not metric.variables or vars(metric).get("_built") is False
+
+
 def make_sums_outside(make: Callable[..., Any], **settings: Any) -> Any:
     """Makes a sum that a metric of Keras keeps as `make_outside` does, and other variables by `make`.
 

@@ -71,24 +71,29 @@ class Collectives:
     """How a replica sums and gathers over the replicas, see `collectives`.
 
     Attributes:
-      factor: float32 scalar tensor, what the replica's gradients are weighted by afterwards.
+      factor: float32 scalar tensor, what the replica's gradients are weighted by afterwards; not used if it may not.
       left_out: whether each replica gets what it gave, as on one device.
       called: whether the step has summed or gathered something, or asked for the number of the replica.
+      refusal: why the step may not sum or gather, a sentence; "" if it may.
     """
 
-    factor: tf.Tensor
+    factor: tf.Tensor | None = None
     left_out: bool = False
     called: bool = False
+    refusal: str = ""
 
 
 @contextlib.contextmanager
 def collectives(found: Collectives) -> Iterator[None]:
-    """Weighs the gradients that pass sums over replicas in the `with` block, or leaves sums out; in replica context.
+    """Weighs the gradients that pass sums over replicas in a `with` block, or leaves out or refuses sums; on a replica.
 
     What a replica sums, such as the statistics of a synchronized normalization, changes the losses of the others. Their
     gradients come back through the sum, and belong to their weights, not to that of this replica. Without sums, each
     replica can compute what one device computes for the whole batch: TensorFlow has no strategy of one replica that can
     use the variables of another strategy.
+
+    Raises:
+      UsageError: where the step sums or gathers, and may not.
     """
     for name in ("all_reduce", "all_gather"):
         method = getattr(tf.distribute.ReplicaContext, name)
@@ -122,6 +127,8 @@ def _weighing(method: Callable[..., Any], place: int) -> Callable[..., Any]:
         found = _collectives.get(context)
         if found is None:
             return method(context, *args, **kwargs)
+        if found.refusal:
+            raise StepError(found.refusal)
         found.called = True
         value = args[place] if len(args) > place else kwargs["value"]
         if found.left_out:

@@ -1,4 +1,4 @@
-"""What a user sets: the settings of a run, and the types of their fields.
+"""Settings of a run, which a user sets, and the types of their fields.
 
 Names that other rooms may use, by file:
     field_types: At, check, dump, fields, hints, is_config_dict, is_listing, load, members, name_of, plain,

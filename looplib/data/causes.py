@@ -103,7 +103,7 @@ class Bottleneck:
 
     @property
     def advice(self) -> str:
-        """What to change."""
+        """Advice on what to change."""
         if self.reads is not None:
             return self.reads.advice
         kind, parallel = "map" if self.kind == "decode" else self.kind, self.tuned or self.parallel > 1

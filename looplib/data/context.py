@@ -59,7 +59,7 @@ class Reads(Protocol):
 
     @property
     def advice(self) -> str:
-        """What to change if reading takes the time."""
+        """Advice for the case that reading takes the time."""
 
 
 class Reader(Protocol):
@@ -96,7 +96,7 @@ class DatasetCall:
 
 @dataclasses.dataclass
 class DatasetRequests:
-    """What a `dataset` function has asked of its context."""
+    """The requests of a `dataset` function to its context."""
 
     part: bool = False  # whether it asked which part of the data is this pipeline's
     start: bool = False  # whether it asked after how many batches it starts

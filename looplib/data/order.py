@@ -262,7 +262,7 @@ _CONSTANT, _BITS, _LEAST_WIDTH = 0xFFFFFFFC, 0x7369F885192C0EF5, 16  # of the ci
 
 @dataclasses.dataclass(frozen=True)
 class OrderKey:
-    """What the order of a training depends on."""
+    """Everything that the order of a training depends on."""
 
     seed: int  # the run's seed, or one derived from it
     batches: Batches  # the sizes of the global batches

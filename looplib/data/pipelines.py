@@ -28,7 +28,7 @@ _ENDLESS = 2**62
 
 
 class PipelineTask(Protocol):
-    """What is read of a `Trainer` or an `Evaluator`; see there."""
+    """The attributes that are read of a `Trainer` or an `Evaluator`; see there."""
 
     batches: str  # "per_replica" or "global"
     batch_size_varies: bool  # whether its batches have other sizes than the context's
@@ -47,7 +47,7 @@ def makes_global_batches(task: PipelineTask) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class BuiltPipeline:
-    """What is known of a pipeline that was built."""
+    """Facts about a pipeline that was built."""
 
     context: InputContext
     cardinality: int  # in batches; in steps, where that decides whether there is one at all

@@ -67,7 +67,7 @@ class ShareLengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchProperties:
-    """What is known of the batches of a task before one is read."""
+    """Facts about the batches of a task before one is read."""
 
     who: str  # the class name of the user's trainer or evaluator, for messages
     infinite: bool = False  # whether they are known never to end

@@ -1,4 +1,4 @@
-"""What leaves a run: exported models, predictions.
+"""Results that leave a run: exported models, predictions.
 
 Names that other rooms may use, by file:
     card: none

@@ -23,7 +23,9 @@ from looplib.loop.loops import Loops
 from looplib.report import run_report
 from looplib.report.reporter import Reporter
 from looplib.report.writers.contract import Setting
-from looplib.run import commits, run_json
+from looplib.run import commits
+from looplib.run.directory import RunDir
+from looplib.run.report import RunReport
 
 _OF_THE_CLOCK = ("steps_per_second", "epoch")  # metrics of a training that say nothing of its model
 _OF_FLOAT = "The metrics above are those of the model in floating-point numbers."
@@ -43,7 +45,7 @@ class Evaluated:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """What is known of the training data.
+    """Facts about the training data.
 
     Attributes:
       examples: how many there are; None where that is not known.
@@ -56,7 +58,7 @@ class TrainingData:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What the card of a model says.
+    """The content of a model's card.
 
     Attributes:
       model: the Keras model or `tf.Module`.
@@ -237,14 +239,13 @@ def training_data(loops: Loops, checkpointer: Checkpointer) -> TrainingData:
 
 def settings(checkpointer: Checkpointer, reporter: Reporter) -> dict[str, Setting]:
     """Returns the settings of the training, of `run.json` if there is one; without defaults, paths and secrets."""
-    own = reporter.report.settings
+    own = reporter.report.facts
     directory = checkpointer.directory.model_dir
-    report = run_json.read_report(run_json.path_of(directory, trains=True)) if directory else {}
-    flags: Mapping[str, object] = report.get("flags") or own.flags
-    changed = report.get("not_default")
-    if isinstance(changed, dict):
-        flags = {name: value for name, value in flags.items() if name in changed or name in _ALWAYS}
-    found = run_report.settings_of(flags, report.get("config") or own.config)
+    report = (RunDir(directory).report() if directory else None) or RunReport()
+    flags: Mapping[str, object] = report.flags or own.flags
+    if report.not_default is not None:
+        flags = {name: value for name, value in flags.items() if name in report.not_default or name in _ALWAYS}
+    found = run_report.settings_of(flags, report.config or own.config)
     return {
         name: value
         for name, value in found.items()

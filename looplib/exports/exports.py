@@ -26,7 +26,7 @@ from looplib.exports.samples import ModelInputs, take_samples
 from looplib.loop.contracts import Loop
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
-from looplib.report.writers.mlflow_models import register
+from looplib.report.writers.trackers import register
 from looplib.task.trainer import Evaluator, Exported, Trainer, check_names
 
 _RECORD = "export.json"
@@ -36,7 +36,7 @@ _INNER = "export"  # the name of one that is made in its own directory
 
 @dataclasses.dataclass(frozen=True)
 class ExportRecord:
-    """What `export.json` says of an export.
+    """The content of `export.json`.
 
     Attributes:
       step: the global step.

@@ -15,6 +15,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base import files, folders
+from looplib.base.decoding import MisfitError, decode, parse_json
 from looplib.base.messages import gist, join_names, with_cure
 from looplib.config.formats import PREDICTIONS
 from looplib.errors import PluginError, PredictionError, UsageError
@@ -202,7 +203,7 @@ _MOST_STEPS = 1 << 40
 
 @dataclasses.dataclass(frozen=True)
 class PredictionSource:
-    """What the predictions of a folder are made from, and how they are written. All pieces have the one source.
+    """The source of the predictions of a folder, and how they are written. All pieces have the one source.
 
     Attributes:
       step: the global step of the weights.
@@ -259,7 +260,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What `_index.json` holds.
+    """The content of `_index.json`.
 
     Attributes:
       source: see `PredictionSource`.
@@ -285,10 +286,10 @@ class Index:
                 and abs(end.last_example) <= 2**63
             )
             if not fits:
-                raise files.MisfitError(f"what it says of piece {number - 1} cannot be")
+                raise MisfitError(f"what it says of piece {number - 1} cannot be")
             before = end
         if self.source.format not in KINDS:
-            raise files.MisfitError(f"its format is {self.source.format!r:.50}")
+            raise MisfitError(f"its format is {self.source.format!r:.50}")
 
 
 class PredictionFolder:
@@ -330,10 +331,10 @@ class PredictionFolder:
                 if self._others():
                     raise ValueError("there are pieces, and no _index.json")
                 return None
-            index = files.parse_json(files.read_text(self._index, _MOST_BYTES))
+            index = parse_json(files.read_text(self._index, _MOST_BYTES))
             if index["version"] != _VERSION:
                 raise ValueError(f"its version is {index['version']!r:.50}, expected {_VERSION}")
-            return files.typed(index, Index)
+            return decode(Index, index, strict=True)
         except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError) as error:
             raise PredictionError(
                 f"{self._index} cannot be read ({gist(error)}); remove {self._shown}, or name another --predictions"

@@ -37,7 +37,7 @@ class OutputCost:
 
 @dataclasses.dataclass(frozen=True)
 class Int8Cost:
-    """What an int8 export is, and what it costs.
+    """An int8 export, and its cost.
 
     Attributes:
       kind: "integer", if weights and computations are int8; "dynamic range", if weights alone are.

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Iterator
 
 from looplib.base import files, folders
-from looplib.checkpoint.directory import CONTENTS
 from looplib.errors import RunDirectoryError
+from looplib.run.directory import CONTENTS
 
 _REPLACED = "replaced"  # what is moved out of the way, in a temporary directory
 _MARK = "looplib"  # a file in a temporary directory, whose name somebody else's may have too

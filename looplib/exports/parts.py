@@ -35,7 +35,7 @@ _SIGNATURE = "serving_default"
 
 @dataclasses.dataclass(frozen=True)
 class WhatIsExported:
-    """What the files of an export are of.
+    """The checkpoint, model and signatures that the files of an export belong to.
 
     Attributes:
       exported: the function, its signature whose specs have names, and the model.

@@ -39,7 +39,7 @@ _TICK = 0.2  # seconds between checks whether a step has ended
 
 @dataclasses.dataclass
 class _Listening:
-    """What belongs to one outermost block of `PreemptionNotice.listening`."""
+    """The state of one outermost block of `PreemptionNotice.listening`."""
 
     owns_the_process: bool = False  # whether the process ends with the block
     received: int = 0  # signals that the thread has counted

@@ -10,6 +10,7 @@ from absl import logging
 
 from looplib.compat import keras
 from looplib.errors import CallbackError
+from looplib.processes import orders
 from looplib.task.actions import warn_of_unused_memories
 from looplib.task.plain import as_json
 
@@ -60,8 +61,6 @@ def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tup
     Raises:
       UsageError: for a callback that cannot work.
     """
-    from looplib.processes.order import requested  # here, because its room uses others that use this one
-
     if observes_batches and model.distribute_strategy.num_replicas_in_sync > 1:
         raise CallbackError(
             "KerasTrainer got observes_batches=True on several replicas, each of which has only its own part of a "
@@ -76,8 +75,8 @@ def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tup
             logging.info("the callback %s is not called: %s does its work, %s", type(callback).__name__, need, how)
             continue
         _check(keras.callbacks_of(model).Callback, callback, observes_batches)
-        if writes_models(callback) and requested() is not None:
-            continue  # an audit repeats steps, and writes nothing elsewhere
+        if writes_models(callback) and orders.current().until:
+            continue  # steps are repeated, and write nothing elsewhere
         found.append(callback)
     return found, needs
 
@@ -240,7 +239,7 @@ class Memory:
 
 
 class Memories:
-    """What the callbacks of a trainer remember, each by its class, `monitor`, `mode` and `name`.
+    """The memories of a trainer's callbacks, each by its class, `monitor`, `mode` and `name`.
 
     Args:
       callbacks: the callbacks.

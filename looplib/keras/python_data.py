@@ -102,7 +102,7 @@ _LOOKED_AT = 2  # batches, for the sizes that they have in common
 
 @runtime_checkable
 class ByNumber(Protocol):
-    """What gives its items by number, such as a map-style data set."""
+    """Data that gives its items by number, such as a map-style data set."""
 
     def __len__(self) -> int:
         """Returns the number of items."""
@@ -113,7 +113,7 @@ class ByNumber(Protocol):
 
 @runtime_checkable
 class Loader(Protocol):
-    """What gives its batches in passes of one length, such as PyTorch's `DataLoader`."""
+    """Data that gives its batches in passes of one length, such as PyTorch's `DataLoader`."""
 
     def __len__(self) -> int:
         """Returns the batches of a pass."""
@@ -124,7 +124,7 @@ class Loader(Protocol):
 
 @runtime_checkable
 class _OfEpochs(Protocol):
-    """What has another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
+    """Data with another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
 
     def set_epoch(self, epoch: int) -> None:
         """Takes the number of the epoch that begins."""
@@ -137,7 +137,7 @@ class _Sampled(Protocol):
 
 @runtime_checkable
 class _InProcesses(Protocol):
-    """What says how many of its batches are read at once, such as a `PyDataset` of Keras 3."""
+    """Data that says how many of its batches are read at once, such as a `PyDataset` of Keras 3."""
 
     workers: int
     use_multiprocessing: bool

@@ -22,7 +22,7 @@ _OF_EACH = " of each batch"
 
 
 class BatchLogs:
-    """What the steps of an epoch log, as in `fit`: the metrics since the epoch began.
+    """The logs of the steps of an epoch, as in `fit`: the metrics since the epoch began.
 
     Attributes:
       steps: how many steps an epoch has; they have to be known before a step is traced.

@@ -28,7 +28,7 @@ _LATER = 1000  # steps that a counter is moved by
 
 @dataclasses.dataclass(frozen=True)
 class Computed:
-    """What the replicas compute together for a batch.
+    """The common result of all replicas for a batch.
 
     Attributes:
       losses: float64 `[n]`, the losses that the step returns or layers add.

@@ -1,7 +1,7 @@
 """Steps on the device: the step, the inner loops that run many of it, and the reduction of its metrics.
 
 Names that other rooms may use, by file:
-    additions: ExampleChecksum, hash_of_each, METRIC, VARIABLE
+    additions: ExampleChecksum, hash_of_each, METRIC
     causes: Causes
     contracts: Loop, LoopResult, Request, Schedule, Specification, StepAddition, TrainingLoop
     coordinator: none

@@ -1,7 +1,6 @@
 """What looplib itself adds to the steps of each training: sizes of batches, and checksums of examples."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from looplib.errors import BatchSizeError
 from looplib.loop.contracts import Metrics, Specification, StepAddition
 from looplib.loop.packing import Packer, batch_size
 from looplib.loop.step import StepFn
+from looplib.processes import orders
 from looplib.run import metric_names
 from looplib.task.reductions import total
 from looplib.task.trainer import Trainer
@@ -89,17 +89,11 @@ def _size(inputs: Any, outputs: dict[str, Any]) -> tf.Tensor | None:
     return None if batch is None else tf.cast(batch[1], tf.float64)
 
 
-VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metrics to every training
 METRIC, COUNT = metric_names.CHECKSUM, "examples"
 _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}  # by the bytes of a number
 # A hash is summed in parts, because float64 sums such parts exactly over 2**35 examples, more than any report has.
 _PARTS = ((0, 18), (18, 18), (36, 17))  # the first bit, and how many bits
 _MODULUS = 2**53
-
-
-def enabled() -> bool:
-    """Returns whether a training has checksums, which the environment asks for."""
-    return os.environ.get(VARIABLE) == "1"
 
 
 def of_parts(parts: Sequence[float] | np.ndarray) -> tuple[int, int]:
@@ -229,7 +223,7 @@ def _words(rows: tf.Tensor) -> tf.Tensor:
 def of_training(spec: Specification, batches: BatchProperties) -> list[StepAddition]:
     """Returns what is added to the steps of a training, of which the batches are known."""
     found: list[StepAddition] = []
-    if enabled():
+    if orders.current().example_checksums:
         found.append(ExampleChecksum())
     if not batches.sized:
         found.append(BatchSizes(spec.who, batches.batch_size, spec.strategy.num_replicas_in_sync))

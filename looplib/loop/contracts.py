@@ -16,7 +16,7 @@ from looplib.loop.packing import Packer
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step, StepFn
 from looplib.report.clock import Clock
-from looplib.report.writers.shown import Shown
+from looplib.report.writers.contract import Shown
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Evaluator, Trainer
 
@@ -85,7 +85,7 @@ StreamIterator = Any  # what the stream's `iterate` returns; only the stream kno
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a caller asks an inner loop to do."""
+    """An order to an inner loop."""
 
     steps: int  # number of steps; -1 runs to the end of the data
     sure: int = 0  # number of steps for which the data certainly has batches of full size
@@ -106,7 +106,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class LoopResult:
-    """What one call of an inner loop did."""
+    """The result of one call of an inner loop."""
 
     done: int  # number of steps. It is less than requested if the data ended, a signal came or a value was not finite.
     finite: bool  # whether all values that the reducer watches were finite
@@ -182,7 +182,7 @@ class StepAddition:
 
 @dataclasses.dataclass(frozen=True)
 class Specification:
-    """What the loop of one trainer or evaluator is built from."""
+    """The parts that the loop of one trainer or evaluator is built from."""
 
     split: str  # "train" or the evaluator's name
     task: Trainer | Evaluator  # the `Trainer` or `Evaluator`

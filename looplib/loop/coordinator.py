@@ -130,7 +130,7 @@ class RemoteReducer(Reducer):
 
 
 class WorkerResult(NamedTuple):
-    """What a call did on a worker.
+    """The result of a call on a worker.
 
     Attributes:
       done: steps.

@@ -31,7 +31,7 @@ Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the sa
 
 
 class Numbers(NamedTuple):
-    """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing."""
+    """The arguments of the loop on the device, as one int64 tensor `[4]`, so that a new number traces nothing."""
 
     steps: int
     rounds: int  # of these steps, that the data is sure to last for
@@ -56,7 +56,7 @@ Program = Callable[[StreamIterator, tf.Tensor], tf.Tensor]  # of an iterator and
 
 
 class LoopOutputs(NamedTuple):
-    """What the loop on the device returns, as one float64 vector `[7 + n]` with the totals."""
+    """The result of the loop on the device, as one float64 vector `[7 + n]` with the totals."""
 
     done: float | tf.Tensor  # steps
     stopped: float | tf.Tensor  # `Status.stopped` after the last step, 0 or 1

@@ -244,7 +244,10 @@ class LocalReplicas(Backend):
         if spec.config.loop == "eager":
             if spec.skips:
                 raise EngineError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
-            return HostLoop(EagerStep(spec.strategy, step_fn, reducer, stream, spec.counter), collect)
+            step = EagerStep(spec.strategy, step_fn, reducer, stream, spec.counter)
+            if spec.training:
+                step.make_sums_of(spec.task)
+            return HostLoop(step, collect)
         before = spec.clock.of("compile")
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter, spec.skips)
         tracing = spec.clock.of("compile") - before

@@ -10,15 +10,16 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.messages import gist
+from looplib.base.messages import gist, join_names
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StepError
 from looplib.guards.preemption import notice
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, StreamIterator
 from looplib.loop.reducer import UnknownOutputsError
 from looplib.loop.step import Step, raise_refusal
-from looplib.report.writers.shown import Histogram, Images, Shown, Texts
+from looplib.report.writers.contract import Histogram, Images, Shown, Texts
 from looplib.task.record import EngineChoice
 from looplib.task.reductions import Media
 
@@ -56,6 +57,21 @@ class EagerStep(Step):
     def learn_outputs(self) -> None:
         """Traces the step to learn the structure of its outputs."""
         super()._trace()
+
+    def make_sums_of(self, task: Any) -> None:
+        """Traces the step where that makes the sums of a task's metrics, which checkpoints hold from the start."""
+        metrics = filter(_keras.is_metric, _keras.parts(vars(task)))
+        missing = [metric.name for metric in metrics if _keras.makes_sums_late(metric)]
+        if not missing:
+            return
+        try:
+            self.learn_outputs()
+        except Exception as error:
+            logging.warning(
+                "no checkpoint holds what %s of %s adds up, because it makes its sums in its first update, and the "
+                "step cannot be traced to make them (%s); update and reset it once in __init__",
+                join_names(missing), type(task).__name__, gist(error),
+            )  # fmt: skip
 
 
 class HostLoop(InnerLoop):

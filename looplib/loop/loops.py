@@ -342,7 +342,7 @@ _Variables = dict[int, tf.Variable]  # by their `identity_of`
 
 
 class LentState:
-    """What a training lends to an evaluation or a prediction.
+    """State that a training lends to an evaluation or a prediction.
 
     Moving statistics and the like may differ between replicas: each of them evaluates with the values that an export
     writes. What the evaluation updates, such as the state of a stateful RNN, is put back. The variables are those that

@@ -15,7 +15,7 @@ from looplib.task.phases import PhasedTraining
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What a `TaskLoop` has for the steps of a phase."""
+    """The parts of a `TaskLoop` for the steps of a phase."""
 
     inner: InnerLoop
     traced: TracedValues | None

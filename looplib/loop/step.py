@@ -170,10 +170,13 @@ class Step:
 def raise_refusal(error: Exception) -> None:
     """Raises the `UsageError` behind an error of tracing, whose type AutoGraph hides; or says what to do about it."""
     cause: BaseException | None = error
+    found: UsageError | None = None
     while cause is not None:
-        if isinstance(cause, UsageError):
-            raise cause from None
+        if isinstance(cause, UsageError) and (found is None or str(cause) in str(found)):  # Keras writes text around it
+            found = cause
         cause = cause.__cause__ or cause.__context__
+    if found is not None:
+        raise found from None
     if _tf.is_late_variable(error):
         if _keras.GLOBAL_SEED in str(error):
             raise StepError(_keras.UNSEEDED) from error

@@ -1,4 +1,4 @@
-"""What is added to the step of a task on each replica: shares of a global batch of any size."""
+"""Additions to the step of a task on each replica: shares of a global batch of any size."""
 
 import contextlib
 import functools

@@ -31,6 +31,7 @@ _MOST_BATCHES = 8  # of the data, until each metric has changed
 _DRAWS = 16  # of the random numbers of a step that draws some
 _SURE = 5  # standard errors that stand out of their noise
 _ROUNDING, _MOST_NOISE = 1e-3, 0.05  # the least difference, and the least that noise may hide
+_CANCELLED = 1e-6  # the least difference in relation to the largest sum, where sums cancel each other
 
 
 class TracedValues:
@@ -191,10 +192,20 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
 
 
 def _equal_but_for_noise(some: np.ndarray, others: np.ndarray) -> bool | None:
-    """Returns whether two changes, float64 `[draws, n]`, are equal on average; None where the draws differ too much."""
-    apart, size = np.linalg.norm((others - some).mean(axis=0)), np.linalg.norm(some.mean(axis=0))
-    noise = 0.0 if len(some) == 1 else np.sqrt(np.sum(np.var(others - some, axis=0, ddof=1)) / len(some))
-    if apart > max(_SURE * noise, _ROUNDING * size):
+    """Returns whether two changes, float64 `[draws, n]`, are equal on average; None where the draws differ too much.
+
+    Elements that random numbers leave alone are compared one by one, and the others together.
+    """
+    apart, sizes = others - some, np.abs(some.mean(axis=0))
+    steady = np.ptp(apart, axis=0) == 0
+    limit = np.maximum(_ROUNDING * sizes, _CANCELLED * sizes.max(initial=0))
+    if np.any((np.abs(apart[0]) > limit)[steady]):
+        return False
+    if steady.all():
+        return True
+    apart, size = apart[:, ~steady], np.linalg.norm(sizes[~steady])
+    noise = np.sqrt(np.sum(np.var(apart, axis=0, ddof=1)) / len(apart))
+    if np.linalg.norm(apart.mean(axis=0)) > max(_SURE * noise, _ROUNDING * size):
         return False
     return None if _SURE * noise > _MOST_NOISE * size else True
 

@@ -41,7 +41,7 @@ from looplib.loop.step import Step, StepFn
 from looplib.loop.step_additions import add_share, check_share, count_examples_alone
 from looplib.loop.step_checks import TracedValues, check_metrics, check_own_updates
 from looplib.report.clock import Clock
-from looplib.report.writers.shown import Shown
+from looplib.report.writers.contract import Shown
 from looplib.run import metric_names
 from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice

@@ -1,13 +1,10 @@
 """Processes on this machine and on others: started, watched, signalled, restarted, ended.
 
 Names that other rooms may use, by file:
-    actor: none
-    children: dying_with_parent, ended_by_signals, poll, Signals, start, temporary_folder
-    launch_folder: none
-    launching: run, WorkerPlace
-    local_launch: launch
-    order: requested, VARIABLE
-    tasks: none
-    worker_numbers: BATCH_FILE, REPORTED
-    worker_processes: none
+    child: Child, CommandLine, ended_by_signals, last_lines, news_of, output_of, Signals, TemporaryFolder, without
+    group: none
+    local_workers: launch
+    orders: answer, answer_to, current, is_answered, news, Order, PreflightOrder, renew, ReplayOrder, tell, tell_batch
+    ray: run, WorkerPlace
+    restarts: none
 """

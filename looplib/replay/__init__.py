@@ -2,9 +2,7 @@
 
 Names that other rooms may use, by file:
     normalization: none
-    player: Answer, CHECKSUM, Order, Trace
-    preflight: answer, requested, settings, VARIABLE
-    replayer: answer, requested
+    player: Answer, answer, CHECKSUM, Trace
+    preflight: answer, Finding, Found, FoundStep, settings
     step_view: none
-    xla: none
 """

@@ -1,21 +1,27 @@
-"""Training a run once more up to a step: what is asked for, who trains, and what is handed back.
+"""A run once more up to a step, in the process of its own program: the part of `replay` and `diff` that trains.
 
-All of this is in the process of the run's own program, see `replayer`.
+`python -m looplib replay DIR` starts the run's command with an order, in a run directory of its own that holds one
+checkpoint. The binary builds and restores everything as always, and passes its controller to `answer`, which trains
+without reports, saves, evaluations and actions.
 """
 
+import contextlib
 import dataclasses
 import hashlib
-import json
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from looplib.base import files
 from looplib.base.messages import join_names
 from looplib.errors import Preempted, ReplayError
+from looplib.guards.watchdog import Watchdog
 from looplib.loop.contracts import Request, Schedule
 from looplib.loop.phased_loop import PhasedLoop
 from looplib.loop.task_loop import TaskLoop
+from looplib.processes import orders
+from looplib.processes.orders import ReplayOrder
 from looplib.task import model_table
 from looplib.task.plain import as_array, as_bytes, as_json
 from looplib.task.state import state_of, tables_of, variables_of
@@ -23,47 +29,8 @@ from looplib.task.state import state_of, tables_of, variables_of
 if TYPE_CHECKING:
     from looplib.controller import Controller
 
-VARIABLE = "LOOPLIB_REPLAY"
+_NEWS_SECONDS = 0.5
 CHECKSUM = "sha256 "  # before the checksum of an array, in a trace
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """What a process is started for, as JSON in its environment.
-
-    Attributes:
-      directory: the run directory, which is only read.
-      step: the step to look at; the last step of a trace.
-      to: the file for the answer.
-      trace: whether to write a `Trace` of each step, in place of a look at one.
-      eager: whether to run the step only eagerly, once.
-      debug: whether to stop in it, in Python's debugger.
-      save: the file for the batch, `.npz`; "" for none.
-      exact: whether the run had the engine of the replay, so that all bits have to be those that it reported.
-      batch_size: the run's global batch size in these steps; None if it is not known.
-      weights: a checkpoint for whose weights to compute the statistics of batch normalization, as an `.npz` file, in
-        place of a look at a step; "" for none.
-    """
-
-    directory: str
-    step: int
-    to: str
-    trace: bool = False
-    eager: bool = False
-    debug: bool = False
-    save: str = ""
-    exact: bool = True
-    batch_size: int | None = None
-    weights: str = ""
-
-    @property
-    def news(self) -> str:
-        """The file where the process writes what it is doing."""
-        return f"{self.to}.news"
-
-    def as_environment(self) -> dict[str, str]:
-        """Returns the environment variable that asks for it."""
-        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +61,6 @@ class Answer:
     lines: list[str]
     equal: bool = True
     traces: list[Trace] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def from_file(cls, path: str) -> "Answer":
-        """Reads the answer that a process has written."""
-        content = json.loads(files.read_text(path))
-        return cls(content["lines"], content["equal"], [Trace(**trace) for trace in content["traces"]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,3 +240,52 @@ class Player:
             ids = tf.concat(found, axis=0) if found else None
         stream.end(iterator)
         return batch, ids
+
+
+def answer(order: ReplayOrder, controller: "Controller", evaluate_every: int | None) -> None:
+    """Trains to the step that is ordered, and answers with what was found.
+
+    Args:
+      order: the order.
+      controller: restored, before its first step.
+      evaluate_every: steps between the run's evaluations; None for a training without any.
+
+    Raises:
+      UsageError: for a trainer with a loop of its own, or a step that cannot be reached.
+    """
+    import numpy as np  # here, because every start of a binary imports this file
+
+    from looplib.replay import normalization, step_view
+
+    player = Player(controller, evaluate_every, order.batch_size)
+    watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.guards.stall_limit)
+    with _telling(player, order), controller.clock.phase("train"), watchdog.watching():
+        if order.weights:
+            values = normalization.recompute(player, order.weights, order.step - player.step)
+            np.savez(order.arrays, **values)
+            found = Answer([])
+        else:
+            found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
+    orders.answer(found)
+
+
+@contextlib.contextmanager
+def _telling(player: Player, order: ReplayOrder) -> Iterator[None]:
+    """Tells what the player is doing, again and again while a `with` block runs."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        furthest = 0  # as the last step is run several times, each from the state before it
+        while not ended.wait(_NEWS_SECONDS):
+            stream, furthest = player.loop.data.stream, max(furthest, player.step)
+            skips = 0 < stream.passed < stream.skipped
+            batches = f", reading its data again: {stream.passed:,} of {stream.skipped:,} batches" * skips
+            orders.tell(f"at step {furthest:,} of {order.step:,}{batches}")
+
+    thread = threading.Thread(target=tell, name="looplib-replay-news", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,33 +1,81 @@
 """A preflight: would the steps of a trainer and its evaluators run on a TPU or GPU that this machine does not have?
 
-`python -m looplib check tpu -- COMMAND` starts a binary with `LOOPLIB_PREFLIGHT` in its environment. The binary builds
-its trainer, evaluators and controller as always, on this machine's CPU, and passes their steps to `answer`, which has
-XLA lower them for the CPU. In TensorFlow 2.20 it has kernels of the same 489 ops for a CPU and a GPU, which a
-TPU has too, with equal types except for complex128 on a TPU and convolutions of int32 on a GPU.
+`python -m looplib check tpu -- COMMAND` starts a binary with an order. The binary builds its trainer, evaluators and
+controller as always, on this machine's CPU, and passes their steps to `answer`, which has XLA lower them for the CPU.
+In TensorFlow 2.20 it has kernels of the same 489 ops for a CPU and a GPU, which a TPU has too, with equal types except
+for complex128 on a TPU and convolutions of int32 on a GPU.
 """
 
 import dataclasses
-import json
 import math
-import os
+import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.unknown_fields import UnknownFieldSet
 
-from looplib.base import files
 from looplib.base.messages import gist
 from looplib.compat import keras as _keras
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.errors import CheckError
-from looplib.replay import xla
+from looplib.processes import orders
 from looplib.task.state import state_of, variables_of
 
 if TYPE_CHECKING:
     from looplib.controller import Controller
     from looplib.loop.task_loop import TaskLoop
 
-VARIABLE = "LOOPLIB_PREFLIGHT"
+
+# Fields of XLA's hlo.proto. Bytes are not temporary if of one thread, an argument, alive at the end, or constant.
+_ASSIGNMENT, _ALLOCATION, _SIZE, _NOT_TEMPORARY = 3, 3, 2, (3, 5, 7, 12)
+
+
+def needs_a_constant(error: BaseException) -> bool:
+    """Returns whether XLA refused a program for a size that depends on values."""
+    return bool(re.search(r"compile-time constant|static(ally)? (input )?shape|dynamic|bounded", str(error)))
+
+
+def dynamic_sizes(hlo: str) -> Iterator[tuple[str, str]]:
+    """Yields the (path of the op, type of the op) of each size in an HLO text that depends on values."""
+    for line in re.findall(r".*= \S*<=\S* set-dimension-size\(.*", hlo):
+        path, kind = (re.search(rf'{name}="([^"]*)"', line) for name in ("op_name", "op_type"))
+        yield path[1] if path else "", kind[1] if kind else ""
+
+
+def lower_alone(op: tf.Operation) -> str:
+    """Lowers one op of a traced function, with those of its inputs that are constant, and returns its HLO text."""
+    values = [tf.get_static_value(tensor) for tensor in op.inputs]
+    graph = tf.compat.v1.GraphDef(node=[op.node_def])
+    graph.node[0].input[:] = names = [f"input_{number}" for number in range(len(values))]
+
+    def program(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        rest = iter(arguments)
+        inputs = {f"{name}:0": next(rest) if value is None else value for name, value in zip(names, values)}
+        return tf.graph_util.import_graph_def(graph, inputs, [f"{op.name}:{n}" for n in range(len(op.outputs))])
+
+    specs = [tf.TensorSpec([n or 1 for n in x.shape], x.dtype) for x, value in zip(op.inputs, values) if value is None]
+    return tf.function(program, jit_compile=True, autograph=False).experimental_get_compiler_ir(*specs)(stage="hlo")
+
+
+def temporary_bytes(function: tf.types.experimental.PolymorphicFunction, specs: Sequence[tf.TensorSpec]) -> int | None:
+    """Returns the bytes that XLA reserves on a CPU for values inside of a function of some tensors."""
+    try:
+        plan = function.experimental_get_compiler_ir(*specs)(stage="optimized_hlo_proto_serialized")
+        fields = _fields(dict(_fields(plan))[_ASSIGNMENT])
+        allocations = [dict(_fields(value)) for number, value in fields if number == _ALLOCATION]
+        return sum(part.get(_SIZE, 0) for part in allocations if not any(map(part.get, _NOT_TEMPORARY)))
+    except Exception:  # XLA's errors have many types
+        return None
+
+
+def _fields(message: bytes) -> list[tuple[int, Any]]:
+    """Returns the (number, value) of each field of a protocol buffer."""
+    return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(message))]
+
+
 _SLOW = {
     ("TPU", "float64"): "a TPU emulates it, at a tenth of the speed or less; use float32",
     ("TPU", "complex128"): "a TPU has no kernels for it; use complex64",
@@ -51,21 +99,46 @@ class Finding:
     fault: bool = True  # it must be fixed; if not, it is advice
 
 
-def requested() -> bool:
-    """Returns whether this process was started for a preflight."""
-    return VARIABLE in os.environ
+@dataclasses.dataclass(frozen=True)
+class FoundStep:
+    """What was found in the step of one task.
+
+    Attributes:
+      batch: its examples on each core.
+      global_batch: its examples on all.
+      lowered: whether all of it was lowered.
+      memory: bytes by what they hold; None where they are not known.
+    """
+
+    batch: int
+    global_batch: int
+    lowered: bool
+    memory: dict[str, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a preflight finds.
+
+    Attributes:
+      findings: faults and advice.
+      steps: of each task, by "train" or the evaluator's name.
+    """
+
+    findings: list[Finding]
+    steps: dict[str, FoundStep]
 
 
 def settings() -> dict[str, Any]:
-    """Returns the flags that a preflight sets, so that all is built on one CPU; {} if none was asked for."""
-    return dict(strategy="auto", tpu=None, num_virtual_devices=1, loop="graph") if requested() else {}
+    """Returns the flags that a preflight sets, so that all is built on one CPU; {} if none is ordered."""
+    if orders.current().preflight is None:
+        return {}
+    return dict(strategy="auto", tpu=None, num_virtual_devices=1, loop="graph")
 
 
-def answer(controller: "Controller") -> None:
-    """Checks a controller's steps for the device that the environment names, and writes the result to its file."""
-    request = json.loads(os.environ[VARIABLE])
-    found = look(controller, request["platform"], request["cores"])
-    files.write_whole(request["to"], json.dumps(found), durable=False)
+def answer(order: orders.PreflightOrder, controller: "Controller") -> None:
+    """Checks a controller's steps for the device that is ordered, and answers with what was found."""
+    orders.answer(_found(controller, order.platform, order.cores))
 
 
 def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dict[str, Any]:
@@ -83,16 +156,20 @@ def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dic
     Raises:
       UsageError: if this TensorFlow does not compile for a CPU, as that of the package `tensorflow-tpu` does not.
     """
+    return dataclasses.asdict(_found(controller, platform, cores))
+
+
+def _found(controller: "Controller", platform: str, cores: int) -> Found:
     try:
         tf.function(lambda: tf.ones([]), jit_compile=True).experimental_get_compiler_ir()(stage="hlo")
     except Exception as error:  # XLA's errors have many types
         raise CheckError(f"check in an environment whose TensorFlow compiles for a CPU: {gist(error)}") from error
-    findings, steps = [], {}
+    found = Found([], {})
     for split, loop in controller.loops.items():
         look = _Look(split, loop, platform, cores)
-        steps[split] = look.report()
-        findings += [dataclasses.asdict(finding) for finding in look.findings]
-    return {"findings": findings, "steps": steps}
+        found.steps[split] = look.report()
+        found.findings.extend(look.findings)
+    return found
 
 
 class _Look:
@@ -108,7 +185,7 @@ class _Look:
         pack, spec = tf.nest.pack_sequence_as, self._stream.element_spec
         self._function = tf.function(lambda *parts: compiled(pack(spec, parts)), jit_compile=True, autograph=False)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> FoundStep:
         self._look_at_the_batch()
         self._specs, lowered, traced = self._static_specs(), False, None
         if self._specs is not None:
@@ -116,7 +193,7 @@ class _Look:
             self._ops = places.Ops(traced)
             lowered = self._lower()
             self._look_at_dtypes()
-        return dict(batch=self._batch, global_batch=self._size, lowered=lowered, memory=self._memory(traced))
+        return FoundStep(self._batch, self._size, lowered, self._memory(traced))
 
     def _find(self, kind: str, text: str, op: tf.Operation | None = None, fault: bool = True) -> None:
         self.findings[Finding(self._split, kind, text, places.line_of(op) if op else "", fault)] = None
@@ -169,7 +246,7 @@ class _Look:
         for each in missing:
             self._tell_missing(each)
         text = gist(refused).removeprefix("Failed getting HLO text: ").strip("'.")
-        if not lacking and xla.needs_a_constant(refused):
+        if not lacking and needs_a_constant(refused):
             self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", op)
         elif not missing and all(spec.dtype != tf.string for spec in self._specs):
             self._find("unsupported op", text, op)
@@ -185,7 +262,7 @@ class _Look:
         if not types.isdisjoint(_ON_THE_HOST):  # alone, it would end the process
             return tf.resource in types and not op.type.startswith(_ON_VARIABLES)
         try:
-            self._look_at_sizes(xla.lower_alone(op), op)
+            self._look_at_sizes(lower_alone(op), op)
         except Exception as error:  # XLA's errors have many types, and not every op can be lowered alone
             return op.type in _tf.lacking_in_xla(error)
         return False
@@ -202,7 +279,7 @@ class _Look:
 
     def _look_at_sizes(self, hlo: str, alone: tf.Operation | None = None) -> None:
         """Finds the ops whose output has a size that depends on values, in the program of the step or of one op."""
-        for path, kind in xla.dynamic_sizes(hlo):
+        for path, kind in dynamic_sizes(hlo):
             op = self._ops.named(path) if alone is None else alone
             text = f"the size of what {kind or 'an op'} gives depends on values, so XLA computes with its largest"
             cure = "keep the size and use a mask, as in looplib.mean(value, weight)"
@@ -234,7 +311,7 @@ class _Look:
         sizes["batch"] = sum(map(_bytes, self._specs or ()))
         kind = "activations and gradients" if self._split == "train" else "activations"
         known = {kind: size for kind, size in sizes.items() if size}
-        return {**known, kind: xla.temporary_bytes(self._function, self._specs) if traced else None}
+        return {**known, kind: temporary_bytes(self._function, self._specs) if traced else None}
 
 
 def _bytes(tensor: tf.Tensor | tf.TensorSpec | tf.Variable) -> int:

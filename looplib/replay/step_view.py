@@ -20,9 +20,10 @@ from looplib.cluster.updates import Share
 from looplib.compat import keras as _keras
 from looplib.compat import places
 from looplib.loop import additions
-from looplib.replay.player import Answer, Order, Player
-from looplib.run import values
-from looplib.run.records import Record
+from looplib.processes.orders import ReplayOrder
+from looplib.replay.player import Answer, Player
+from looplib.run.directory import RunDir
+from looplib.run.records import RecordLog
 from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number
@@ -34,15 +35,16 @@ _SHOWN_ROWS = 60  # of the table of norms
 _NAMED_STEPS = 5
 
 
-def look(player: Player, order: Order) -> Answer:
+def look(player: Player, order: ReplayOrder) -> Answer:
     """Trains to the step before the one that is asked for, and looks at that one.
 
     Args:
       player: before its first step.
       order: the step, and how to run it.
     """
-    records = _trained(f"{order.directory}/metrics.jsonl")
-    first_pass = {**records, **_trained(f"{order.directory}/metrics.voided.jsonl")}
+    run = RunDir(order.directory)
+    records = _trained(run.records())
+    first_pass = {**records, **_trained(run.records(voided=True))}
     player.play(order.step - 1)
     view = _View(player)
     lines = [f"batch of step {order.step}", *view.batch_lines()]
@@ -68,9 +70,9 @@ def look(player: Player, order: Order) -> Answer:
     return Answer([*lines, _verdict(order, player.start, compared, different, reported)], equal=not different)
 
 
-def _trained(path: str) -> dict[int, Record]:
-    """Returns the records of the training in a file, by step."""
-    return {record["step"]: record for record in values.metrics(path) if record["split"] == "train"}
+def _trained(records: RecordLog) -> dict[int, dict[str, float | None]]:
+    """Returns the metrics of the training, by step."""
+    return {one.step: one.numbers for one in records.all() if one.split == "train"}
 
 
 def _table(metrics: Mapping[str, int | float]) -> list[str]:
@@ -78,7 +80,7 @@ def _table(metrics: Mapping[str, int | float]) -> list[str]:
     return [f"  {name:<{width}}  {value:.9g}" for name, value in metrics.items()]
 
 
-def _differing(metrics: Mapping[str, int | float], record: Record, exact: bool) -> list[str]:
+def _differing(metrics: Mapping[str, int | float], record: Mapping[str, float | None], exact: bool) -> list[str]:
     """Returns the metrics that have other numbers than a record, which has None for what is not finite."""
 
     def differs(value: int | float, other: object) -> bool:
@@ -91,11 +93,11 @@ def _differing(metrics: Mapping[str, int | float], record: Record, exact: bool) 
 
 
 def _verdict(
-    order: Order,
+    order: ReplayOrder,
     start: int,
     compared: Mapping[int, Mapping[str, int | float]],
     different: Sequence[int],
-    records: Mapping[int, Record],
+    records: Mapping[int, Mapping[str, float | None]],
 ) -> str:
     """Says whether the metrics that the run reported on the way equal the replay's."""
     step, exact = order.step, order.exact

@@ -1,13 +1,8 @@
-"""What a run says of itself: where its time went, its metrics in files and on the screen, and `run.json`.
+"""Reports of a run: where its time went, its metrics in files and on the screen, and `run.json`.
 
 Names that other rooms may use, by file:
-    alert: Condition
-    background: BackgroundWriter
+    alerts: check_url, Condition, RunObserver, Sender
     clock: Clock
-    observer: RunObserver
-    pages: none
-    reporter: Metrics, Reporter
-    run_page: none
-    run_report: Computation, RunProgress, RunReport, RunSettings, settings_of
-    sending: check_url, Sender
+    reporter: BackgroundWriter, Metrics, named, names, Reporter
+    run_report: RunFacts, settings_of, StartReport
 """

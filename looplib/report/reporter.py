@@ -1,26 +1,178 @@
 """The reporter of a run: to its writers, in `run.json`, on its page and on the console."""
 
+import abc
 import collections
 import concurrent.futures
 import contextlib
 import functools
+import importlib.util
 import os
+import queue
+import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
+from looplib.base import plugins
 from looplib.base.diagnosis import diagnosis
+from looplib.base.messages import gist
 from looplib.base.numbers import Progress
-from looplib.errors import MissingPartError, SettingError, WriterError
+from looplib.errors import MissingPartError, PluginError, SettingError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
-from looplib.report.pages import make_page
-from looplib.report.run_report import Points, RunReport, settings_of
-from looplib.report.writers.contract import DEFAULT_WRITERS, Setting, Writer
-from looplib.report.writers.jsonl_writer import JsonlWriter
-from looplib.report.writers.shown import Shown
-from looplib.run.run_json import path_of
+from looplib.report.run_report import Page, Points, StartReport, settings_of
+from looplib.report.writers.console_writer import ConsoleWriter
+from looplib.report.writers.contract import DEFAULT_WRITERS, GROUP, Setting, Shown, Writer
+from looplib.report.writers.files import CsvWriter, JsonlWriter, MediaWriter
+from looplib.report.writers.telemetry import OpenTelemetryWriter
+from looplib.report.writers.tensorboard_writer import TensorBoardWriter
+from looplib.report.writers.trackers import MlflowWriter, WandbWriter
+from looplib.run.directory import METRICS, RunDir
+from looplib.run.report import Rollback
+
+_SYNC_SECONDS, _SYNC_SHARE = 2.0, 0.02  # that `sync` may wait: the shorter of the two, a share of the time between them
+
+
+class _InThread(Writer):
+    """Passes what it gets on to another writer, in a thread and in order."""
+
+    _writer: Writer
+
+    @abc.abstractmethod
+    def _call(self, call: Callable[[], None], at_once: bool = False) -> None:
+        """Lets the thread call a function; `at_once` if the caller should know whether it works."""
+
+    def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
+        """See `Writer`."""
+        self._call(functools.partial(self._writer.write, step, split, dict(metrics)))
+
+    def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
+        """See `Writer`."""
+        self._call(functools.partial(self._writer.show, step, split, dict(shown)))
+
+    def settings(self, settings: Mapping[str, Setting]) -> None:
+        """See `Writer`."""
+        self._call(functools.partial(self._writer.settings, dict(settings)), at_once=True)
+
+    def resume(self, step: int, reported: dict[str, int]) -> None:
+        """See `Writer`."""
+        self._call(functools.partial(self._writer.resume, step, dict(reported)), at_once=True)
+
+
+class BackgroundWriter(_InThread):
+    """Passes everything on to another writer, in one thread and in order.
+
+    If the other one raises, or lets too many calls wait, a warning says so, and it is not called again. The thread
+    starts with the first call.
+
+    Args:
+      writer: the other writer.
+      most_waiting: number of calls that may wait for it.
+      patience: seconds that `close` waits for it.
+    """
+
+    def __init__(self, writer: Writer, most_waiting: int = 10_000, patience: float = 30.0) -> None:
+        self._writer, self._name, self._patience = writer, type(writer).__name__, patience
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(most_waiting)
+        self._thread: threading.Thread | None = None
+        self._given_up = False
+        self._synced = time.monotonic()
+
+    def sync(self) -> None:
+        """Waits a moment for the calls so far, so that a checkpoint is rarely newer than what was written.
+
+        A tracker that hangs makes a run slower by 2% at most.
+        """
+        done, before, self._synced = threading.Event(), self._synced, time.monotonic()
+        if self._thread is not None:
+            self._call(done.set)
+            done.wait(0 if self._given_up else min(_SYNC_SECONDS, _SYNC_SHARE * (self._synced - before)))
+
+    def close(self) -> None:
+        """Lets the other writer close, and waits for it, at most for the time of `patience`."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._given_up:
+            return
+        self._put(self._writer.close)
+        self._put(None)
+        thread.join(self._patience)
+        if thread.is_alive():
+            self._give_up(f"did not end within {self._patience:g} s")
+
+    def _call(self, call: Callable[[], None], at_once: bool = False) -> None:
+        if self._thread is None:
+            # A daemon, because a process must be able to end while it hangs.
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._put(call)
+
+    def _put(self, call: Callable[[], None] | None) -> None:
+        try:
+            if not self._given_up:
+                self._calls.put_nowait(call)
+        except queue.Full:
+            self._give_up(f"does not keep up: {self._calls.maxsize} records are waiting")
+
+    def _work(self) -> None:
+        while not self._given_up and (call := self._calls.get()) is not None:
+            try:
+                call()
+            except BaseException as error:  # a library may call sys.exit
+                self._give_up(gist(error) if isinstance(error, Exception) else repr(error))
+
+    def _give_up(self, reason: str) -> None:
+        if not self._given_up:
+            self._given_up = True
+            reason = re.sub(r"://[^/@\s]*@", "://", reason)  # a password in an address
+            logging.warning("%s is left out from here on, and the training continues: %s", self._name, reason)
+
+
+def is_installed(package: str) -> bool:
+    """Returns whether a package that a tracker needs is there."""
+    return importlib.util.find_spec(package) is not None
+
+
+def _tracker(name: str, kind: type[Writer], directory: str) -> Writer:
+    """Returns the tracker of a package, in a thread of its own."""
+    if not is_installed(name):
+        raise PluginError(f"the writer {name} needs the package {name}: pip install 'looplib[{name}]'")
+    return BackgroundWriter(kind(directory))
+
+
+def _opentelemetry(directory: str) -> Writer:
+    if not all(map(is_installed, ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter"))):
+        raise PluginError("the writer opentelemetry needs its SDK and exporter: pip install 'looplib[opentelemetry]'")
+    return OpenTelemetryWriter(directory)  # whose SDK has the threads
+
+
+WRITERS: Mapping[str, Callable[[str], Writer]] = {
+    "console": lambda directory: ConsoleWriter(),
+    "csv": lambda directory: BackgroundWriter(CsvWriter(directory)),
+    "media": MediaWriter,
+    "mlflow": functools.partial(_tracker, "mlflow", MlflowWriter),
+    "opentelemetry": _opentelemetry,
+    "tensorboard": TensorBoardWriter,
+    "wandb": functools.partial(_tracker, "wandb", WandbWriter),
+}
+"""looplib's own writers by name, of a run directory. Other packages add theirs to the group `looplib.writers`."""
+
+
+def names() -> list[str]:
+    """Returns the names of all writers, also of other packages."""
+    return sorted({*WRITERS, *plugins.names(GROUP)})
+
+
+def named(name: str) -> Callable[[str], Writer]:
+    """Returns what makes the writer of a name, of looplib or another package, for a run directory.
+
+    Raises:
+      UsageError: if there is none, or it cannot be imported.
+    """
+    return plugins.load(GROUP, name, WRITERS)
+
 
 Metrics = dict[str, float]
 _MOST_WAITING = 20  # calls; media of a slow disk must not fill the memory
@@ -37,7 +189,7 @@ class Reporter:
       trains: whether the run trains; an evaluation job has a report of its own, and no page.
       check: raises `UsageError` if the run directory is not this process's any more.
       clock: adds up the time of the run by phase.
-      facts: further fields of `RunReport`.
+      facts: further fields of `StartReport`.
 
     Attributes:
       report: `run.json`, with the page of the run.
@@ -63,12 +215,12 @@ class Reporter:
         place = model_dir if is_chief else None
         self.clock, self._check, self._is_chief, self._save_noted = clock, check, is_chief, False
         self.writers = make_writers(writers, place, check) if is_chief else Writers([])
-        self.report = RunReport(
-            path=path_of(place, trains) if place else None,
+        self.report = StartReport(
+            path=RunDir(place).report_path(trains) if place else None,
             clock=clock,
             points=Points(clock),
             check=check,
-            page=make_page(place if trains else None, self._flush_for_page),
+            page=Page(place if trains else None, self._flush_for_page),
             **facts,
         )
         self.speed_meter = SpeedMeter(clock)
@@ -93,7 +245,7 @@ class Reporter:
         self.ended_at = None
         try:
             with self.report.recording_start(restored_from):
-                self.writers.settings(settings_of(flags, self.report.settings.config))
+                self.writers.settings(settings_of(flags, self.report.facts.config))
                 try:
                     yield
                 finally:
@@ -141,7 +293,7 @@ class Reporter:
     def note_rollback(self, from_step: int, to_step: int, reason: str) -> None:
         """Writes that the run has gone back from the step at which a guard found something, the reason."""
         self.ended_at = None
-        self.report.note("rollbacks", step=from_step, to=to_step, reason=reason, seconds=self.clock.seconds())
+        self.report.note(Rollback(from_step, to_step, reason, self.clock.seconds()))
         self.report.write("running")
 
     def note_end(self, step: int) -> None:
@@ -152,10 +304,10 @@ class Reporter:
     def note_speed(self, strategy: tf.distribute.Strategy) -> None:
         """Notes the share of the devices' peak that the steps of this start have reached, unless they were short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        computation = self.report.computation
-        if computation.speed and self._is_chief and self.trained:
+        facts = self.report.facts
+        if facts.speed and self._is_chief and self.trained:
             with self.clock.phase("report"):
-                computation.speed = diagnosis().speed_of_ended(computation.speed, strategy, self.trained, seconds)
+                facts.speed = diagnosis().speed_of_ended(facts.speed, strategy, self.trained, seconds)
 
     def close(self) -> None:
         """Closes the writers, and then writes the page, also where a writer fails."""
@@ -221,7 +373,7 @@ class Writers(Writer):
                 stack.callback(writer.close)
 
 
-class ThreadedWriter(Writer):
+class ThreadedWriter(_InThread):
     """Calls `write` and `show` of another writer in one thread and in order, while the next steps run.
 
     What the other writer raises is raised here, by one of the next calls, at the latest by `flush`. All other calls
@@ -236,24 +388,6 @@ class ThreadedWriter(Writer):
         self._writer, self._check = writer, check
         self._thread = concurrent.futures.ThreadPoolExecutor(1, type(self).__name__)
         self._calls: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-
-    def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
-        """Lets the thread record the metrics."""
-        self._start(functools.partial(self._writer.write, step, split, dict(metrics)))
-
-    def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
-        """Lets the thread record what is shown."""
-        self._start(functools.partial(self._writer.show, step, split, dict(shown)))
-
-    def settings(self, settings: Mapping[str, Setting]) -> None:
-        """See `Writer`."""
-        self._wait()
-        self._writer.settings(settings)
-
-    def resume(self, step: int, reported: dict[str, int]) -> None:
-        """See `Writer`."""
-        self._wait()
-        self._writer.resume(step, reported)
 
     def flush(self) -> None:
         """See `Writer`."""
@@ -272,10 +406,12 @@ class ThreadedWriter(Writer):
             self._thread.shutdown()
             self._writer.close()
 
-    def _start(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[[], None], at_once: bool = False) -> None:
         while self._calls and (self._calls[0].done() or len(self._calls) >= _MOST_WAITING):
             self._calls.popleft().result()
         self._calls.append(self._thread.submit(self._checked, call))
+        if at_once:
+            self._wait()
 
     def _checked(self, call: Callable[[], None]) -> None:
         self._check()  # now, because the caller's own check may be some time ago
@@ -303,8 +439,6 @@ def make_writers(writers: Sequence[Writer | str] | None, model_dir: str | None, 
     if isinstance(writers, str | Writer):
         raise SettingError(f"writers is {writers!r}; expected a list of writers and of names, such as ['csv']")
     writers = DEFAULT_WRITERS if writers is None else list(writers)
-    from looplib.report.writers.registered import named  # here, as it imports packages that take time
-
     made, in_files = [], []
     for writer in writers:
         if isinstance(writer, Writer):
@@ -312,7 +446,7 @@ def make_writers(writers: Sequence[Writer | str] | None, model_dir: str | None, 
         elif not isinstance(writer, str):
             raise WriterError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
         elif writer == "jsonl":
-            in_files += [JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))] if model_dir else []
+            in_files += [JsonlWriter(os.path.join(model_dir, METRICS))] if model_dir else []
         elif writer not in DEFAULT_WRITERS:
             make = named(writer)
             if not model_dir:

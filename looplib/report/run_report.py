@@ -1,54 +1,121 @@
-"""RunReport: writes `run.json`, with what each start of a run has come to."""
+"""The life of `run.json` and of `report.html` of this start of a run."""
 
 import contextlib
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from absl import logging
 
 from looplib.base import console, files, folders
 from looplib.base.messages import gist, shown, with_cure
 from looplib.cluster import peers
-from looplib.errors import Preempted, UsageError
+from looplib.errors import MissingPartError, Preempted, UsageError
 from looplib.masks import masked, masked_text
+from looplib.processes import orders
 from looplib.report.clock import Clock
-from looplib.report.pages import Page, WrittenPage
 from looplib.report.writers.contract import Setting
+from looplib.run.directory import DIFF, RUN_JSON
 from looplib.run.goodput import as_report as as_goodput
-from looplib.run.program import DIFF, Program, this_process
-from looplib.run.run_json import (
-    TRAINING_REPORT,
-    Report,
+from looplib.run.report import (
+    Model,
+    Note,
+    Point,
+    Program,
+    RunReport,
+    StartEntry,
     as_dict,
+    as_text,
     changed_settings,
     flattened,
     kept,
     read_report,
-    strict,
+    strict_json,
+    this_process,
 )
 
+
+class WrittenPage(Protocol):
+    """A page that was written. A notebook displays it as the value of a cell."""
+
+    path: str
+
+
+class Page:
+    """`report.html` of a run, written whenever the run ends. If it cannot be written, a warning is logged, once.
+
+    Args:
+      directory: the run directory; None for a process that writes no page.
+      check: called before each write; raises `UsageError` if another process has taken over the directory.
+    """
+
+    def __init__(self, directory: str | None, check: Callable[[], None]) -> None:
+        self._page: WrittenPage | None = None
+        self._directory, self._check = directory, check
+        self._stale = self._closed = False
+        self._written, self._took = float("-inf"), 0.0
+
+    @property
+    def path(self) -> str:
+        """The path of the file; "" before it is written."""
+        return self._page.path if self._page else ""
+
+    def note_news(self) -> None:
+        """Notes that the page is out of date."""
+        self._stale = True
+
+    def update(self) -> None:
+        """Writes the page, unless that would take more than 1% of the time since the last write."""
+        self._stale = True
+        if self._closed or time.monotonic() - self._written >= self._took / _PAGE_SHARE:
+            self._write()
+
+    def show(self) -> WrittenPage:
+        """Writes the page, and returns it; raises `UsageError` if there is no directory to write it to."""
+        self._write()
+        if self._directory is None or self._page is None:
+            raise MissingPartError(
+                "the page of a run needs a directory that can be written; give Controller(model_dir=...)"
+            )
+        return self._page
+
+    def close(self) -> None:
+        """Writes the page if it is out of date. From then on each `update` writes it."""
+        self._closed = True
+        if self._stale:
+            self._write()
+
+    def _write(self) -> None:
+        if self._directory is None:
+            return
+        started = time.monotonic()
+        try:
+            from looplib.report.page.html import write_of_run  # here, because a run does not need it before its end
+
+            self._check()
+            self._page = write_of_run(self._directory)
+        except Exception as error:  # what is only shown never ends a run
+            logging.warning("report.html cannot be written: %s", with_cure(error))
+            self._directory = None
+        self._stale = False
+        self._written = time.monotonic()
+        self._took = self._written - started
+
+
+_PAGE_SHARE = 0.01  # maximum share of the time of a run that calls `train` many times
 _MOST_POINTS = 100
 _FRESH_SECONDS, _LEAST_SHARE = 60.0, 500  # between two writes, and how many times as long as one takes, of many starts
 _MOST_TRACEBACK = 20_000  # characters, of its end
+_OF_BOTH = (  # fields of a start that the report of the run repeats
+    "status", "verdict", "error", "console", "command", "program", "versions", "restored_from", "num_replicas",
+)  # fmt: skip
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """What is noted at a report."""
-
-    step: int  # the global step
-    host_bytes: int | None  # resident memory of this process; None where the system does not say
-    device_bytes: int | None  # memory in use on the fullest GPU or TPU; None without one
-    seconds: dict[str, float]  # by phase, of this start up to here
 
 
 class Points:
@@ -95,47 +162,31 @@ def _devices() -> list[str]:
     return [device.name for kind in ("GPU", "TPU") for device in tf.config.list_logical_devices(kind)]
 
 
-@dataclasses.dataclass(frozen=True)
-class RunProgress:
-    """Where a run stands."""
-
-    # the global step; the one that the error names if a guard has ended the run, whose loop may have gone on; after a
-    # training, the one that it has reached
-    step: int
-    final_step: int | None  # of an earlier checkpoint, which was restored after the training; None if there was none
-    end: int | None  # the step that the newest training goes to; None where it is not known
-    metrics: dict[str, dict[str, float]]  # the last ones, by split
-    rollbacks: int  # how often the run went back to a checkpoint
-    engines: dict[str, Any]  # what `loop="auto"` has chosen, by split
-    saved_step: int | None  # of the newest committed checkpoint
-
-
 @dataclasses.dataclass
-class RunSettings:
-    """The settings of a run."""
-
-    flags: dict[str, Any]  # those that a binary takes as flags
-    config: Any = None  # the program's own: a dataclass, a mapping, or an object with `as_dict`; None for none
-    defaults: dict[str, Any] | None = None  # `flags` and `config` without any setting; None if they are not known
-
-    def changed(self, earlier: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Returns (old, new) of each setting that an earlier report has with another value."""
-        return changed_settings(earlier, {"flags": self.flags, "config": as_dict(self.config)})
-
-
-@dataclasses.dataclass
-class Computation:
-    """What a run computes, and on what."""
+class RunFacts:
+    """Facts about a run: its settings, its model and its devices."""
 
     strategy: str  # the name of the strategy, such as "MirroredStrategy, 2 replicas"
     num_replicas: int  # replicas that step together
-    model: dict[str, Any] | None = None  # the trainer's number of parameters and its variables; None without a trainer
+    flags: dict[str, Any]  # the settings that a binary takes as flags
+    config: Any = None  # the program's own: a dataclass, a mapping, or an object with `as_dict`; None for none
+    defaults: dict[str, Any] | None = None  # `flags` and `config` without any setting; None if they are not known
+    model: Model | None = None  # the trainer's number of parameters and its variables; None without a trainer
     speed: Any = None  # how much the training computes, a dataclass; None where that is not known
+
+    def changed(self, earlier: RunReport) -> dict[str, tuple[Any, Any]]:
+        """Returns (old, new) of each setting that an earlier report has with another value."""
+        return changed_settings(earlier, RunReport(flags=self.flags, config=as_dict(self.config)))
+
+    @property
+    def not_default(self) -> dict[str, tuple[Any, Any]] | None:
+        """(default, own) of each setting that has another value; None where the defaults are not known."""
+        return None if self.defaults is None else self.changed(RunReport(**strict_json(self.defaults)))
 
 
 @dataclasses.dataclass
-class RunReport:
-    """The report of a run directory, replaced atomically whenever its status changes, and each minute of a training.
+class StartReport:
+    """Writes the report of a run, replaced atomically whenever its status changes, and each minute of a training.
 
     docs/reference/run_directory.md describes its fields.
     """
@@ -143,15 +194,15 @@ class RunReport:
     path: str | None  # the file; None writes nothing
     clock: Clock  # of this start
     points: Points  # memory and seconds at the reports of this start
-    settings: RunSettings
-    computation: Computation
-    standing: Callable[[], RunProgress]  # returns where the run stands
+    facts: RunFacts
+    standing: Callable[[], RunReport]  # returns the report with where the run stands
     check: Callable[[], None]  # raises `UsageError` if the run directory is not ours any more; nothing is written then
-    program: Program | None = None  # of a binary, whose changed code is written beside the report; None for none
-    page: Page = dataclasses.field(default_factory=Page)  # of the run, updated when the run has ended in some way
-    _earlier: Report = dataclasses.field(default_factory=dict, init=False)
-    _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
-    _noted: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict, init=False)
+    page: Page  # of the run, updated when the run has ended in some way
+    program: Program | None = None  # of a binary; None for none
+    diff: str = ""  # of its code, which is written beside the report
+    _earlier: RunReport = dataclasses.field(default_factory=RunReport, init=False)
+    _start: StartEntry = dataclasses.field(default_factory=StartEntry, init=False)
+    _begun: bool = dataclasses.field(default=False, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
     _next: float = dataclasses.field(default=0.0, init=False)  # when it is old, by a clock that nobody sets
 
@@ -173,7 +224,7 @@ class RunReport:
         Args:
           restored_from: path of the checkpoint that it continues from, or None.
         """
-        if not self._start:
+        if not self._begun:
             self._begin(restored_from)
         self._traceback = ""
         self.write("running")
@@ -191,24 +242,24 @@ class RunReport:
         self.write("done")
 
     def _begin(self, restored_from: str | None) -> None:
-        self._earlier = read_report(self.path) if self.path else {}
-        if self.path and not self._earlier and os.path.exists(self.path):
+        self._begun = True
+        earlier = read_report(self.path) if self.path else None
+        if self.path and not earlier and os.path.exists(self.path):
             self._keep_aside(self.path)
-        changed = self.settings.changed(self._earlier)
-        self._start = {
-            "started": _ago(self.clock.seconds()["wall"]),
-            "note": os.environ.get("LOOPLIB_START_NOTE", ""),  # of the launcher: how many workers, and why
-            "num_replicas": self.computation.num_replicas,
-            "command": sys.argv,
-            "program": self.program.as_dict() if self.program else None,
-            "process": dataclasses.asdict(this_process()),
-            "versions": _versions(),
-            "restored_from": restored_from,
-            "changed": {name: list(values) for name, values in changed.items()},
-        }
-        if self.program and self.program.commit and os.path.basename(self.path or "") == TRAINING_REPORT:
-            self._write_diff(os.path.join(os.path.dirname(self.path), DIFF), self.program.diff)
-        if changed and restored_from and os.path.basename(self.path or "") == TRAINING_REPORT:
+        self._earlier = earlier or RunReport()
+        changed = self.facts.changed(self._earlier)
+        self._start.started = _ago(self.clock.seconds()["wall"])
+        self._start.note = orders.current().note  # of the launcher: how many workers, and why
+        self._start.num_replicas = self.facts.num_replicas
+        self._start.command = sys.argv
+        self._start.program = self.program
+        self._start.process = this_process()
+        self._start.versions = _versions()
+        self._start.restored_from = restored_from
+        self._start.changed = changed
+        if self.program and self.program.commit and os.path.basename(self.path or "") == RUN_JSON:
+            self._write_diff(os.path.join(os.path.dirname(self.path), DIFF), self.diff)
+        if changed and restored_from and os.path.basename(self.path or "") == RUN_JSON:
             unused = "not used, because the run has a checkpoint"
             texts = [
                 f"{name}={shown(new)} ({unused if name in _FOR_NEW_RUNS else f'was {shown(old)}'})"
@@ -230,43 +281,35 @@ class RunReport:
         """
         if not self.path:
             return
-        if not self._start:
+        if not self._begun:
             self._begin(None)
         began = time.monotonic()
-        standing, settings, computation = self.standing(), self.settings, self.computation
-        ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
-        ends |= {"error": error} if error else {}
-        ends |= {"console": console.first_fault()} if console.first_fault() else {}
-        points = [dataclasses.asdict(point) for point in self.points.points]
-        own = {**self._start, **self._noted, **ends, "points": points, "seconds": self.clock.seconds()}
-        starts = kept([
-            *({**start, "status": "killed"} if start.get("status") == "running" else start
-              for start in self._earlier.get("starts", [])),
-            own,
-        ])  # fmt: skip
-        earlier = self._earlier.get("metrics", {}) if self._earlier.get("step") == standing.step else {}
-        content = {
-            **ends,
-            **dataclasses.asdict(standing),
-            "metrics": {**earlier, **standing.metrics},
-            "flags": settings.flags,
-            "config": as_dict(settings.config),
-            **{name: self._start[name] for name in ("command", "program", "versions", "restored_from", "num_replicas")},
-            "strategy": computation.strategy,
-            "loop": settings.flags.get("loop"),
-            "restarts": max(len(starts) - 1, self._earlier.get("restarts", -1) + 1),
-            "started": starts[0].get("started"),
-            "seconds": _added_up(self._earlier.get("seconds", {}), own["seconds"]),
-            "goodput": as_goodput(starts),
-            "starts": starts,
-            **({"model": computation.model} if computation.model else {}),
-            **({"speed": dataclasses.asdict(computation.speed)} if computation.speed else {}),
-            **({"traceback": self._traceback} if status == "failed" and self._traceback else {}),
-        }
-        if settings.defaults is not None:
-            changed = settings.changed(strict(settings.defaults))
-            content["not_default"] = {name: list(values) for name, values in changed.items()}
-        self._write(self.path, json.dumps(masked(strict(content)), indent=2, allow_nan=False) + "\n")
+        report, facts, start, before = self.standing(), self.facts, self._start, self._earlier
+        start.status, start.step, start.verdict = status, report.step, self.clock.summary()[1]
+        start.error, start.console = error, console.first_fault()
+        start.points, start.seconds = self.points.points, self.clock.seconds()
+        for one in before.starts:
+            one.status = "killed" if one.status == "running" else one.status
+        starts = kept([*before.starts, start])
+        report = dataclasses.replace(
+            report,
+            **{name: getattr(start, name) for name in _OF_BOTH},
+            metrics={**(before.metrics if before.step == report.step else {}), **report.metrics},
+            flags=facts.flags,
+            config=as_dict(facts.config),
+            strategy=facts.strategy,
+            loop=facts.flags.get("loop"),
+            restarts=max(len(starts) - 1, before.restarts + 1 if before.starts else 0),
+            started=starts[0].started,
+            seconds=_added_up(before.seconds, start.seconds),
+            goodput=as_goodput(starts),
+            starts=starts,
+            model=facts.model,
+            speed=facts.speed,
+            traceback=self._traceback if status == "failed" else "",
+            not_default=facts.not_default,
+        )
+        self._write(self.path, as_text(report))
         self._next = time.monotonic() + max(_FRESH_SECONDS, _LEAST_SHARE * (time.monotonic() - began))
         if status != "running":
             self.page.update()
@@ -298,9 +341,9 @@ class RunReport:
         except (UsageError, OSError) as reason:
             logging.warning("%s cannot be written: %s", path, with_cure(reason))
 
-    def note(self, kind: str, /, **what: Any) -> None:
+    def note(self, what: Note) -> None:
         """Adds what happened to a list of this start, such as `rollbacks`, for the next `write`; in any thread."""
-        self._noted.setdefault(kind, []).append(what)
+        self._start.note_that(what)
 
 
 def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
@@ -310,7 +353,7 @@ def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
       flags: settings that a binary takes as flags.
       config: see `as_dict`; its fields get "config." before their names.
     """
-    flat = {**masked(flags), **flattened(masked(strict(as_dict(config))), "config.")}
+    flat = {**masked(flags), **flattened(masked(strict_json(as_dict(config))), "config.")}
     return {  # event files and trackers take no lone surrogates
         name: value if isinstance(value, int | float) else str(value).encode(errors="backslashreplace").decode()
         for name, value in flat.items()

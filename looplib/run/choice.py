@@ -6,9 +6,11 @@ import re
 from absl import logging
 
 from looplib.errors import CheckpointError, NoCheckpointError, SettingError
-from looplib.run import commits, run_json
+from looplib.run import commits
 from looplib.run.commits import Commit
+from looplib.run.directory import RunDir
 from looplib.run.policy import KeepBest
+from looplib.run.report import RunReport
 
 FINAL, LATEST, BEST = "final", "latest", "best"
 _WORDS = (FINAL, LATEST, BEST)
@@ -72,7 +74,7 @@ def choose(folder: str, which: str | int, rule: KeepBest | None = None) -> Commi
 def final(folder: str) -> Commit | None:
     """Returns the checkpoint that a training ended with, if it is not the newest."""
     report = _report(folder)
-    step = report.get("final_step") if report.get("status") == "done" else None
+    step = report.final_step if report and report.status == "done" else None
     return next((done for done in commits.committed(folder) if done.step == step), None)
 
 
@@ -87,7 +89,8 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
       UsageError: if there is no rule.
     """
     if rule is None:
-        text = _report(folder).get("flags", {}).get("keep_best")
+        report = _report(folder)
+        text = report.flags.get("keep_best") if report else None
         rule = KeepBest.parse(text) if isinstance(text, str) and text else None
     if rule is None:
         raise NoCheckpointError(
@@ -98,7 +101,7 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
     return next(iter(rule.select(commits.committed(folder))), None)
 
 
-def _report(folder: str) -> run_json.Report:
-    """Returns `run.json` of the training whose checkpoints are in a folder; {} if there is none."""
+def _report(folder: str) -> RunReport | None:
+    """Returns `run.json` of the training whose checkpoints are in a folder; None if there is none."""
     directory, name = os.path.split(os.path.normpath(folder) if "://" not in folder else folder)
-    return run_json.read_report(run_json.path_of(directory, trains=True)) if name == "checkpoints" else {}
+    return RunDir(directory).report() if name == "checkpoints" else None

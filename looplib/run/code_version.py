@@ -2,19 +2,19 @@
 
 import hashlib
 import os
-import subprocess
 import sys
-import threading
 
+from looplib.errors import CommandError
 from looplib.masks import masked_text
-from looplib.run.program import Program
+from looplib.processes.child import CommandLine, output_of
+from looplib.run.report import Program
 
 _MOST_BYTES = 1 << 20  # of a diff
 _MOST_SECONDS = 10.0  # for git
 
 
-def this_program() -> Program:
-    """Returns the program of this process."""
+def this_program() -> tuple[Program, str]:
+    """Returns the program of this process, and how its code differs from the git commit."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     arguments = ["-m", spec.name.removesuffix(".__main__")] if spec else [os.path.abspath(file)] if file else []
@@ -27,7 +27,7 @@ def this_program() -> Program:
         here = os.getcwd()
     except FileNotFoundError:
         here = ""
-    return Program(arguments, here, repository, commit, changes, text)
+    return Program(arguments, here, repository, commit, changes), text
 
 
 def diff(repository: str, commit: str) -> str:
@@ -47,25 +47,9 @@ def git(folder: str, *arguments: str) -> str:
       folder: the folder to run it in.
       *arguments: the arguments of git.
     """
+    command = CommandLine(["git", "-C", folder, *arguments])
     try:
-        process = subprocess.Popen(
-            ["git", "-C", folder, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # only reads
-        )
-    except (OSError, ValueError):  # of a name with NUL
+        done = output_of(command, {"GIT_OPTIONAL_LOCKS": "0"}, _MOST_SECONDS, _MOST_BYTES)  # it only reads
+    except CommandError:
         return ""
-    timer = threading.Timer(_MOST_SECONDS, process.kill)
-    timer.start()
-    try:
-        content = process.stdout.read(_MOST_BYTES)
-        whole = len(content) < _MOST_BYTES
-        if not whole:
-            process.kill()
-        process.stdout.close()
-        code = process.wait()
-    finally:
-        timer.cancel()
-    return "" if whole and code else content.decode(errors="replace")
+    return done.output.decode(errors="replace") if done.code == 0 else ""

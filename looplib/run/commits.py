@@ -30,6 +30,7 @@ from typing import Any, TypedDict
 from absl import logging
 
 from looplib.base import files, folders
+from looplib.base.decoding import parse_json
 from looplib.base.messages import gist
 from looplib.errors import CheckpointError, RunDirectoryError, UsageError
 
@@ -163,7 +164,7 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 def _load(path: str) -> dict[str, Any]:
     """Reads a marker as a dict with all its fields."""
-    fields = dict(files.parse_json(files.read_text(path + ".commit")))
+    fields = dict(parse_json(files.read_text(path + ".commit")))
     if fields["sha256"] != _checksum(fields):
         raise ValueError("its checksum is another")
     if type(fields["format"]) is not int:

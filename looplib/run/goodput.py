@@ -1,16 +1,16 @@
-"""Goodput: what became of the time since a run's first start."""
+"""The use of the time of a run: since its first start, and between its reports."""
 
 import dataclasses
 import datetime
-import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from looplib.run import values
+from looplib.run.report import GoodputShare, Point, Rollback, StartEntry
 
 _STARTING = ("start", "compile", "restore")
 _NAMED = ("evaluate", "save", "suspended")
 _TRAINING = ("train", "input")
+_MOST_SPANS = 400  # spans of a page
+_MOST_PHASES = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +58,20 @@ class _Part:
         return lost
 
 
-def goodput(starts: list[dict[str, Any]]) -> Goodput | None:
+def goodput(starts: Sequence[StartEntry]) -> Goodput | None:
     """Returns the goodput of a run; None if its starts do not say when they were.
 
     A start that was killed counts as far as its last entry, which is a minute old at most; the rest is "off". Of a run
     with more starts than `run.json` keeps, those that it has not are left out.
 
     Args:
-      starts: the `starts` of a `run.json`, whose contents may be anything.
+      starts: the `starts` of a `run.json`.
     """
     seconds = dict.fromkeys(("train", "input", "repeated", "start", *_NAMED, "other", "off"), 0.0)
     parts: list[_Part] = []
     ended: float | None = None
     for start in starts:
-        spent, began = values.durations(start.get("seconds")), _time(start.get("started"))
+        spent, began = dict(start.seconds), _time(start.started)
         wall = spent.pop("wall", sum(spent.values()))
         if began is None:
             return None
@@ -81,7 +81,7 @@ def goodput(starts: list[dict[str, Any]]) -> Goodput | None:
         for name, value in spent.items():
             if name not in _TRAINING:
                 seconds["start" if name in _STARTING else name if name in _NAMED else "other"] += value
-        seconds["repeated"] += _cut(parts, restored_step(start) or 0)
+        seconds["repeated"] += _cut(parts, start.restored_step or 0)
         trained = sum(spent.get(name, 0.0) for name in _TRAINING)
         for part in _parts(start, spent):
             trained -= part.train + part.input
@@ -94,16 +94,10 @@ def goodput(starts: list[dict[str, Any]]) -> Goodput | None:
     return found if found.wall else None
 
 
-def as_report(starts: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the `goodput` of `run.json`: `share` and `seconds`; None if it is not known, or nothing was trained."""
+def as_report(starts: Sequence[StartEntry]) -> GoodputShare | None:
+    """Returns the `goodput` of `run.json`; None if it is not known, or nothing was trained."""
     found = goodput(starts)
-    return {"share": round(found.share, 4), "seconds": found.seconds} if found and found.share else None
-
-
-def restored_step(start: dict[str, Any]) -> int | None:
-    """Returns the step of the checkpoint that a start continued from; None for none."""
-    found = re.search(r"ckpt-(\d{1,15})$", values.text(start.get("restored_from")))
-    return int(found[1]) if found else None
+    return GoodputShare(round(found.share, 4), found.seconds) if found and found.share else None
 
 
 def _cut(parts: list[_Part], step: int) -> float:
@@ -116,12 +110,12 @@ def _cut(parts: list[_Part], step: int) -> float:
     return lost
 
 
-def _parts(start: dict[str, Any], spent: dict[str, float]) -> Iterator[_Part]:
+def _parts(start: StartEntry, spent: dict[str, float]) -> Iterator[_Part]:
     """Yields what a start has trained between its points, its rollbacks and its end.
 
     The seconds between two points are divided by steps.
     """
-    step, train, waited = restored_step(start) or 0, 0.0, 0.0
+    step, train, waited = start.restored_step or 0, 0.0, 0.0
     for seconds, end, to in _moments(start, spent):
         more = max(0.0, seconds.get("train", 0.0) - train), max(0.0, seconds.get("input", 0.0) - waited)
         train, waited = train + more[0], waited + more[1]
@@ -130,26 +124,75 @@ def _parts(start: dict[str, Any], spent: dict[str, float]) -> Iterator[_Part]:
         step = to
 
 
-def _moments(start: dict[str, Any], spent: dict[str, float]) -> list[tuple[dict[str, float], int, int]]:
+def _moments(start: StartEntry, spent: dict[str, float]) -> list[tuple[dict[str, float], int, int]]:
     """Returns the moments of a start whose seconds are known, in order.
 
     Returns:
       List of (seconds so far, the step that was reached, the step that training continued from).
     """
-    found = []
-    for name in ("points", "rollbacks"):
-        for each in map(values.mapping, values.items(start.get(name))):
-            step, seconds = values.whole(each.get("step")), values.durations(each.get("seconds"))
-            to = step if name == "points" else values.whole(each.get("to"))
-            if step is not None and to is not None and seconds:
-                found.append((seconds, step, to))
+    noted: Sequence[Point | Rollback] = [*start.points, *start.rollbacks]
+    places = ((one, one.to if isinstance(one, Rollback) else one.step) for one in noted)
+    found = [
+        (one.seconds, one.step, to) for one, to in places if one.seconds and one.step is not None and to is not None
+    ]
     found.sort(key=lambda moment: sum(moment[0].get(name, 0.0) for name in _TRAINING))
-    end = values.whole(start.get("step"))
-    return [*found, *([(spent, end, end)] if end is not None else [])]
+    return [*found, *([(spent, start.step, start.step)] if start.step is not None else [])]
 
 
-def _time(text: Any) -> float | None:
+def _time(text: str) -> float | None:
     try:
-        return datetime.datetime.fromisoformat(values.text(text, 40)).timestamp()
+        return datetime.datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeSpan:
+    """The time between two points of a start.
+
+    Attributes:
+      step: at its end.
+      seconds: dict from phase to seconds.
+      host_bytes: memory of the process at its end, or None.
+      device_bytes: memory in use on the fullest GPU or TPU, or None.
+    """
+
+    step: int
+    seconds: dict[str, float]
+    host_bytes: int | None
+    device_bytes: int | None
+
+    def then(self, other: "TimeSpan") -> "TimeSpan":
+        """Returns this span and the one after it as one."""
+        names = self.seconds.keys() | other.seconds.keys()
+        seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
+        return dataclasses.replace(other, seconds=seconds)
+
+
+def spans(starts: Sequence[StartEntry]) -> list[TimeSpan]:
+    """Returns the spans of all starts by ascending step, without those that a restart or a rollback took back.
+
+    Args:
+      starts: the `starts` of a `run.json`.
+    """
+    found: list[TimeSpan] = []
+    for start in starts:
+        for span in _of_start(start):
+            while found and found[-1].step >= span.step:
+                found.pop()
+            found.append(span)
+    while len(found) > _MOST_SPANS:
+        pairs = zip(found[::2], found[1::2])
+        found = [*(one.then(other) for one, other in pairs), *(found[-1:] if len(found) % 2 else [])]
+    return found
+
+
+def _of_start(start: StartEntry) -> Iterator[TimeSpan]:
+    before: dict[str, float] = {}
+    for point in start.points:
+        if point.step is None:
+            continue
+        seconds = list(point.seconds.items())[:_MOST_PHASES]
+        passed = {name: max(0.0, total - before.get(name, 0.0)) for name, total in seconds}
+        yield TimeSpan(point.step, passed, point.host_bytes, point.device_bytes)
+        before = point.seconds

@@ -16,6 +16,7 @@ from typing import TextIO
 from absl import logging
 
 from looplib.base import files
+from looplib.base.decoding import decode, parse_json
 from looplib.base.messages import with_cure
 from looplib.errors import LockedError, RunDirectoryError
 from looplib.masks import masked
@@ -25,7 +26,7 @@ _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary
 
 @dataclasses.dataclass(frozen=True)
 class LockKind:
-    """What a lock is for.
+    """The purpose of a lock.
 
     Attributes:
       what: what is locked, for messages.
@@ -36,6 +37,25 @@ class LockKind:
     what: str = "run directory"
     other: str = "use a separate model_dir"
     name: str = "lock"
+
+
+@dataclasses.dataclass
+class LockNote:
+    """The content of the file of a lock: the process that took it last."""
+
+    pid: int
+    host: str
+    since: str = ""
+    command: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The content of the file."""
+        return json.dumps(vars(self))
+
+
+def _decoded(text: str | bytes) -> LockNote:
+    return decode(LockNote, parse_json(text), strict=False)
 
 
 class RunLock:
@@ -81,10 +101,10 @@ class RunLock:
         except OSError as error:
             logging.warning("%s cannot be locked (%s); make sure that no other run writes to it", directory, error)
             return
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": masked(sys.argv)}
+        note = LockNote(os.getpid(), socket.gethostname(), time.ctime(), masked(sys.argv))
         with contextlib.suppress(OSError):  # a full disk; only the name of the holder is lost
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(note).encode(), 0)
+            os.pwrite(descriptor, note.text.encode(), 0)
 
     def check(self) -> None:
         """Raises `UsageError` if the directory or its lock file was moved, removed or replaced."""
@@ -161,13 +181,11 @@ def holder(directory: str) -> LockHolder | None:
     """Returns who took the lock of a run directory last, without touching it; None if nobody is known."""
     try:
         with files.open_regular(os.path.join(directory, "lock")) as file:
-            content, found = files.parse_json(file.read(1 << 16).decode()), os.fstat(file.fileno())
-        pid, host = content["pid"], content["host"]
-    except (OSError, ValueError, KeyError, TypeError):
+            note, found = _decoded(file.read(1 << 16)), os.fstat(file.fileno())
+    except (OSError, ValueError):
         return None
-    if not isinstance(pid, int) or not isinstance(host, str):
-        return None
-    return LockHolder(pid, host, _is_locked(found, pid) if host == socket.gethostname() else None)
+    here = note.host == socket.gethostname()
+    return LockHolder(note.pid, note.host, _is_locked(found, note.pid) if here else None)
 
 
 def _is_locked(file: os.stat_result, pid: int) -> bool:
@@ -189,8 +207,7 @@ def _is_locked(file: os.stat_result, pid: int) -> bool:
 
 def _describe(text: str) -> str:
     try:
-        holder = files.parse_json(text)
-        command = " ".join(holder["command"])[:200]
-        return f"process {holder['pid']} on {holder['host']}, since {holder['since']} ({command})"
-    except (ValueError, KeyError, TypeError):
+        note = _decoded(text)
+        return f"process {note.pid} on {note.host}, since {note.since} ({' '.join(note.command)[:200]})"
+    except ValueError:
         return "another process"

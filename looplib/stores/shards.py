@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from looplib.base import files, folders
 from looplib.base.console import printable
+from looplib.base.decoding import parse_json
 from looplib.errors import WarmStartError
 
 # How the name of an index ends, and that of its files: of safetensors, and of Keras 3.
@@ -30,7 +31,7 @@ def places_in(path: str, kind: str) -> Mapping[str, Sequence[str]]:
       OSError: if it cannot be read.
     """
     try:
-        index = files.parse_json(files.read_text(path))
+        index = parse_json(files.read_text(path))
     except (ValueError, RecursionError) as error:
         raise refusal(path, f"it is no index of files of weights ({error})") from error
     places = index.get("weight_map") if isinstance(index, dict) else None

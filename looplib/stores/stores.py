@@ -140,7 +140,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class StoredFile:
-    """What a listing says of an object.
+    """An object, as a listing describes it.
 
     Attributes:
       bytes: its size.

@@ -3,9 +3,7 @@
 Names that other rooms may use, by file:
     command: add
     jobs: none
-    results: none
     space: none
-    storage: none
     study: none
     sweep: none
 """

@@ -56,8 +56,7 @@ def _sweep(options: argparse.Namespace) -> int:
         raise PluginError(
             f"a sweep needs {error.name or 'other packages'}; install it with pip install 'looplib[sweep]'"
         ) from error
-    from looplib.sweep.storage import parse
-    from looplib.sweep.study import SweepPlan
+    from looplib.sweep.study import SweepPlan, parse
     from looplib.sweep.sweep import sweep
 
     plan = SweepPlan(

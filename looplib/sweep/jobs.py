@@ -1,11 +1,9 @@
 """One run of a trial: its process, started again from its checkpoints until it is done, and its metrics."""
 
-import contextlib
 import dataclasses
 import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 
@@ -13,12 +11,11 @@ import optuna
 
 from looplib.base import files, folders
 from looplib.base.messages import gist, join_names
-from looplib.commands.runs import last_lines, saved_step
+from looplib.commands.check import saved_step
 from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, SweepError
-from looplib.processes import children
-from looplib.run import values
+from looplib.processes.child import Child, CommandLine, last_lines
+from looplib.run.directory import RunDir
 from looplib.run.metric_names import best_first
-from looplib.run.records import each_record
 from looplib.sweep.study import SweepPlan
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
@@ -48,7 +45,7 @@ class Job:
     command: Sequence[str]
     stopped: float | None = None
     waits_until: float = 0.0
-    _process: subprocess.Popen | None = None
+    _process: Child | None = None
     _found: int = 0
     _idle: int = 0
     _seen: tuple[int, int] = (0, 0)
@@ -63,25 +60,24 @@ class Job:
         folders.check_folder(self.folder)
         with files.open_to_append(f"{self.folder}.log") as log:
             self._found = saved_step(self.folder)
-            self._process = children.start(self.command, log)
+            self._process = Child(CommandLine(self.command), output=log)
 
     def poll(self) -> int | None:
         """Returns how the process ended; None while it runs."""
         if self.stopped is not None and time.monotonic() > self.stopped + _GRACE:
             self.kill()
-        return children.poll(self._process)
+        return self._process.poll()
 
     def stop(self) -> None:
         """Asks the process to save and end; it is killed if that takes long."""
         if self.stopped is None and self._process.poll() is None:
             self.stopped = time.monotonic()
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kills the process and its children."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        if self._process is not None:
+            self._process.kill()
 
     def may_run_again(self, code: int) -> bool:
         """Returns whether the command is to be started again after this end, from its newest checkpoint."""
@@ -98,7 +94,7 @@ class Job:
         return self._last_line().endswith("(LockedError)")
 
     def _last_line(self) -> str:
-        return next((line.strip() for line in reversed(last_lines(self.folder)) if line.strip()), "")
+        return next((line.strip() for line in reversed(last_lines(f"{self.folder}.log")) if line.strip()), "")
 
     def failure(self, code: int) -> str:
         """Returns the last line of a run that failed."""
@@ -108,9 +104,8 @@ class Job:
 
     def curve(self, metric: str) -> dict[int, float]:
         """Returns the values of a metric so far by step; nothing if the file has not changed since the last call."""
-        path = os.path.join(self.folder, "metrics.jsonl")
         try:
-            status = os.stat(path)
+            status = os.stat(RunDir(self.folder).records().path)
         except OSError:
             return {}
         if self._seen == (status.st_mtime_ns, status.st_size):
@@ -134,14 +129,11 @@ def command_of(fixed: Sequence[str], trial: optuna.Trial, seed: int | None, fold
 
 def curve(folder: str, metric: str) -> dict[int, float]:
     """Returns the values of a metric by step, from a run directory; NaN where it was not a finite number."""
-    split, _, name = metric.partition("/")
-    found = {}
-    with contextlib.suppress(OSError):  # `result` says what is wrong
-        for one in each_record(os.path.join(folder, "metrics.jsonl")):
-            if one["split"] == split and name in one and (step := values.whole(one["step"])) is not None:
-                value = values.number(one[name])
-                found[step] = math.nan if value is None else value
-    return found
+    try:
+        found = RunDir(folder).records().curve(metric)
+    except OSError:  # `result` says what is wrong
+        return {}
+    return {step: math.nan if value is None else value for step, value in found.items()}
 
 
 def result(folder: str, plan: SweepPlan) -> float:
@@ -150,15 +142,15 @@ def result(folder: str, plan: SweepPlan) -> float:
     Raises:
       UsageError: if the run has none, or it is not a finite number.
     """
-    path, metric, found = os.path.join(folder, "metrics.jsonl"), plan.metric, curve(folder, plan.metric)
+    records, metric, found = RunDir(folder).records(), plan.metric, curve(folder, plan.metric)
     if not found:
         try:
-            files.open_regular(path).close()
-            names = {f"{one['split']}/{name}" for one in each_record(path) for name in one.keys() - {"step", "split"}}
+            files.open_regular(records.path).close()
+            names = {f"{one.split}/{name}" for one in records for name in one.values}
         except FileNotFoundError:
             names = set()
         except (OSError, files.NotRegularError) as error:
-            raise SweepError(f"{path} cannot be read ({gist(error)})") from error
+            raise SweepError(f"{records.path} cannot be read ({gist(error)})") from error
         shown = join_names(sorted(names), most=_MOST_NAMES)
         raise SweepError(f"the run has no metric {metric}; name one with --metric: {shown or 'it has none'}")
     compared = [found[max(found)]] if plan.value == "last" else list(found.values())

@@ -1,4 +1,4 @@
-"""What a sweep searches: flags of the command that have several values.
+"""The space that a sweep searches: flags of the command that have several values.
 
 - `--config.lr=0.1,0.01`: choices. A comma within brackets or quotes, or after a backslash, separates nothing.
 - `--config.layers=1..4`: whole numbers; `16..64:16` are 16, 32, 48 and 64.

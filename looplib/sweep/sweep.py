@@ -1,9 +1,11 @@
-"""`python -m looplib sweep`: runs of one command with many settings, resumed after a kill at any moment."""
+"""The results of a sweep: a table as text and CSV."""
 
 import collections
 import contextlib
+import csv
 import dataclasses
 import errno
+import io
 import os
 import shlex
 import time
@@ -11,19 +13,100 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import optuna
+from optuna.trial import FrozenTrial, TrialState
 
 from looplib.base import console, files, folders
+from looplib.base.console import printable
 from looplib.base.messages import with_cure
-from looplib.commands.runs import saved_step, say
+from looplib.commands.check import saved_step, say
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError, UsageError
 from looplib.masks import masked, masked_text
-from looplib.processes.children import Signals
+from looplib.processes.child import Signals
 from looplib.run.lock import LockKind, RunLock, acquire
-from looplib.run.metric_names import mode_of
-from looplib.sweep import jobs, results, space
+from looplib.run.metric_names import best_first, mode_of
+from looplib.sweep import jobs, space
 from looplib.sweep.jobs import Job
-from looplib.sweep.storage import FILE, GRACE, STORAGE_ERRORS, Database, cause_of
-from looplib.sweep.study import Study, SweepPlan, name_of, values
+from looplib.sweep.space import Parameter
+from looplib.sweep.study import (
+    FILE,
+    GRACE,
+    STORAGE_ERRORS,
+    Database,
+    Study,
+    SweepPlan,
+    cause_of,
+    deviation,
+    error,
+    name_of,
+    values,
+)
+
+_STATES = {TrialState.COMPLETE: "done", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
+Cell = str | int | float | None
+
+
+def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
+    """Returns the trials that have a result, the best first.
+
+    Args:
+      trials: all trials.
+      goal: "max" or "min".
+    """
+    done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    return best_first(done, lambda trial: trial.value, goal)
+
+
+def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> None:
+    """Writes csv and txt into a sweep's directory, and prints the table.
+
+    Args:
+      directory: the sweep's.
+      plan: what it does.
+      parameters: what it searches.
+      trials: all trials.
+    """
+    if not trials:
+        return
+    best = ranked(trials, plan.goal)
+    rows = _rows(plan, parameters, [*best, *(trial for trial in trials if trial not in best)])
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    files.write_whole(os.path.join(directory, "csv"), text.getvalue().encode(errors="replace"))
+    table = _aligned(rows)
+    files.write_whole(os.path.join(directory, "txt"), table)
+    say(table.rstrip())
+    if best:
+        settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
+        say(f"best: {name_of(best[0])}, {plan.compared} {best[0].value:.6g} {settings}")
+    say(f"csv and txt are in {directory}")
+
+
+def _rows(plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:
+    several = plan.seeds > 1
+    names = [one.flag.lstrip("-") for one in parameters]
+    seeds = [f"seed {seed}" for seed in range(plan.seeds)] if several else []
+    rows: list[list[Cell]] = [["trial", "state", plan.compared, *["deviation"] * several, *seeds, *names, "error"]]
+    for trial in trials:
+        known = values(trial)
+        row: list[Cell] = [name_of(trial), _STATES.get(trial.state, "not ended"), trial.value]
+        if several:
+            row += [deviation(trial), *(known.get(seed) for seed in range(plan.seeds))]
+        row += [trial.params.get(one.flag) for one in parameters]
+        rows.append([*row, error(trial)])
+    return rows
+
+
+def _aligned(rows: Sequence[Sequence[Cell]]) -> str:
+    used = [column for column in range(len(rows[0])) if any(row[column] not in (None, "") for row in rows[1:])]
+    short = [[_short(row[column]) for column in used] for row in rows]
+    widths = [max(len(row[column]) for row in short) for column in range(len(used))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in short)
+    return "\n".join(lines) + "\n"
+
+
+def _short(cell: Cell) -> str:
+    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
+
 
 _LOCKED = LockKind("directory of a sweep", "use another --dir", "sweep.lock")
 _TICK = 0.1
@@ -75,11 +158,11 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None, da
             say(f"--trials is {trials:,}, and the command has {study.limit:,} combinations: each is tried once")
         finished = _Sweep(directory, lock, plan, fixed, study, parallel).run(signals)
         if finished or not database:  # else older results might replace those of another process
-            results.write(directory, plan, parameters, trials_made := study.trials())
+            write(directory, plan, parameters, trials_made := study.trials())
     if not finished:
         say(f"sweep: ended by a signal; all runs are saved; run the same command to resume (code {EXIT_PREEMPTED})")
         return EXIT_PREEMPTED
-    return EXIT_DONE if results.ranked(trials_made, plan.goal) else EXIT_FAILED
+    return EXIT_DONE if ranked(trials_made, plan.goal) else EXIT_FAILED
 
 
 def _check(directory: str, plan: SweepPlan, trials: int | None) -> None:
@@ -293,8 +376,8 @@ class _Sweep:
         for other in self._running:
             if other.trial.number == job.trial.number:
                 other.stop()
-        ranked = results.ranked(self.study.trials(), self.plan.goal)
-        if self._without_value == len(self._ended) == _WITHOUT_VALUE and not ranked:
+        has_result = bool(ranked(self.study.trials(), self.plan.goal))
+        if self._without_value == len(self._ended) == _WITHOUT_VALUE and not has_result:
             say(
                 f"sweep: {_WITHOUT_VALUE} trials ended without a value of {self.plan.metric}, and none with one, so "
                 "no more are started; mend the program or the command (another command needs another --dir)"

@@ -1,4 +1,4 @@
-"""What a user subclasses, what a step returns, and the state and settings of both.
+"""Classes that a user subclasses, values that a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
     actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_unused_memories

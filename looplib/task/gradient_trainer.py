@@ -118,7 +118,7 @@ class DynamicLossScale(tf.Module):
 
 @dataclasses.dataclass
 class _Backward:
-    """What one replica computes for one batch, or a part of it."""
+    """The results of one replica for one batch, or a part of it."""
 
     data: list[Any]  # gradients of the sum of the losses over the global batch size, in the order of the variables
     auxiliary: list[Any]  # gradients of the model's own losses, where they cannot be a part of `data`; else []

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import keras as _keras
+from looplib.run.report import Model, Variable
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
@@ -50,10 +51,11 @@ class ModelTable:
         """Returns the number of parameters."""
         return sum(row.parameters for row in self.rows if row.trainable or not trainable_only)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the table as a dict for JSON."""
-        rows = [{**dataclasses.asdict(row), "parameters": row.parameters} for row in self.rows]
-        return {"parameters": self.count(), "trainable_parameters": self.count(True), "variables": rows}
+    @property
+    def noted(self) -> Model:
+        """The table for `run.json`."""
+        rows = [Variable(row.name, [*row.shape], row.parameters, row.trainable) for row in self.rows]
+        return Model(self.count(), self.count(True), rows)
 
     def __str__(self) -> str:
         """Returns the counts as a line, and the first rows as a table."""
@@ -66,11 +68,11 @@ class ModelTable:
         return "\n".join(lines + [f"  and {others} more variables, which run.json lists"] * (others > 0))
 
 
-def note(trainer: Trainer) -> dict[str, Any]:
+def note(trainer: Trainer) -> Model:
     """Logs the table of a trainer, and returns it for `run.json`; see `describe`."""
     table = describe(trainer)
     logging.info("%s", table)
-    return table.as_dict()
+    return table.noted
 
 
 def describe(trainer: Trainer) -> ModelTable:

@@ -1,4 +1,4 @@
-"""What users return, as Python's own numbers and lists: what records, markers and writers hold."""
+"""Converts what users return to Python's own numbers and lists, which records, markers and writers hold."""
 
 import numbers
 from typing import Any

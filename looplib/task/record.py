@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.base import files
+from looplib.base.decoding import MisfitError, decode, parse_json
 from looplib.base.folders import is_name
 from looplib.compat.tensorflow import python_state_key
 from looplib.data.order import Batches, BatchSizePeriod
@@ -39,12 +39,12 @@ class EngineChoice:
 
     def __post_init__(self) -> None:
         if self.loop not in ("graph", "xla") or self.chunk < 1:
-            raise files.MisfitError
+            raise MisfitError
 
     @classmethod
     def from_json(cls, text: str) -> "EngineChoice":
         """Reads one choice; `ValueError` for a text that is none."""
-        return files.typed(files.parse_json(text), cls)
+        return decode(cls, parse_json(text), strict=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunningTotals:
 
     def __post_init__(self) -> None:
         if len({len(numbers) for numbers in self.totals}) > 1:
-            raise files.MisfitError
+            raise MisfitError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +79,12 @@ class VariableNames:
 
     def __post_init__(self) -> None:
         if any(len(slot) != 2 for slot in self.slots.values()):
-            raise files.MisfitError
+            raise MisfitError
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a table or a layer computes with that no variable holds.
+    """A value that a table or a layer computes with and that no variable holds.
 
     Attributes:
       size: how many entries.
@@ -187,7 +187,7 @@ class RunRecord:
           UsageError: if it is not the text of a record, a field has another type, or its format is a newer one.
         """
         try:
-            saved = files.parse_json(text)
+            saved = parse_json(text)
         except (ValueError, TypeError) as error:
             raise _unreadable(path, str(error)) from error
         if not isinstance(saved, dict):
@@ -205,7 +205,7 @@ class RunRecord:
             if name != "unknown" and name in saved:
                 value = saved.pop(name)
                 try:
-                    fields[name] = files.typed(value, kind)
+                    fields[name] = decode(kind, value, strict=True)
                 except ValueError as error:
                     what = f"its field {name!r} is {value!r:.100}, expected {_describe(kind)}"
                     raise _unreadable(path, what) from error

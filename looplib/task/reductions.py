@@ -228,7 +228,6 @@ def all_gather(value: Any) -> tf.Tensor:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(queries, keys, transpose_b=True))
         ```
     """
-    _check_whole("all_gather")
     return tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value), axis=0)
 
 
@@ -244,19 +243,11 @@ def global_positions(value: Any) -> tf.Tensor:
     Returns:
       int32 tensor `[per_replica_batch]` of positions in the global batch.
     """
-    _check_whole("global_positions")
+    if updates.micro_batch() is not None:
+        raise StepError(updates.NEEDS_WHOLE)
     context, value = tf.distribute.get_replica_context(), tf.convert_to_tensor(value)
     own, replica = tf.shape(value)[0], context.replica_id_in_sync_group
     if value.shape[0] is not None:  # alike on all replicas
         return replica * own + tf.range(own)
     sizes = context.all_gather(own[None], axis=0)
     return tf.reduce_sum(sizes[:replica]) + tf.range(own)
-
-
-def _check_whole(name: str) -> None:
-    """Raises `UsageError` within a micro-batch, which has not all examples of its replica."""
-    if updates.micro_batch() is not None:
-        raise StepError(
-            f"looplib.{name} is called in a micro-batch, and the examples of the others are not there; a loss that "
-            "compares the examples of a batch needs micro_batches=1, on one replica too"
-        )

@@ -19,7 +19,7 @@ from looplib.task.averages import WeightAverages
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What is exported for programs without looplib.
+    """A function and its model, exported for programs without looplib.
 
     Attributes:
       function: function of one argument, a batch, in TensorFlow; returns a tensor or a structure of tensors.

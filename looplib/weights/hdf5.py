@@ -12,7 +12,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
@@ -20,9 +19,10 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from looplib.base import files
+from looplib.base.decoding import decode, parse_json
 from looplib.base.messages import is_utf8
 from looplib.errors import PluginError
+from looplib.processes.child import CommandLine, output_of
 from looplib.stores.shards import MOST_TENSORS, refusal
 from looplib.weights.sources import MOST_HEADER, StoredTensor, are_sizes
 
@@ -31,6 +31,7 @@ _LIST, _VARIABLES = "layers", "vars"
 _OWNED = frozenset({"optimizer", "metrics", "optimizer_weights"})
 SECONDS = 60  # of computing, for the names in a file
 _PATIENCE = 600.0  # seconds, where a disk is slow
+_MOST_CONTENTS = 1 << 28  # bytes that name what is in a file
 
 LayerNames = Mapping[tuple[str, ...], str]
 
@@ -81,7 +82,7 @@ class Hdf5Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Hdf5Contents:
-    """What `hdf5_contents.py` says of a file.
+    """The contents of a file, as `hdf5_contents.py` prints them.
 
     Attributes:
       refused: why the file is none of weights; "" if it may be one.
@@ -195,18 +196,16 @@ def _contents(file: BinaryIO, path: str, start: int, size: int) -> Hdf5Contents:
     except ImportError as error:
         raise PluginError(f"{path} is a file of HDF5, which h5py reads; install it with pip install h5py") from error
     numbers = (start, size, MOST_TENSORS, MOST_HEADER, SECONDS)
-    command = [sys.executable, _CONTENTS, *map(str, numbers)]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # whose stacks are memory
-    try:
-        done = subprocess.run(command, stdin=file, capture_output=True, timeout=_PATIENCE, env=environment)
-    except subprocess.TimeoutExpired:
-        raise refusal(path, f"HDF5's library did not read it within {_PATIENCE:g} s") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
-        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"{said[0]:.200}"
+    command = CommandLine([sys.executable, _CONTENTS, *map(str, numbers)])
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # whose stacks are memory
+    done = output_of(command, threads, _PATIENCE, _MOST_CONTENTS, stdin=file)
+    if done.code is None:
+        raise refusal(path, f"HDF5's library did not read it within {_PATIENCE:g} s")
+    if done.code:
+        how = signal.Signals(-done.code).name if done.code < 0 else f"{done.error:.200}"
         raise refusal(path, f"HDF5's library failed on it ({how})")
     try:
-        found = files.typed(files.parse_json(done.stdout), Hdf5Contents)
+        found = decode(Hdf5Contents, parse_json(done.output), strict=True)
     except ValueError as error:
         raise refusal(path, f"its contents cannot be listed ({error})") from error
     if found.refused:

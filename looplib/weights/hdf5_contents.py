@@ -1,4 +1,4 @@
-"""What is in an HDF5 file, printed as JSON by a process of its own: a damaged file can hang or crash HDF5's library.
+"""Prints the contents of an HDF5 file as JSON, as a process of its own: a damaged file can hang or crash the library.
 
 It gets the file as standard input, and uses nothing of looplib. `hdf5.py` starts it.
 """

@@ -18,7 +18,7 @@ _LIST = "layers"
 
 
 class ComputedValue:
-    """What a layer computes when it is saved, such as a kernel with its adapters added (LoRA), in place of a variable.
+    """A tensor that a layer computes when it is saved, such as a kernel with its adapters (LoRA), for a variable.
 
     The layer itself loads it, as Keras does: adapters begin with zero.
 

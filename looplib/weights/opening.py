@@ -12,6 +12,7 @@ import numpy as np
 
 from looplib.base import files
 from looplib.base.console import printable
+from looplib.base.decoding import parse_json
 from looplib.base.messages import with_cure
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError
 from looplib.stores.shards import INDEXES, KERAS, MOST_TENSORS, SAFETENSORS, files_of, kind_of, places_in, refusal
@@ -63,7 +64,7 @@ class SafetensorsFile:
         if length > MOST_HEADER:
             raise refusal(self._path, f"its header has {length:,} bytes, more than {MOST_HEADER:,}")
         try:
-            header = files.parse_json(self._file.read(length))
+            header = parse_json(self._file.read(length))
         except (ValueError, RecursionError) as error:
             raise refusal(self._path, "it does not begin with the header of safetensors") from error
         if not isinstance(header, dict) or len(header) > MOST_TENSORS:
@@ -217,7 +218,7 @@ def _config(archive: zipfile.ZipFile, member: zipfile.ZipInfo | None, path: str)
     if re.search(rb'"class_name"\s*:\s*"__lambda__"', text):
         raise refusal(path, "it has the pickled code of a lambda, which looplib does not take", _UNPACK)
     try:
-        return files.parse_json(text)
+        return parse_json(text)
     except ValueError as error:
         raise refusal(path, f"its {_CONFIG} cannot be read ({error})", _UNPACK) from error
 

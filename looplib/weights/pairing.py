@@ -17,7 +17,7 @@ from looplib.weights.rules import RuledName
 
 
 class Matched(Protocol):
-    """What equal names have paired.
+    """Variables and tensors, paired by equal names.
 
     Attributes:
       pairs: list of (saved, here).

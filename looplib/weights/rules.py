@@ -97,7 +97,7 @@ def _text(rule: str | WeightRule | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RuledName:
-    """What rules make of a saved name.
+    """The result of rules for a saved name.
 
     Attributes:
       name: the new name; None leaves the value out.

@@ -1,4 +1,4 @@
-"""What a file of weights offers: its tensors by name, read one at a time."""
+"""Tensors of a file of weights, by name, read one at a time."""
 
 import dataclasses
 import math

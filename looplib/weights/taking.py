@@ -128,7 +128,7 @@ def write_safetensors(path: str, tensors: Mapping[str, tf.Variable]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedValues:
-    """What was taken from a checkpoint or a file.
+    """Weights that were taken from a checkpoint or a file.
 
     Attributes:
       count: how many values.
@@ -146,7 +146,7 @@ class LoadedValues:
 
     @property
     def others(self) -> dict[str, list[str]]:
-        """What was not taken: dict from a reason to names."""
+        """Names that were not taken, by the reason."""
         missing = sorted((leaf.owned, self.targets.shown(leaf)) for leaf in self.missing)  # weights first
         return {"only here": [name for _, name in missing], "only there": self.unused, **self.misfits}
 

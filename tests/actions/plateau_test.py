@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy, more
+from paths import PYTHONPATH
 
 import looplib
 from looplib.commands.compare import compare
@@ -85,7 +86,7 @@ def test_early_stopping_stops_where_that_of_keras_does(case):
     assert min(stopped) < 23
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, dict(patience=1, cooldown=2), dict(patience=2, min_rate=0.002)], ids=str)
 def test_the_rate_on_a_plateau_is_that_of_keras(case):
     lowest = set()
@@ -113,7 +114,7 @@ def test_the_rate_on_a_plateau_is_that_of_keras(case):
     assert min(lowest) < 0.05
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
     """As a training whose program sets the rate at the same steps."""
@@ -133,7 +134,7 @@ def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_path, keras):
     def start(rate, steps):
         trainer = toy.Regression(keras, "adam")
@@ -151,7 +152,7 @@ def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_
     assert start(0.01, 6) == pytest.approx(0.005)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name, tmp_path):
     """The best value is that of step 3; the weights are those of a training of three steps."""
@@ -240,8 +241,7 @@ launch.run(build, global_batch_size=8, steps_per_loop=2, eval_interval=1, checkp
 def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, python, tmp_path):
     def run(name, kills):
         (tmp_path / f"marks-{name}").mkdir()
-        path = os.pathsep.join(map(str, [ROOT, ROOT / "tests", pathlib.Path(__file__).parent]))
-        environment = {**os.environ, "PYTHONPATH": path, "KILLS": kills, "SIDE": side}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "KILLS": kills, "SIDE": side}
         environment["MARKS"] = str(tmp_path / f"marks-{name}")
         command = [python, "-c", PROGRAM, f"--model_dir={tmp_path / name}"]
         killed = 0

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy, more
+from paths import PYTHONPATH
 
 import looplib
 from looplib.base.messages import duration
@@ -100,7 +101,7 @@ def test_time_outside_of_trainings_does_not_count_and_a_training_in_time_ends_as
 
 
 def start(python, *arguments, program="trainers.image_classification", **environment):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **environment}
     command = [python, "-m", program, "--config.model=mlp", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
 

@@ -5,6 +5,7 @@ import html
 import io
 import json
 import logging as loggers
+import re
 import shlex
 import string
 import subprocess
@@ -59,7 +60,7 @@ FORMS = {
         "https://h/x?key={} failed", "https://h/x?sv=1&sig={}", "https://h/x#access_token={}", "GET /x?code={} HTTP/1.1",
         "PGPASSWORD={}", "githubtoken={}", "KAGGLE_KEY={}", "login a password {}", "API key: {}",
         "Incorrect API key provided: {}", "Max retries exceeded with url: /services/T0/{} (Caused by x)", "slack://A/B/{}",
-        "{'alert': ['https://a/x', 'https://h/{}']}", "LOOPLIB_ALERT=https://h/{}", "<password value={}>",
+        "{'alert': ['https://a/x', 'https://h/{}']}", "MY_ALERT=https://h/{}", "<password value={}>",
         "\x1b[31mpassword\x1b[0m: {}", "api_keys:\n- a\n- {}\n", "auth:\n  user: me\n\n  value: {}\n",
         "https://h/x?X-Amz-Credential=AKIA&X-Amz-Signature={}", "https://hooks.slack.com/services/T0/B0/{} is gone",
         "https://discord.com/api/webhooks/1/{}", "https://api.telegram.org/bot{}/sendMessage", "Bearer {} is wrong",
@@ -154,8 +155,9 @@ LATER = [
     lambda secret: secret.replace("'", "''"), lambda secret: secret.replace(" ", "\n    "), lambda secret: repr(secret.encode()),
 ]  # fmt: skip
 settings_later = given(
-    secrets(ANY + "ü€\n😀"), st.sampled_from(TREES), st.lists(st.sampled_from(LATER), min_size=1, max_size=3)
-)
+    secrets(ANY + "ü€\n😀").filter(lambda secret: re.search("[^A-Za-z_]", secret)),  # a key of letters is a name
+    st.sampled_from(TREES), st.lists(st.sampled_from(LATER), min_size=1, max_size=3),
+)  # fmt: skip
 
 
 @settings(EXACT, max_examples=100)

@@ -1,15 +1,14 @@
 """The last line of a binary that fails names the line of the user's program and the sentence that matters."""
 
-import concurrent.futures
 import itertools
-import pathlib
 
 import pytest
+from lazily import Results
+from paths import PROGRAMS
 
 from looplib.base.messages import gist
 
-TESTS = pathlib.Path(__file__).parents[1]
-LINES = (TESTS / "wrong.py").read_text().splitlines()
+LINES = (PROGRAMS / "wrong.py").read_text().splitlines()
 DENSE = "expected axis -1 of input shape to have value 4, but received input with shape"
 INK, PAPER, CARD = "ValueError: the reader is out of ink", "the layer is out of paper", "KeyError 'tray'"
 
@@ -91,8 +90,8 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def last_lines(nursery, cases, tmp_path_factory):
-    """What each case ends with: (exit code, last line); two at a time, as many as the smallest machine has cores."""
+def last_lines(nursery, tmp_path_factory):
+    """What each case ends with: (exit code, last line)."""
 
     def run(case):
         fault, family, *flags = case.replace(",", "").split()
@@ -101,8 +100,7 @@ def last_lines(nursery, cases, tmp_path_factory):
         life = nursery.life_of("wrong", *settings, *flags)
         return life.code(), life.output().strip().splitlines()[-1]
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(cases("case"), pool.map(run, cases("case"))))
+    return Results(run)
 
 
 @pytest.mark.slow
@@ -118,7 +116,7 @@ def test_the_last_line_names_the_users_line_and_the_sentence(case, last_lines):
         fault = "self.printer"
     place = "settings.py:1: x = = 1" if fault == "syntax" else marked(PLACES.get(fault, fault))
     if fault == "autograph":  # AutoGraph names the condition
-        place = f"tests/wrong.py:{LINES.index('            if tf.reduce_sum(x) > 0:') + 1}: "
+        place = f"tests/programs/wrong.py:{LINES.index('            if tf.reduce_sum(x) > 0:') + 1}: "
     assert f"fix {place}" in line, line
 
 
@@ -127,7 +125,7 @@ def marked(mark):
     numbers = [
         n for n, text in enumerate(LINES, 1) if text.endswith(f"  # {mark}") or text.strip().startswith(mark + "(")
     ]
-    return f"tests/wrong.py:{numbers[0]}: "
+    return f"tests/programs/wrong.py:{numbers[0]}: "
 
 
 @pytest.mark.slow(spread=2)

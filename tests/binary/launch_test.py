@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import repetitions
+from paths import PYTHONPATH
 
 from looplib.run import commits
 from looplib.run.records import read_jsonl
@@ -210,7 +211,7 @@ def test_bad_input_is_a_sentence_and_code_1(case, nursery, tmp_path):
 
 def test_a_crash_names_the_checkpoint_to_resume_from(python, tmp_path):
     code = "import crashing; crashing.main()"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}{os.pathsep}{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{tmp_path}"}
     (tmp_path / "crashing.py").write_text(
         """
 import dataclasses, looplib, toy
@@ -251,7 +252,7 @@ launch.run(lambda config: (toy.Regression(), None), global_batch_size=8, train_s
 """
 
     def run(*flags):
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
         command = [python, "-c", code, f"--model_dir={tmp_path}/run", *flags]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
 

@@ -1,4 +1,4 @@
-"""What is not here is no order to delete it: a cleaner, a lost disk, a damaged file; what the run deletes is one."""
+"""A file that is not here is no order to delete it: a cleaner, a lost disk, a damaged file; what the run deletes is one."""
 
 import json
 import os

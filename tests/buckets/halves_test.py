@@ -1,4 +1,4 @@
-"""What is in a store is not always what was to be there: halves of uploads, damage, old listings."""
+"""The content of a store is not always what was to be there: halves of uploads, damage, old listings."""
 
 import json
 import random
@@ -46,7 +46,7 @@ def test_a_run_killed_again_and_again_without_its_directory_has_what_one_that_wa
     assert data == copied.content(60, 0, len(data))
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["no data", "other data", "half of the marker", "no marker", "half of the data"])
 def test_half_of_an_upload_is_never_a_checkpoint(cloud, damage):
     ready(cloud)
@@ -157,7 +157,7 @@ def test_two_writers_with_old_listings_do_not_both_get_the_run(cloud):
 
 @pytest.mark.slow
 def test_retention_deletes_what_the_run_has_deleted_and_nothing_else(cloud):
-    """What somebody else has put beside stays, also what looks like a checkpoint."""
+    """Files of somebody else stay, also what looks like a checkpoint."""
     strange = {
         "notes.txt": b"mine", "checkpoints/ckpt-1.data-00000-of-00001": b"mine", "checkpoints/best.index": b"mine",
         "export/model.pb": b"mine",

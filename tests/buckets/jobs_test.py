@@ -14,7 +14,6 @@ from looplib.buckets.note import LocalCopy
 from looplib.buckets.upload import Outputs, merge, newest, of_jobs
 from looplib.commands.status import status
 from looplib.errors import EXIT_DONE
-from looplib.run import run_status
 from looplib.run.records import read_jsonl
 
 SMALL = ("--config.data=pipeline", "--eval_interval=10")
@@ -222,8 +221,8 @@ def test_status_has_ages_of_the_store_however_far_two_clocks_are_apart(cloud, mo
     life.kill()
     life.code()
     time.sleep(4.0)
-    monkeypatch.setattr(run_status, "_SILENT_SECONDS", 3.0)
-    monkeypatch.setattr(run_status, "_SILENT_REPORTS", 0.0)
+    monkeypatch.setattr("looplib.run.status._SILENT_SECONDS", 3.0)
+    monkeypatch.setattr("looplib.run.status._SILENT_REPORTS", 0.0)
     assert status([cloud.url()]) == EXIT_DONE
     assert " silent " in (row := capsys.readouterr().out) and re.search(r" [1-9]?\d(\.\d)? s ago", row), row
 

@@ -1,4 +1,4 @@
-"""What this machine lacks is no answer of the store, and no damage of the data."""
+"""A lack of this machine is no answer of the store, and no damage of the data."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from clouds import said, wait_for
 
 from looplib.base import files
 from looplib.buckets import lease, mirror, upload
-from looplib.commands import again
+from looplib.commands.intervals import DamagedError, verified_copy
 from looplib.errors import FileError, StoreError
 from looplib.run import commits
 from looplib.stores import stores
@@ -113,19 +113,19 @@ def test_an_error_that_nobody_expected_ends_the_run_after_a_save(url, tmp_path, 
     assert "checkpoints/ckpt-1.commit" in stores.Store(url).listed()
 
 
-def test_an_audit_without_space_calls_no_checkpoint_damaged(tmp_path):
+def test_a_copy_without_space_calls_no_checkpoint_damaged(tmp_path):
     copied.save(str(tmp_path), 1, size=100_000)
     done = commits.newest(str(tmp_path / "checkpoints"))
     with tempfile.TemporaryDirectory() as folder:
         with no_space(), pytest.raises(FileError, match="TMPDIR"):
-            again.secure(done, folder)
-        assert again.secure(done, folder).step == 1
+            verified_copy(done, folder)
+        assert verified_copy(done, folder).step == 1
     with pytest.raises(FileError, match="TMPDIR"):
-        again.secure(done, folder)  # which is gone
+        verified_copy(done, folder)  # which is gone
     os.unlink(tmp_path / "checkpoints" / "ckpt-1.index")
     (tmp_path / "copy").mkdir()
-    with pytest.raises(again.DamagedError):
-        again.secure(done, str(tmp_path / "copy"))
+    with pytest.raises(DamagedError):
+        verified_copy(done, str(tmp_path / "copy"))
 
 
 def test_an_error_is_of_this_machine_also_below_those_of_libraries():

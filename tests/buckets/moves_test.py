@@ -1,4 +1,4 @@
-"""What is moved aside is moved back, or is elsewhere: a start that is killed at any moment loses nothing."""
+"""Files that are moved aside are moved back, or are elsewhere: a start that is killed at any moment loses nothing."""
 
 import json
 import os

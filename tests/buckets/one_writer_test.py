@@ -8,7 +8,7 @@ import time
 
 import copied
 import pytest
-from clouds import LEASE, said, wait_for
+from clouds import LEASE, lease_of, said, wait_for
 
 from looplib.buckets import lease
 from looplib.buckets.lease import Lease
@@ -64,13 +64,13 @@ def test_a_killed_writer_on_another_machine_is_followed_once_its_lease_has_expir
 @pytest.mark.slow
 def test_a_writer_that_lost_its_lease_while_the_store_was_out_of_reach_ends_and_writes_nothing_more(cloud, s3):
     """It is stopped for as long as the lease lasts; the other one reaches the store by another way."""
-    first = cloud.copied("--steps=1000", "--pause=0.1", machine="one", environment={"LOOPLIB_LEASE_SECONDS": "5"})
+    first = cloud.copied("--steps=1000", "--pause=0.1", machine="one", environment=lease_of(5.0))
     wait_for(lambda: cloud.steps())
     cloud.proxy.stop()
     (name,) = [name for name in cloud.names() if name.startswith(".lease")]
     cloud.write(name, json.dumps({**json.loads(cloud.read(name)), "host": "elsewhere"}).encode())
     kept = cloud.steps()[-1]
-    variables = {"AWS_ENDPOINT_URL": s3.url, "LOOPLIB_LEASE_SECONDS": "5"}
+    variables = {"AWS_ENDPOINT_URL": s3.url, **lease_of(5.0)}
     second = cloud.copied(f"--steps={kept + 80}", "--pause=0.05", "--seed=7", machine="two", environment=variables)
     wait_for(lambda: said(second))
     cloud.proxy.start()
@@ -119,7 +119,7 @@ class StoreOfALateWriter(Store):
 
 def test_a_writer_that_renews_between_the_last_look_and_the_lease_of_another_one_keeps_the_run(monkeypatch):
     monkeypatch.setattr(lease, "SECONDS", 0.5)
-    monkeypatch.setattr(lease, "_is_gone", lambda holder: False)
+    monkeypatch.setattr(lease.LeaseHolder, "is_gone", False)
     url = f"memory://late-{os.getpid()}/run"
     first, store = Lease(Store(url)), StoreOfALateWriter(url)
     store.late = first

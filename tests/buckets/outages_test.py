@@ -8,9 +8,9 @@ from clouds import said, wait_for
 from conftest import repetitions
 
 from looplib.commands.status import status
-from looplib.report.page.read import read_run
+from looplib.report.page.content import read_run
 from looplib.report.page.verdict import findings
-from looplib.run.standing import standing_of
+from looplib.run.status import standing_of
 
 DOWN = 20.0
 
@@ -66,7 +66,7 @@ def test_the_final_save_waits_for_a_store_that_is_down(cloud):
     as_it_should_be(cloud, 40)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [503, 404, "cut"])
 def test_a_storm_of_failures_is_waited_out(cloud, status):
     if status == "cut":

@@ -7,7 +7,6 @@ import pytest
 from clouds import BUCKET, said
 from servers import KEY, SECRET, free_port
 
-from looplib.buckets import lease
 from looplib.checkpoint import directory
 from looplib.errors import FileError, PluginError, SettingError, StoreError
 from looplib.stores.stores import Store
@@ -24,13 +23,6 @@ def refused(cloud, *arguments, **environment):
     assert text["error"] == "StoreError", life.output()
     assert SECRET not in life.output() and OTHER not in life.output() and "Traceback" not in life.output()
     return text["text"]
-
-
-@pytest.mark.parametrize("seconds", ["abc", "-1", "nan", "inf"])
-def test_a_lease_of_no_time_is_a_sentence(seconds, monkeypatch):
-    monkeypatch.setenv("LOOPLIB_LEASE_SECONDS", seconds)
-    with pytest.raises(StoreError, match=seconds):
-        lease._seconds()
 
 
 def test_a_bucket_that_does_not_exist_is_named(cloud, monkeypatch):

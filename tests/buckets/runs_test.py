@@ -98,7 +98,7 @@ def test_the_final_save_of_a_training_waits_for_a_store_that_is_down(cloud):
 
 @pytest.mark.slow
 def test_a_rollback_by_a_guard_is_in_the_store_too(cloud, nursery):
-    """What the run has set aside is gone there, and what it has saved again is there as it is now."""
+    """A checkpoint that the run has set aside is gone there, and one that it has saved again is there as it is now."""
     arguments = [
         "--train_steps=24", "--config.nan_at=14", "--non_finite=rollback", "--checkpoint_interval=4", "--mode=train",
         "--config.slow_step=0.05",

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from faults.lives import Nursery
+from lives import Nursery
 from store_faults import clock_library, schedules
 
 FAULTS = int(os.environ.get("LOOPLIB_FAULTS", 20))

@@ -1,4 +1,4 @@
-"""What is found to be state, and what a checkpoint holds."""
+"""Objects that are found to be state, and the content of a checkpoint."""
 
 import keras as keras3
 import numpy as np

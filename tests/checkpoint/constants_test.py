@@ -1,4 +1,4 @@
-"""What layers have learned in `adapt` is part of a run: it follows a restore, or its difference is found."""
+"""State that layers have learned in `adapt` is part of a run: it follows a restore, or its difference is found."""
 
 import json
 import logging

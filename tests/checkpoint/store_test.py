@@ -1,4 +1,4 @@
-"""What is kept, what is left alone, what a run starts from, and what a snapshot holds."""
+"""Checkpoints that are kept or left alone, the one that a run starts from, and the content of a snapshot."""
 
 import io
 import json
@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
-from faults.tampering import sign
+from tampering import sign
 
 import looplib
 from looplib.__main__ import main as cli
@@ -146,7 +146,7 @@ def can_save(params):
     return SAVED[params["how"]][0] in (None, params["keras"])
 
 
-@pytest.mark.slow(keep=1, most=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.slow(pairs=can_save)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
@@ -686,3 +686,23 @@ def test_a_resume_on_data_of_another_size_or_in_another_order_says_so(tmp_path, 
         with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, seed=seed) as controller:
             controller.train(3)
         assert (said in caplog.text) == ("seed was 0 in the checkpoint and is 5 in this run" in caplog.text) == told
+
+
+class _Shuffled(toy.Regression):
+    """Reads the same examples by a pipeline of its own."""
+
+    def dataset(self, context):
+        ids = tf.data.Dataset.range(self.num_examples).shuffle(8, seed=1).repeat().batch(context.per_replica_batch_size)
+        return ids.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+
+
+def test_a_resume_on_data_that_is_read_in_another_way_says_so(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="absl")
+    had = f"it had {toy.NUM_EXAMPLES} examples by number, and is read otherwise now"
+    has = f"it was a pipeline with a position of its own, and has {toy.NUM_EXAMPLES} examples by number now"
+    starts = ((toy.Regression, ""), (_Shuffled, had), (_Shuffled, ""), (toy.Regression, has))
+    for number, (kind, said) in enumerate(starts, 1):
+        caplog.clear()
+        with toy.controller(make_strategy("default"), kind(), model_dir=tmp_path) as controller:
+            controller.train(number)
+        assert said in caplog.text and ("the training data is not the one" in caplog.text) == bool(said)

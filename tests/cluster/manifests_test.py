@@ -85,7 +85,7 @@ def without_defaults(value):
 
 
 def pod_environ(variables, metadata, index):
-    """What Kubernetes would give a pod (a stand-in: there is no cluster here), from the manifest."""
+    """Returns what Kubernetes would give a pod (a stand-in: there is no cluster here), from the manifest."""
     environ = {"JOB_COMPLETION_INDEX": str(index)}
     for variable in variables:
         if "value" in variable:
@@ -155,7 +155,7 @@ def test_the_runtime_and_a_trainjob_give_each_pod_its_place():
 
 
 def action(spec, code=0, condition=""):
-    """What JobSet does when a container ends with a code, or a pod has a condition; None for a counted restart.
+    """Returns what JobSet does when a container ends with a code, or a pod has a condition; None for a counted restart.
 
     The messages are those of Kubernetes' pod failure policy, and the first rule of JobSet decides that one fits.
     """

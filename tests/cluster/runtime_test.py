@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import more, repetitions
+from paths import PYTHONPATH
 
 from looplib import UsageError
 from looplib.cluster import runtime
@@ -47,7 +48,7 @@ print(runtime.describe(s), layer.compute_dtype, config.is_op_determinism_enabled
 def test_a_deterministic_run_trains_and_evaluates(loop, python):
     code = f"""
 import sys
-sys.path.insert(0, {str(ROOT / "tests")!r})
+sys.path[:0] = {PYTHONPATH.split(os.pathsep)!r}
 import toy
 strategy = runtime.setup("auto", num_virtual_devices={1 if loop == "xla" else 2}, deterministic=True)
 trainer, evaluator = toy.build(strategy)
@@ -102,7 +103,7 @@ for settings in (dict(strategy="mirrored", num_virtual_devices=2), dict(strategy
 
 
 def too_late(folder, case, python=sys.executable, imports="import looplib"):
-    """What runtime.setup says after a module made something at its top: a line for two devices, one for two workers."""
+    """Returns what runtime.setup says after a module made something at its top: a line for two devices, one for two workers."""
     family = "import keras" if "keras" in EARLY[case] else ""  # which takes a second
     (folder / "early.py").write_text(f"{family}\nimport tensorflow as tf\n\n{EARLY[case]}\n")
     program = TOO_LATE.format(folder=str(folder), imports=f"{imports}\n")

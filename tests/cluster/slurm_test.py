@@ -20,7 +20,7 @@ SCRIPT = ROOT / "docs" / "cluster" / "train.sbatch"
 # A worker that does nothing: it notes its start, and the third of them ends with the next of some codes.
 TASK = f"""
 import pathlib, sys
-sys.path.insert(0, {str(ROOT / "tests" / "workers")!r})
+sys.path.insert(0, {str(ROOT / "tests" / "programs")!r})
 import without_tensorflow
 from looplib.cluster.environment import resolve
 cluster = resolve()
@@ -114,7 +114,7 @@ def wait_for_step(folder, step, job):
         time.sleep(0.01)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["TERM", "USR1"])
 def test_a_job_that_is_told_of_its_end_saves_and_goes_on_once_it_is_requeued(name, nursery, tmp_path):
     """The first job ends by the signal of --signal, the second loses a worker by SIGKILL and starts again by itself."""

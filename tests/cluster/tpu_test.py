@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 import tpu_stand_in
 from conftest import make_strategy
+from paths import PYTHONPATH
 
 import looplib
 from looplib.cluster import runtime, tpu
@@ -64,7 +65,7 @@ def test_the_real_resolver_takes_an_address_and_tells_the_cluster():
 def run(python, program, **environment):
     return subprocess.run(
         [python, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
     )  # fmt: skip
 
 
@@ -227,7 +228,7 @@ def train(folder, *arguments, module="tpu_stand_in", python=sys.executable):
     result = subprocess.run(
         [python, "-m", module, "--strategy=tpu", "--tpu=mine", f"--model_dir={folder}/run", *arguments],
         capture_output=True, text=True, timeout=240, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TPU_STAND_IN_LOG": str(log)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TPU_STAND_IN_LOG": str(log)},
     )  # fmt: skip
     return result, log.read_text().splitlines()
 

@@ -15,7 +15,7 @@ import yaml
 
 from looplib.cluster.environment import resolve
 from looplib.commands.compare import compare
-from looplib.processes.worker_processes import hold_ports
+from looplib.processes.group import hold_ports
 from looplib.run import commits
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "cluster"
@@ -23,7 +23,7 @@ JOB = yaml.safe_load((DOCS / "vertex_job.yaml").read_text())
 
 
 def environment(chief, workers, kind, index, base):
-    """What Vertex AI sets in a container of a job with two worker pools."""
+    """The environment that Vertex AI sets in a container of a job with two worker pools."""
     pools = {"workerpool0": [chief], "workerpool1": workers}
     common = {"environment": "cloud", "job": json.dumps(JOB)}
     task = {"type": kind, "index": index, "cloud": "b1f2"}

@@ -1,7 +1,6 @@
 """The mean of checkpoints with statistics of batch normalization from data."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import make_strategy, more
+from paths import PYTHONPATH
 
 import looplib
 from looplib.__main__ import main
@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def programs_are_found(monkeypatch):
     """The commands start the program of a run again, which is beside the tests."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
 
 def of(model, name):
@@ -129,7 +129,7 @@ def test_statistics_are_computed_for_other_weights_from_the_first_batches_as_in_
     assert len(found) == 4
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_the_command_writes_the_mean_with_statistics_of_its_weights(family, nursery, tmp_path, capsys):
     run, mean, plain = tmp_path / "run", tmp_path / "mean", tmp_path / "plain"

@@ -1,6 +1,5 @@
 """`python -m looplib check`: true binaries that pass, and faults that are found and named."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -9,7 +8,9 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import more, repetitions
+from conftest import more
+from lazily import Results
+from paths import PYTHONPATH
 
 from looplib import __main__ as tools
 from looplib.commands import check as checks
@@ -36,15 +37,11 @@ CASES = {
 }
 
 
-# Other cases differ and agree in their way; every_kind_test.py has a run that resumes exactly.
-ALIKE = ("resume", "data", "csv", "replicas of a model", "unseeded", "crash", "loss", "slow")
-
-
 def check(python, arguments, binary, folder):
     return subprocess.run(
         [python, "-m", "looplib", "check", *arguments, f"--dir={folder}", "--", python, "-m", *binary],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
 
 
@@ -55,11 +52,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder, python):
-    """The cases, two at a time, as many as the smallest machine has cores."""
-    chosen = repetitions([case for case in CASES if case not in ALIKE], list(CASES))
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        run = lambda case: check(python, *CASES[case], folder / case)
-        return dict(zip(chosen, pool.map(run, chosen)))
+    """What the check of each case comes to."""
+    return Results(lambda case: check(python, *CASES[case], folder / case))
 
 
 @pytest.mark.slow

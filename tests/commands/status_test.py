@@ -16,9 +16,9 @@ import time
 import pytest
 
 from looplib.__main__ import main as cli
-from looplib.report.page.read import read_run
+from looplib.report.page.content import read_run
 from looplib.report.page.verdict import findings
-from looplib.run import lock, run_status
+from looplib.run import lock, status
 
 SLOW = ["--mode=train", "--config.slow_step=0.02", "--train_steps=100000"]
 LIVES = {
@@ -117,7 +117,7 @@ def test_the_time_left_has_evaluations_saves_and_actions_in_it(tmp_path):
     start = {"seconds": seconds, "step": 160, "points": [{"step": 100, "seconds": before}]}
     report = {"status": "running", "step": 160, "end": 1000, "starts": [start]}
     (tmp_path / "run.json").write_text(json.dumps(report))
-    assert run_status.read_status(str(tmp_path)).left == 840  # a second a step
+    assert status.read_status(str(tmp_path)).left == 840  # a second a step
 
 
 def test_each_run_is_shown_with_how_it_ended(runs):
@@ -204,19 +204,20 @@ def test_hostile_directories_cost_little_and_send_nothing_to_the_terminal(tmp_pa
     assert r"\x1b]0;x\x07\nbad\u202e" in rows[r"names\x1b[2J"][1]
 
 
-def test_a_page_is_written_without_tensorflow(runs, tmp_path):
-    code = "import sys; from looplib.__main__ import main; main(sys.argv[1:]); print('tensorflow' in sys.modules)"
-    command = [sys.executable, "-c", code, "report", runs[0], f"--output={tmp_path}/page.html"]
+def test_status_and_a_page_need_no_tensorflow(runs, tmp_path):
+    code = "import sys; from looplib.__main__ import main; main(['status', sys.argv[1]]); main(['report', *sys.argv[1:]]); "
+    command = [
+        sys.executable,
+        "-c",
+        f"{code} print('tensorflow' in sys.modules)",
+        runs[0],
+        f"--output={tmp_path}/page.html",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     shown = len(runs[2]) - 2  # without the one that is three folders below, and the one without a report
-    assert done.stdout.splitlines() == [f"{tmp_path}/page.html: {shown} runs", "False"] and not done.stderr
-
-
-def test_it_starts_without_tensorflow(runs):
-    code = "import sys; from looplib.__main__ import main; main(sys.argv[1:]); print('tensorflow' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, "status", runs[0]], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 + len(runs[2]) and lines[-1] == "False" and not done.stderr
+    assert lines[-2:] == [f"{tmp_path}/page.html: {shown} runs", "False"] and not done.stderr
+    assert len(lines) == 3 + len(runs[2])
 
 
 def test_wrong_arguments_of_tools_are_refused_before_tensorflow_is_imported(runs, tmp_path):

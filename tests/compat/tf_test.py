@@ -1,4 +1,4 @@
-"""What looplib uses of TensorFlow beyond its public names stands in `compat` (and in `replay/xla.py`), and works with the TensorFlow installed.
+"""Names of TensorFlow that are not public stand in `compat` (and in `replay/preflight.py`), and work with the TensorFlow installed.
 
 A failure of `test_the_installed_tensorflow_...` says what this version of TensorFlow has changed.
 """
@@ -20,7 +20,7 @@ from conftest import make_strategy, more, repetitions
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.data import iterator_state
-from looplib.replay import xla
+from looplib.replay import preflight
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
@@ -147,7 +147,7 @@ def the_size_that_xla_needs_as_a_constant(folder: pathlib.Path) -> None:
 
     with pytest.raises(Exception) as caught:
         program.experimental_get_compiler_ir(tf.TensorSpec([2]))(stage="hlo", platform_name="GPU")
-    assert xla.needs_a_constant(caught.value), caught.value
+    assert preflight.needs_a_constant(caught.value), caught.value
 
 
 def the_sizes_that_depend_on_values(folder: pathlib.Path) -> None:
@@ -158,7 +158,7 @@ def the_sizes_that_depend_on_values(folder: pathlib.Path) -> None:
     spec = tf.TensorSpec([4])
     hlo = program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
     ops = places.Ops(program.get_concrete_function(spec))
-    found = [(ops.named(path), kind) for path, kind in xla.dynamic_sizes(hlo)]
+    found = [(ops.named(path), kind) for path, kind in preflight.dynamic_sizes(hlo)]
     assert any(op is not None and op.type == kind == "Unique" for op, kind in found), hlo
 
 
@@ -167,7 +167,7 @@ def xlas_plan_of_memory(folder: pathlib.Path) -> None:
     def program(x: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(tf.matmul(x, x, transpose_b=True) ** 2)  # 1,000 x 1,000 numbers in between
 
-    found = xla.temporary_bytes(program, [tf.TensorSpec([1000, 2])])
+    found = preflight.temporary_bytes(program, [tf.TensorSpec([1000, 2])])
     assert found is not None and 4_000_000 <= found <= 12_000_000
 
 
@@ -337,7 +337,7 @@ import os, subprocess, sys
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
 import tensorflow as tf
 from looplib.compat import tensorflow as _tf
-from looplib.processes.worker_processes import hold_ports
+from looplib.processes.group import hold_ports
 with hold_ports(2) as ports:
     worker, ps = (f"127.0.0.1:{port}" for port in ports)
     server = subprocess.Popen([sys.executable, "-c", sys.argv[1], worker, ps], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -395,7 +395,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/compat/tensorflow.py (or replay/xla.py)"
+            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/compat/tensorflow.py (or replay/preflight.py)"
         ) from error
 
 
@@ -403,8 +403,8 @@ def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyP
     assert places._graph_of(object(), "f") is None
     monkeypatch.setattr(places, "_graph_of", lambda graph, name: None)
     assert "Sin" not in {op.type for op in places.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
-    monkeypatch.setattr(xla, "_fields", lambda message: [])
-    assert xla.temporary_bytes(tf.function(lambda x: tf.sin(x), jit_compile=True), [tf.TensorSpec([2])]) is None
+    monkeypatch.setattr(preflight, "_fields", lambda message: [])
+    assert preflight.temporary_bytes(tf.function(lambda x: tf.sin(x), jit_compile=True), [tf.TensorSpec([2])]) is None
     monkeypatch.setitem(sys.modules, "tensorflow.tsl.profiler.protobuf", None)
     assert _tf.parse_profile(b"") is None
     monkeypatch.setitem(sys.modules, "tensorflow.python.eager", None)
@@ -413,8 +413,8 @@ def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyP
     _tf.keep_builtins()
     error = tf.errors.UnavailableError(None, None, "other words")
     assert _tf.lost_server(error) is None and _tf.lost_server(error, of_any_process=True) is not None
-    assert not xla.needs_a_constant(error)
-    assert places.frames_in("other words") == [] and list(xla.dynamic_sizes("other words")) == []
+    assert not preflight.needs_a_constant(error)
+    assert places.frames_in("other words") == [] and list(preflight.dynamic_sizes("other words")) == []
 
 
 def private_names(path: pathlib.Path) -> Iterator[str]:

@@ -86,7 +86,7 @@ def test_a_run_equals_numpy_and_resumes_bit_by_bit(strategy, keras, loop, optimi
 
 
 # Pairs of each option, strategy, family and engine; not all of their product.
-@pytest.mark.slow(keep=1, most=8)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "optimizer, name, family, loop",
     [
@@ -119,7 +119,7 @@ def test_optimizers_that_clip_decay_average_and_accumulate(optimizer, name, fami
     check_weights(resumed.weights(), whole.weights(), exact=True)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, family", [("adam", "tf_keras"), ("accumulate", "keras"), *more([("adam", "keras")])]
 )

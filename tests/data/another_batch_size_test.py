@@ -39,7 +39,7 @@ class Stream:
 
 @st.composite
 def lives(draw):
-    """What happens to a run: starts with sizes, each of some steps, and maybe a rollback to an earlier step."""
+    """The history of a run: starts with sizes, each of some steps, and maybe a rollback to an earlier step."""
     start = st.tuples(st.integers(1, 12), st.integers(0, 9), st.none() | st.floats(0, 1))
     return draw(st.integers(1, 40)), draw(st.booleans()), draw(st.lists(start, min_size=1, max_size=5))
 
@@ -116,7 +116,7 @@ PLANS = {
 }
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_continue_with_the_example_that_follows(name):
     # The schedule of the mixture: steps 0 to 5 have 8 examples, those from 6 on 12.
@@ -170,7 +170,7 @@ def start(folder, size, strategy="default", log=None, trainer=None, **others):
     ), trainer  # fmt: skip
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, settings",
     [("default", {}), ("mirrored_x2", {}), *more([("default", {"loop": "graph"}), ("mirrored_x2", {"loop": "graph"})])],
@@ -237,7 +237,7 @@ ROLLBACKS = {
 }
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])
 @pytest.mark.parametrize("name", ROLLBACKS)
 def test_a_rollback_leaves_out_what_was_read_and_no_more(name, strategy, tmp_path):

@@ -1,4 +1,4 @@
-"""What GPUs get, with CPUs that stand in for them: a plain iterator, and copies to the devices ahead of the steps."""
+"""Inputs of GPUs, with CPUs that stand in for them: a plain iterator, and copies to the devices ahead of the steps."""
 
 import logging
 import time
@@ -35,7 +35,7 @@ CASES = [("default", shuffled, 5), ("mirrored_x2", ending, 5)]
 OTHERS = [("default", ending, 1), ("mirrored_x2", shuffled, 1), ("mirrored_x4", ending, 3), ("one_device", ending, 4)]
 
 
-@pytest.mark.slow(keep=1, most=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name, make, first", [*CASES, *more(OTHERS)])
 def test_a_run_resumes_from_the_state_of_the_iterator_after_any_call(name, make, first, caplog):
     """No batch that was fetched ahead is left over at the end of a call."""

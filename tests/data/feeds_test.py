@@ -302,7 +302,7 @@ def shuffled(context):
     return data.batch(context.per_replica_batch_size, drop_remainder=True).prefetch(2)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 def test_a_training_rewinds_to_a_position(strategy):
     loop = loop_of(strategy, shuffled)
     assert loop.position() is None
@@ -323,7 +323,7 @@ def test_a_training_rewinds_to_a_position(strategy):
 # What TPUs get, on CPUs: the iterators of tf.distribute.
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     loop = loop_of(strategy, shuffled, distribute="tf")
@@ -358,7 +358,7 @@ def ending(context):
     return tf.data.Dataset.range(32).batch(context.per_replica_batch_size)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, make", [
     ("mirrored_x2", shuffled),
     *more([("mirrored_x2", ending), ("default", shuffled), ("one_device", ending), ("mirrored_x4", shuffled)]),
@@ -395,7 +395,7 @@ class Unseeded(toy.Regression):
         return data.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(7, 12, 20), *more([((3, 20),)])])  # an epoch has 4.6 steps
 def test_shuffles_without_a_seed_resume_in_later_epochs_where_the_run_is_seeded(stops, tmp_path):
     def order(folder, *stops):

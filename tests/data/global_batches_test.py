@@ -90,7 +90,7 @@ def whole():
     return trained("mirrored_x2", 12, 9)[0]
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [1, 3, 4, 5, 8])  # an epoch has 4 steps
 @pytest.mark.parametrize("distribute", ["auto", "tf"])
 def test_a_resumed_run_continues_with_the_next_global_batch(distribute, first, whole, tmp_path):

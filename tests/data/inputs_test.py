@@ -307,7 +307,7 @@ def shuffled(context):
     return data.batch(context.per_replica_batch_size, drop_remainder=True)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])], indirect=True)
 def test_an_ordinary_pipeline_resumes_by_skipping(strategy, tmp_path):
     whole, _ = run(strategy, pipeline(shuffled), 12)
@@ -324,7 +324,7 @@ def test_an_ordinary_pipeline_gives_one_order_on_any_number_of_replicas():
         np.testing.assert_array_equal(np.stack(runs[0].order), np.stack(other.order))
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @chosen("strategy, loop", [STRATEGIES, ["graph", "eager"]], [("default", "graph"), ("mirrored_x2", "eager")])
 def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path):
     finite = lambda context: examples(32).batch(context.per_replica_batch_size, drop_remainder=True)
@@ -446,7 +446,7 @@ class Behind(looplib.Trainer):
         return metrics
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", BEHIND)
 def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(stage, tmp_path):
     batches = list(BEHIND[stage](context(global_batch_size=4).indices(40)).take(20).as_numpy_iterator())

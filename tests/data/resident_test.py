@@ -55,7 +55,7 @@ def expected(ids):
     return {"rows": rows.sum(), "products": (ids[:, None] * rows).sum(), "examples": len(ids)}
 
 
-@pytest.mark.slow(spread=1, most=6)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("engine", ["graph", "xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("name", ["default", "mirrored_x4", *more(["one_device", "mirrored_x2"])])
 def test_an_evaluation_has_each_row_once(engine, name):
@@ -125,7 +125,7 @@ class Order(looplib.Trainer):
         return {"rows": looplib.total(tf.size(inputs["number"]))}
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["xla", *more(["auto", "graph"])])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("stop", [3, *more([7, 200, 401])])

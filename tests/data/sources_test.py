@@ -381,7 +381,7 @@ def case(make):
     return whole, rests, log.text, stages
 
 
-@pytest.mark.slow(spread=3, most=56)
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("name", [*FEW, *more(REPEATED)])
 def test_resumes_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])
@@ -414,7 +414,7 @@ SEEDS = {
 }
 
 
-@pytest.mark.slow(keep=1, most=3)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("name", SEEDS)
 def test_an_epoch_keeps_its_order_wherever_the_one_before_was_left(name, monkeypatch):
     """By the state where it has all seeds, and else by skipping."""
@@ -441,7 +441,7 @@ def test_a_shuffle_of_files_that_are_all_open_is_explained_and_the_advice_helps(
         assert ("repeat() directly behind that shuffle" in log) == ("by skipping" in log) == (first is once)
 
 
-@pytest.mark.slow(spread=1, most=15)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name", [*(name for name in BY_SKIPPING if name not in SKIP_ALIKE), *more(SKIP_ALIKE)])
 def test_skips_and_says_why(name):
     why, make = BY_SKIPPING[name]
@@ -453,7 +453,7 @@ def test_skips_and_says_why(name):
     assert why in log.partition("a resumed run will skip the data already used: ")[2] and "by skipping" in log
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", [False, *more([True])])
 def test_a_run_on_a_csv_file_resumes_exactly(repeated, tmp_path):
     """The case that was seen: one epoch of 80 steps, stopped at step 30 and continued, ended at step 41."""

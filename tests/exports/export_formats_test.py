@@ -26,7 +26,7 @@ from looplib.exports.int8 import MOST_CALIBRATION
 from looplib.exports.new_folder import check_free
 from looplib.exports.parts import difference
 from looplib.exports.samples import MOST_EXAMPLES, ModelInputs, find_inputs
-from looplib.report.page.read import read_run
+from looplib.report.page.content import read_run
 from looplib.report.page.verdict import findings
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
@@ -91,7 +91,7 @@ class Accuracy(looplib.Evaluator):
 
 
 def in_numpy(weights):
-    """What the network computes for `X` in inference, in float64."""
+    """Computes the outputs of the network for `X` in inference, in float64."""
     kernel, bias, gamma, beta, mean, variance, last, last_bias = (value.astype(np.float64) for value in weights)
     hidden = np.maximum(X @ kernel + bias, 0)
     hidden = (hidden - mean) / np.sqrt(variance + 1e-3) * gamma + beta

@@ -7,12 +7,12 @@ import random
 import signal
 import time
 
+import faulty
 import numpy as np
 import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy, more, repetitions
-from faults import faulty
 
 import looplib
 from looplib.errors import PredictionError
@@ -119,7 +119,7 @@ ALL = [
 ]
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, n, loop", [*EACH, *more(ALL)])
 def test_each_example_has_one_record_in_order(name, n, loop, tmp_path):
     folder = predict(make_strategy(name), tmp_path, lambda model: PredictsAll(model, n), loop=loop, piece=5)
@@ -132,7 +132,7 @@ def test_a_pipeline_of_its_own_keeps_its_order(name, tmp_path):
     check(read(predict(make_strategy(name), tmp_path, lambda model: Predicts(model, pipeline=True), piece=7)))
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, family",
     [("mirrored_x2", "keras"), *more([("default", "tf_keras"), ("mirrored_x4", "keras"), ("mirrored_x2", "tf_keras")])],

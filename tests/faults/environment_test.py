@@ -1,4 +1,4 @@
-"""What surrounds a run: paths as users write them, the umask, secrets, the locale, another user's files, clocks, limits."""
+"""The surroundings of a run: paths as users write them, the umask, secrets, the locale, another user's files, clocks, limits."""
 
 import json
 import os
@@ -14,6 +14,8 @@ import pytest
 import tensorflow as tf
 from conftest import repetitions
 from kill_test import saved_step
+from ordered import ordered
+from paths import PYTHONPATH
 
 import looplib
 from looplib import masks
@@ -242,10 +244,9 @@ def test_the_password_of_a_mistyped_option_is_masked(capsys):
 def test_optimized_python_in_an_ascii_locale_trains_the_same(trained, tmp_path):
     settings = tmp_path / "settings.yaml"
     settings.write_text("letter: ünï→日本\n", encoding="utf-8")
-    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
     environment = {
         **os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii",
-        "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
+        "PYTHONPATH": PYTHONPATH, **ordered(example_checksums=True),
     }  # fmt: skip
     command = [sys.executable, "-O", "-m", "faulty", f"--model_dir={tmp_path}/run", *SHORT, f"--config_file={settings}"]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=200)
@@ -367,8 +368,7 @@ def test_a_clock_that_jumps_by_years_while_a_run_trains_changes_no_duration_and_
     (tmp_path / "jumps.c").write_text(JUMPS)
     library = tmp_path / "jumps.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "jumps.c"], check=True)
-    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1"}
+    environment = {"PYTHONPATH": PYTHONPATH, **ordered(example_checksums=True)}
     command = [sys.executable, "-m", "faulty", f"--model_dir={tmp_path}/run", *SHORT, "--config.slow_step=0.05"]
     done = subprocess.run(
         [*command, "--max_time=150"], env={**os.environ, **environment, "LD_PRELOAD": str(library)},

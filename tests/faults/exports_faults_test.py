@@ -10,7 +10,7 @@ import pytest
 import toy
 from conftest import make_strategy
 from disk_test import disk
-from exports_test import contents
+from exports.exports_test import contents
 from tampering import rewrite_run_state
 
 import looplib

@@ -18,11 +18,12 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy, more
+from paths import PYTHONPATH
 
 import looplib
 from looplib.commands.compare import compare
 from looplib.errors import CheckpointError, MismatchError
-from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.files import JsonlWriter
 from looplib.run import commits
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -189,7 +190,7 @@ def test_a_run_stopped_and_started_again_equals_one_that_was_not(folder, whole, 
 KINDS_BY_TURNS = dict(zip([case for case in DAMAGES if case[1] not in PARTS[1:]], itertools.cycle(FILES)))
 
 
-@pytest.mark.slow(spread=1, most=14)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "kind, damage, how",
     [
@@ -410,12 +411,12 @@ def test_a_file_that_this_user_may_not_read_is_no_damage_and_nothing_is_moved(fo
     os.chown(file_of(folder, "data"), 0, 0)
     file_of(folder, "data").chmod(0o600)
     code = (
-        "import os, files_test; os.setgroups([]); os.setresgid(*[65534] * 3); os.setresuid(*[65534] * 3); "
+        "import os; from faults import files_test; os.setgroups([]); os.setresgid(*[65534] * 3); os.setresuid(*[65534] * 3); "
         f"files_test.train({str(folder)!r}, {LAST})"
     )
     result = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, timeout=120, cwd="/",
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'faults'}", "HOME": "/nonexistent"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "HOME": "/nonexistent"},
     )  # fmt: skip
     if "Permission denied" in result.stderr and "files_test" in result.stderr and result.returncode:
         pytest.skip("another user cannot read the sources or packages here")

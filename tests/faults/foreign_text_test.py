@@ -19,17 +19,17 @@ from conftest import make_strategy, repetitions
 from tampering import NUL, SURROGATE, WRONG, aliases, make_directory, make_endless, make_fifo, mutate_fields, mutated
 
 from looplib.__main__ import main as cli
-from looplib.base import files
+from looplib.base.decoding import parse_json
 from looplib.base.messages import duration, shown, whole_number
 from looplib.binary import config
 from looplib.config import field_types
 from looplib.errors import ConfigurationError, SettingError, UsageError
 from looplib.loop.host_loop import as_shown
-from looplib.report.writers.csv_writer import CsvWriter
-from looplib.report.writers.media_writer import MediaWriter
+from looplib.report.writers.files import CsvWriter, MediaWriter
 from looplib.report.writers.tensorboard_writer import TensorBoardWriter
-from looplib.run import run_json, values
+from looplib.run.directory import RunDir
 from looplib.run.records import read_jsonl
+from looplib.run.report import RunReport
 from looplib.task.reductions import Media
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 40)))
@@ -404,16 +404,10 @@ def test_a_run_record_is_read_by_its_types(tmp_path):
     path.write_text(
         '{"step": 3, "final_step": "3", "seconds": {"a": 1, "b": 1e999}, "newer": [1], "program": null, "flags": 3}'
     )
-    assert run_json.read_report(str(path)) == {
-        "step": 3,
-        "seconds": {"a": 1},
-        "newer": [1],
-        "program": None,
-        "starts": [],
-    }
+    assert RunDir(tmp_path).report() == RunReport(step=3, seconds={"a": 1})
     for text in ("[" * 1000 + "]" * 1000, '{"a": ' + "9" * 5000 + "}", "[" * 10**6, '{"a": "\xff"', "NaN"):
         path.write_text(text, encoding="latin-1")
-        assert run_json.read_report(str(path)) == {}
+        assert RunDir(tmp_path).report() is None
 
 
 @pytest.mark.slow
@@ -448,10 +442,10 @@ def test_metrics_are_numbers_whatever_the_file_has(tmp_path, caplog):
              '{"step": 2, "split": "train", "a": ' + "9" * 400 + "}", '{"step": ' + "9" * 400 + ', "split": "train"}',
              '{"step": 3, "split": 3}', '{"step": true, "split": "train"}', "[]", "{", '{"step": ' + "9" * 5000 + "}"]  # fmt: skip
     path.write_text("\n".join([*lines, *["bad"] * 1000]))
-    assert values.metrics(str(path)) == [
-        {"step": 1, "split": "train", "a": 1, "d": None, "e": None, "f": None},
-        {"step": 2, "split": "train", "a": None},
-    ]
+    assert RunDir(tmp_path).records().by_key() == {
+        (1, "train"): {"a": 1, "d": None, "e": None, "f": None},
+        (2, "train"): {"a": None},
+    }
     warnings = [record for record in caplog.records if "metrics.jsonl" in record.getMessage()]
     assert len(warnings) == 11 and "1006 lines are not records" in warnings[-1].getMessage()
 
@@ -507,9 +501,10 @@ LONG = 198_000_000
 MEASURED = """
 import sys
 from looplib.__main__ import main
-from looplib.report.writers.jsonl_writer import JsonlWriter
-from looplib.report.writers.media_writer import MediaWriter
+from looplib.report.writers.files import JsonlWriter
+from looplib.report.writers.files import MediaWriter
 from looplib.run.records import read_jsonl
+from looplib.run.report import RunReport
 
 def peak():
     with open("/proc/self/status") as file:
@@ -550,7 +545,7 @@ def test_a_file_of_records_that_no_memory_holds_is_refused(folder, run, capsys):
 
 
 def test_records_share_the_names_of_their_metrics(run):
-    one, other = values.metrics(str(run / "metrics.jsonl"))[:2]
+    one, other = list(RunDir(run).records().by_key().values())[:2]
     assert len(one) > 2 and {id(name) for name in one} == {id(name) for name in other}
 
 
@@ -577,7 +572,5 @@ def test_of_a_long_text_in_a_run_record_the_beginning_is_shown(field, folder, ru
 def test_json_has_bounds():
     for text in ("[" * 101 + "]" * 101, "[" * 10**5, "9" * 5000, b"\xff", ""):
         with pytest.raises(ValueError):
-            files.parse_json(text)
-    assert (
-        files.parse_json("[" * 100 + "]" * 100) and files.parse_json(b'{"a": [' + b"{}," * 200 + b"1]}")["a"][-1] == 1
-    )
+            parse_json(text)
+    assert parse_json("[" * 100 + "]" * 100) and parse_json(b'{"a": [' + b"{}," * 200 + b"1]}")["a"][-1] == 1

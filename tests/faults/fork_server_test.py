@@ -1,4 +1,4 @@
-"""What a fork finds done already."""
+"""Work that a fork finds done already."""
 
 import os
 import pathlib
@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 from conftest import more
+from paths import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Names what AutoGraph converts, which takes each process a second; TensorFlow has no public way to ask for it.
@@ -30,11 +31,10 @@ except SystemExit as end:
 
 @pytest.mark.parametrize("binary", ["trainers.image_classification", *more(["faulty"])])
 def test_what_a_run_converts_was_converted_before_the_fork(binary, python, tmp_path):
-    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
     done = subprocess.run(
         [python, "-c", PROGRAM, binary, f"--model_dir={tmp_path}/run", "--train_steps=2", "--steps_per_loop=1"],
         capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "converted", "add them to fork_server.py"

@@ -15,9 +15,10 @@ from tampering import RUN_STATE, mutate_fields, mutated, rewrite_run_state, rewr
 import looplib
 from looplib.__main__ import main as cli
 from looplib.errors import CheckpointError, UsageError
-from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.files import JsonlWriter
 from looplib.report.writers.tensorboard_writer import TensorBoardWriter
-from looplib.run import commits, run_json
+from looplib.run import commits
+from looplib.run.directory import RunDir
 
 # Fixtures: a run that stopped at step 6, a copy of it, and what must not be touched.
 stopped, folder = hostile_test.stopped, hostile_test.folder
@@ -27,7 +28,7 @@ OF_THE_STATE = MUTATIONS // 4  # each is a whole start
 
 
 def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anything_else(stopped, victim, tmp_path):
-    """What a start does with them, without the training: list, verify, tidy, read records and reports, inspect."""
+    """Does what a start does with them, without the training: list, verify, tidy, read records and reports, inspect."""
     chance = random.Random(1)
     kinds = ["checkpoints/ckpt-6.commit", "checkpoints/ckpt-4.commit", "metrics.jsonl", "run.json", "lock"]
     outcomes = {"newest": 0, "older": 0, "none": 0, "refused": 0}
@@ -48,7 +49,7 @@ def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anythi
         except UsageError as error:  # a higher format number, with a checksum that fits
             outcomes["refused"] += 1
             assert "has the format" in str(error), number
-        run_json.read_report(str(run / "run.json"))
+        RunDir(run).report()
         JsonlWriter(str(run / "metrics.jsonl")).resume(4, {"train": 3})
         TensorBoardWriter(str(run)).resume(4, {"train": 3})
         assert cli(["inspect", str(run)]) in (0, 1, 2)

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import json
 import os
-import pathlib
 import shutil
 import subprocess
 import time
@@ -18,12 +17,13 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy, more
+from paths import PYTHONPATH
 from tampering import MAKE, make_directory, make_fifo, rewrite_marker, rewrite_run_state
 
 import looplib
 from looplib.__main__ import main as cli
 from looplib.errors import CheckpointError, ClosedError, FileError, RunDirectoryError, UsageError
-from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.files import JsonlWriter
 from looplib.run import commits
 from looplib.run.records import read_jsonl
 
@@ -266,7 +266,7 @@ def test_a_checkpoint_is_read_through_before_tensorflow_is_given_it(folder):
 
 
 def write_as_another_program(folder):
-    """What another program of TensorFlow leaves there, and is about to append to."""
+    """Writes a file as another program of TensorFlow leaves it there, and is about to append to it."""
     for name in ("train", "eval", "eval/other"):
         with tf.summary.create_file_writer(f"{folder}/{name}").as_default():
             for step in range(12):
@@ -287,15 +287,14 @@ def train_with_summaries(folder, steps):
 
 
 def in_another_process(python, call):
-    paths = [str(pathlib.Path(__file__).parents[2] / part) for part in ("", "tests", "tests/faults")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    code = f"import hostile_test; hostile_test.{call}"
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    code = f"from faults import hostile_test; hostile_test.{call}"
     subprocess.run([python, "-c", code], check=True, env=environment, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def left(python, tmp_path_factory):
-    """What another program has left."""
+    """Returns the content that another program has left."""
     folder = tmp_path_factory.mktemp("left")
     in_another_process(python, f"write_as_another_program({str(folder)!r})")
     (path,) = (folder / "eval").glob("*tfevents*")
@@ -388,7 +387,7 @@ def test_a_deletion_or_a_move_cut_off_anywhere_leaves_nothing_that_looks_foreign
 
 
 def fault(what, folder):
-    """What befalls a run directory in the middle of a training."""
+    """Faults of a run directory in the middle of a training."""
 
     def strike(event):
         if event.step == 3 and event.split == "train":

@@ -185,7 +185,7 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(name, killed_runs
 
 @pytest.mark.slow  # the run above loses none
 def test_no_kill_loses_a_committed_checkpoint_that_is_to_be_kept(nursery, table, tmp_path):
-    """What a start finds is what the life before it had committed, and half a save is never taken for one."""
+    """A start finds what the life before it had committed, and half a save is never taken for one."""
     folder, chance, steps = tmp_path / "run", random.Random(9), STEPS
     arguments = [*COMMON, "--config.state_mb=24", "--checkpoint_interval=1", "--config.slow_step=0", "--mode=train"]
     arguments += ["--config.noisy=False", "--loop=eager", f"--train_steps={steps}"]

@@ -57,7 +57,7 @@ def test_two_started_at_once_are_one_that_trains_and_one_that_is_refused(nursery
 
 
 def state_of(folder):
-    """What is in a directory: every file with its content and times."""
+    """Returns every file of a directory with its content and times."""
     return {
         path.relative_to(folder): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
         for path in folder.rglob("*")

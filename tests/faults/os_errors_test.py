@@ -89,7 +89,7 @@ def test_a_path_that_cannot_be(make, cure, writer, tmp_path):
 
 
 def in_a_process(code, *arguments, **settings):
-    """What a process prints that runs some code with looplib's files, which takes no TensorFlow."""
+    """Returns the output of a process that runs some code with looplib's files, which takes no TensorFlow."""
     code = (
         f"import os, sys, resource\nfrom looplib.base import files\nfrom looplib.base.messages import with_cure\n{code}"
     )

@@ -21,7 +21,7 @@ from conftest import more, repetitions
 from kill_test import AIMS, STEPS, events, reach, records, strike
 
 from looplib.commands.compare import compare
-from looplib.report.writers.jsonl_writer import JsonlWriter
+from looplib.report.writers.files import JsonlWriter
 from looplib.report.writers.tensorboard_writer import TensorBoardWriter
 from looplib.run import commits
 from looplib.run.records import read_jsonl

@@ -14,9 +14,9 @@ import time
 import pytest
 from conftest import make_strategy, more, repetitions
 from disk_test import disk  # noqa: F401
+from exports.predictions_test import Predicts, pieces, predict
 from kill_test import saved_step
 from lock_test import EVALUATION, LONG, last_line, wait_for_step
-from predictions_test import Predicts, pieces, predict
 from tampering import MAKE, make_directory, make_fifo, mutate_fields, mutated
 
 import looplib
@@ -27,7 +27,7 @@ KILLS = repetitions(2, 7)
 
 
 class PredictsNumbers(Predicts):
-    """What each kind of file can hold."""
+    """Contents that each kind of file can have."""
 
     def predict_fn(self, inputs):
         return {"label": inputs[1], **super().predict_fn(inputs)}
@@ -39,7 +39,7 @@ def again(folder, kind="jsonl"):
 
 
 def contents(folder):
-    """What a reader of the pieces gets."""
+    """Returns what a reader of the pieces gets."""
     return {path.name: path.read_bytes() for path in pieces(folder)}
 
 

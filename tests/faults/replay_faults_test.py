@@ -2,17 +2,17 @@
 
 import json
 import os
-import pathlib
 import re
 import shutil
 import time
 
 import pytest
-import replay_test
+from replay import replay_test
 
 from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_UNKNOWN
-from looplib.replay import player, replayer
+from looplib.processes import orders
+from looplib.replay import player
 
 runs, forks = replay_test.runs, replay_test.forks  # fixtures: runs by name, and commands in forks
 
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_is_not_intact_is_left_out(what, copy, runs, tmp_path,
 
 def test_the_step_that_a_replay_says_never_goes_back(tmp_path, monkeypatch):
     """A look at a step runs it several times, each from the state before it."""
-    monkeypatch.setattr(replayer, "_NEWS_SECONDS", 0.01)
+    monkeypatch.setattr(player, "_NEWS_SECONDS", 0.01)
 
     class Stream:
         passed = skipped = 0
@@ -141,11 +141,12 @@ def test_the_step_that_a_replay_says_never_goes_back(tmp_path, monkeypatch):
     class Steps:
         loop, step = Loop(), 0
 
-    order = player.Order(str(tmp_path), 12, str(tmp_path / "answer.json"))
+    order = orders.ReplayOrder(str(tmp_path), 12)
+    monkeypatch.setenv("LOOPLIB_ORDER", str(tmp_path / "order.json"))
     said = []
-    with replayer._telling(Steps, order):
+    with player._telling(Steps, order):
         for step in (10, 11, 12, 11, 12, 11, 12):
             Steps.step = step
             time.sleep(0.05)
-            said.append(int(pathlib.Path(order.news).read_text().split()[2]))
+            said.append(int(orders.news(str(tmp_path / "order.json")).split()[2]))
     assert said == sorted(said) and said[-1] == 12

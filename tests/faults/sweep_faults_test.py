@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-import sweep_test
 from disk_test import mount
+from sweep import sweep_test
 
 from looplib.__main__ import main
-from looplib.commands import runs
+from looplib.commands import check
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CheckError, FileError
 from looplib.run.records import read_jsonl
 
@@ -372,17 +372,17 @@ def test_two_sweeps_in_one_directory_the_second_is_refused_and_harms_nothing(
 def test_two_checks_in_one_directory_the_second_is_refused(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "_LAST_SECONDS", 0.3)
+    monkeypatch.setattr(check, "_LAST_SECONDS", 0.3)
     with open(tmp_path / "run.log", "a") as held:
         first = subprocess.Popen(["sleep", "100"], stdout=held)
         fcntl.flock(held, fcntl.LOCK_EX)
     try:
         with pytest.raises(CheckError, match="run.log"):
-            runs.run(["true"], str(tmp_path / "run"), 10)
+            check.run(["true"], str(tmp_path / "run"), 10)
     finally:
         first.kill()
         first.wait()
-    assert not runs.run(["true"], str(tmp_path / "run"), 10).killed
+    assert not check.run(["true"], str(tmp_path / "run"), 10).killed
 
 
 @pytest.mark.slow(spread=2)
@@ -393,7 +393,7 @@ def test_a_log_of_a_check_that_leads_elsewhere_is_refused(
     (tmp_path / "check").mkdir()
     make(tmp_path / "check" / "run.log")
     with pytest.raises(FileError):
-        runs.run(["true"], str(tmp_path / "check" / "run"), 10)
+        check.run(["true"], str(tmp_path / "check" / "run"), 10)
     assert (victim / "file").read_text() == "precious"
 
 

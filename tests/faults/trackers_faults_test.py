@@ -20,7 +20,7 @@ import tensorflow as tf
 import toy
 
 import looplib
-from looplib.report.writers import mlflow_writer
+from looplib.report.writers import trackers
 from looplib.run.records import read_jsonl
 
 SECRET = "s3cret"
@@ -245,7 +245,7 @@ def no_password(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_password_in_an_address_is_given_to_mlflow_where_it_prints_none(no_password: None) -> None:
-    assert mlflow_writer._without_password("https://me:a%40b@host:5000/x@y") == "https://host:5000/x@y"
+    assert trackers._without_password("https://me:a%40b@host:5000/x@y") == "https://host:5000/x@y"
     assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("me", "a@b")
     for uri in ("http://host:5000", "file:///a/b@c", "databricks", "sqlite:///a:b@c"):
-        assert mlflow_writer._without_password(uri) == uri
+        assert trackers._without_password(uri) == uri

@@ -10,12 +10,13 @@ import sys
 import time
 
 import pytest
+from paths import PYTHONPATH
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 2.0
 PROGRAM = """
 import dataclasses, sys, time
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = {path!r}
 import toy
 from looplib import launch
 
@@ -44,7 +45,7 @@ launch.run(lambda config: (Stops(), None), Config(), mode="train", loop="eager",
 
 def start(what, folder, python=sys.executable, **streams):
     program = folder / "program.py"
-    program.write_text(PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT), what=what, limit=LIMIT))
+    program.write_text(PROGRAM.format(path=PYTHONPATH.split(os.pathsep), what=what, limit=LIMIT))
     return subprocess.Popen([python, program, f"--model_dir={folder}/run"], start_new_session=True, **streams)
 
 

@@ -315,7 +315,7 @@ def losses_of_a_whole_run(name, policy):
 CHANGES = [("halt", "skip"), ("skip", "rollback"), ("off", "skip")]
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after, name",
     [
@@ -341,7 +341,7 @@ def test_skipping_ends_where_nothing_else_is_left():
         )
 
 
-@pytest.mark.slow(spread=1, most=3)
+@pytest.mark.slow(spread=1)
 @cases(
     ("loss", "mirrored_x2", "tf_keras"),
     ("weight", "xla", "keras"),

@@ -5,7 +5,6 @@ import faulthandler
 import functools
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import threading
@@ -17,15 +16,13 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
+from paths import PYTHONPATH
 
 import looplib
 from looplib.guards import preemption, watchdog
 from looplib.guards.preemption import Preempted, notice
 from looplib.loop import device_loop
 from looplib.run import commits
-
-ROOT = pathlib.Path(__file__).absolute().parents[2]
-
 
 DEFAULT = make_strategy("default")
 
@@ -89,7 +86,7 @@ def finish(tmp_path, steps=40, **settings):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow(keep=1, most=3)  # each other signal has a test below
+@pytest.mark.slow(keep=1)  # each other signal has a test below
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("signum", preemption.SIGNALS)
 def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path):
@@ -219,7 +216,7 @@ def test_while_a_step_is_traced_the_process_ends_at_once(tmp_path):
 
 STALLED = """
 import sys, time
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = {path!r}
 import tensorflow as tf
 import toy, looplib
 from looplib.guards import preemption
@@ -261,7 +258,7 @@ print("weights", [w.tolist() for w in trainer.weights()])
 
 def program(template, tmp_path, **values):
     """The text of a program that imports this folder's files, with a run directory of its own."""
-    return template.format(tests=str(ROOT / "tests"), root=str(ROOT), folder=str(tmp_path / "run"), **values)
+    return template.format(path=PYTHONPATH.split(os.pathsep), folder=str(tmp_path / "run"), **values)
 
 
 @contextlib.contextmanager
@@ -318,7 +315,7 @@ def test_a_second_signal_leaves_at_once(python, tmp_path):
 
 INTERRUPTED = """
 import os, pathlib, signal, sys, threading, time
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = {path!r}
 import tensorflow as tf
 import toy, looplib
 from looplib.guards import preemption

@@ -43,7 +43,7 @@ def saved_steps(model_dir):
 
 
 def curve(model_dir):
-    """What metrics.jsonl says, less the speed."""
+    """Returns the records of metrics.jsonl without the speed."""
     records = read_jsonl(os.path.join(model_dir, "metrics.jsonl"))
     for record in records:
         record.pop("steps_per_second", None)
@@ -89,7 +89,7 @@ def run(model_dir, steps, eval_interval=7, strategy=DEFAULT, trainer_class=Quiet
     return trainer, controller, result
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, stops",
     [
@@ -115,7 +115,7 @@ def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name,
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["eager", *more(["graph", "auto"])])
 @pytest.mark.parametrize("steps_per_loop", [3, *more([2])])
 def test_a_run_that_fails_after_its_last_step_reports_it_when_it_is_started_again(loop, steps_per_loop, tmp_path):

@@ -73,7 +73,7 @@ def test_a_start_costs_little_more_than_that_of_a_loop_by_hand(tmp_path):
 
 @pytest.fixture(scope="module")
 def imported():
-    """What a process prints that imports looplib twice: [garbage collection off, then on], the rooms that are loaded."""
+    """Returns the output of a process that imports looplib twice: [garbage collection off, then on], the rooms that are loaded."""
     code = """
 import gc, sys
 for switch in (gc.disable, gc.enable):  # TensorFlow is imported with the first one

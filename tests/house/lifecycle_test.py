@@ -383,7 +383,7 @@ def trained(folder, keras, rate, steps, change=None):
     return trainer
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     """As in a run whose learning rate is set to it at that step; and run.json says what was and what is."""
     trained(tmp_path, keras, 0.05, 3)

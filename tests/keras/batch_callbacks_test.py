@@ -60,7 +60,7 @@ def assert_calls(ours, theirs):
         np.testing.assert_allclose([found[name] for name in expected], [*expected.values()], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", ["tf_keras", "keras"], indirect=True)
 def test_batches_are_observed_with_the_logs_of_fit_also_over_a_restart_within_an_epoch(keras, tmp_path):
     theirs, ours, first, second = (recorder(keras) for _ in range(4))

@@ -42,7 +42,7 @@ def arguments(targets, kind, batch=4):
     return {"x": tf.data.Dataset.from_tensor_slices((x, targets)).batch(batch)}
 
 
-@pytest.mark.slow(spread=1, most=5)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("case, kind", [("soft", "arrays"), ("soft column", "data set"), ("soft vectors", "arrays"),
                                         ("masks", "data set"), ("one-hot masks", "data set"),
                                         *more([("soft", "data set"), ("soft column", "arrays")])])  # fmt: skip

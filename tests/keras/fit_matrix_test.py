@@ -1,4 +1,4 @@
-"""Models of the kinds that people train with `fit` are right in looplib, or refused: docs/keras_matrix*.md."""
+"""Models of the kinds that people train with `fit` are right in looplib, or refused: docs/keras_matrix.md."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ FEW = (
     ("contrastive", "keras", ("replicas",)),
 )
 IN_TURNS = (("replicas",), ("fit", "resumed"), ("fit", "export"))  # each against `fit`
-ALL = [  # each row, the families and columns in turns; `python tests/fit_matrix.py` tries all
+ALL = [  # each row, the families and columns in turns; `python tests/programs/fit_matrix.py` tries all
     pytest.param(
         row.name,
         row.families[number % len(row.families)],
@@ -27,7 +27,7 @@ ALL = [  # each row, the families and columns in turns; `python tests/fit_matrix
 ]
 
 
-@pytest.mark.slow(spread=1, most=10)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, family, columns", [*FEW, *ALL])
 def test_a_model_is_right_or_refused(name, family, columns, tmp_path):
     for package in (family, *fit_matrix.ROWS[name].needs):
@@ -36,12 +36,11 @@ def test_a_model_is_right_or_refused(name, family, columns, tmp_path):
     assert not {column: cell for column, cell in cells.items() if cell.startswith(fit_matrix.WRONG)}
 
 
-def test_the_pages_have_the_rows_of_the_script_and_nothing_is_wrong():
+def test_the_page_has_the_rows_of_the_script_and_nothing_is_wrong():
     expected = [fit_matrix.line_of(row, family, {}).split(" | ")[:2] for row, family in fit_matrix.every()]
-    pages = [(fit_matrix.DOCS / part).read_text() for part in fit_matrix.PARTS]
-    lines = [line for page in pages for line in fit_matrix.names_in(page).values()]
-    assert [line.split(" | ")[:2] for line in lines] == expected
-    assert not any(fit_matrix.WRONG in page for page in pages)
+    page = fit_matrix.PAGE.read_text()
+    assert [line.split(" | ")[:2] for line in fit_matrix.names_in(page).values()] == expected
+    assert fit_matrix.WRONG not in page
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def path_of(source, make, keras, monkeypatch):
 SOURCES = ("resident", "host", "numbered", "generator", "py_dataset")
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kind", STRUCTURES)
 @pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])

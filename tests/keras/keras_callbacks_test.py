@@ -117,7 +117,7 @@ def test_other_settings_of_early_stopping_are_those_of_fit(keras, others, tmp_pa
     assert_as_fit((trained(keras, called), called), theirs)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fails, monitor, keras",
     [*itertools.product([1, 4, 6], ["val_loss", "loss"], FAMILIES), (6, "loss", "tf_keras"), (4, "val_loss", "keras")],

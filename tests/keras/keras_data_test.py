@@ -67,7 +67,7 @@ def lines(folder):
     return rows.map(lambda row: (row[:, :3], row[:, 3:]))
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make, keras, strategy",
     [

@@ -128,7 +128,7 @@ def keras(request):
     return FAMILIES[request.param]
 
 
-@pytest.mark.slow(most=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [scalar_loss, scalar_beside_mean, own_step, scaled_tracker, endpoint])
 def test_replicas_train_and_report_as_fit_does_on_one_device(make, keras):
     x = {"x": X, "y": Y} if make is endpoint else X
@@ -244,7 +244,7 @@ TOKENS = np.where(np.arange(5) <= np.arange(ROWS)[:, None] // 8, 1 + np.arange(R
 DIVIDED = [masked, void, divided_by_weights, summed, own_normalization, own_step_of_void, annealed_mean]
 
 
-@pytest.mark.slow(most=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", DIVIDED)
 def test_what_a_loss_divides_by_is_that_of_the_global_batch(make, keras):
     """Masks, void classes, weights and sums, and sums over replicas in a layer; parts of batches differ in size."""
@@ -468,7 +468,7 @@ REFUSED += [
 ]
 
 
-@pytest.mark.slow(most=10)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", REFUSED)
 def test_a_loss_that_replicas_cannot_divide_is_refused(make, keras):
     if make is condition_in_a_layer and keras is keras3:
@@ -715,7 +715,7 @@ def test_a_compiled_metric_of_ones_own_that_keeps_a_maximum_is_refused(keras):
         trained(make, keras, make_strategy("mirrored_x2"), X, Y)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_with_a_metric_that_is_named_continues_on_another_number_of_replicas(family, tmp_path):
     def trained(strategy, steps):
@@ -848,7 +848,7 @@ class ByStep(looplib.Trainer):
         return {"loss": losses}
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [None, ByLoss, ByStep])
 def test_synchronized_statistics_leave_out_masked_steps_of_all_replicas(make, keras):
     strategy = make_strategy("mirrored_x2")

@@ -1,4 +1,4 @@
-"""What a `train_step` or `test_step` of a model's own returns is what is reported, and what guards watch."""
+"""Values that a model's own `train_step` or `test_step` returns are reported, and watched by guards."""
 
 import numpy as np
 import pytest

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import make_strategy, more
+from keras_scripts import BATCH, EPOCHS, fitted
 
 import looplib
 from looplib.errors import CallbackError, EndlessDataError, SettingError, UsageError
 from looplib.keras.callbacks import KerasCallbacks
 
-BATCH, EPOCHS = 16, 3  # 49 examples: the last batch of an epoch has one
 FAMILIES = ("keras", "tf_keras")
 
 
@@ -27,13 +27,6 @@ def cases(*few, turns=False):
     if turns:
         product = [(name, FAMILIES[number % len(FAMILIES)]) for number, name in enumerate(keras_scripts.SCRIPTS)]
     return [*few, *(pytest.param(*case, marks=pytest.mark.slow) for case in product if case not in few)]
-
-
-def fitted(name, keras, **others):
-    """Returns (weights, history) after fit."""
-    model, arguments = keras_scripts.build(name, keras)
-    history = model.fit(**arguments, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, **others)
-    return [np.array(variable) for variable in model.trainable_variables], history.history
 
 
 @functools.cache
@@ -75,7 +68,7 @@ def assert_as_in_fit(model, reports, expected):
 FEW = (("multi_output", "keras"), ("custom_train_step", "tf_keras"), ("regression", "keras"))
 
 
-@pytest.mark.slow(spread=1, most=4)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("name, keras", cases(*FEW), indirect=["keras"])
 def test_a_script_trains_as_in_fit(name, keras):
     (model, reports, step), expected = plain(name, keras)
@@ -83,7 +76,7 @@ def test_a_script_trains_as_in_fit(name, keras):
     assert step == EPOCHS * 4 and [event.metrics["epoch"] for event in reports["train"]] == [1, 2, 3]
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, keras", cases(("mlp", "keras"), turns=True), indirect=["keras"])
 def test_several_replicas_train_as_fit_on_one_device(name, keras):
     if name == "autoencoder":
@@ -118,7 +111,7 @@ def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_tr
         assert controller.train(8)["loss"] == pytest.approx(reports["train"][1].metrics["loss"], rel=1e-5)
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, keras", cases(("cnn", "keras"), turns=True), indirect=["keras"])
 def test_a_run_in_two_parts_is_the_run_in_one(name, keras, tmp_path):
     (whole, expected, _), _ = plain(name, keras)
@@ -183,7 +176,7 @@ def remembering(keras):
     return Remembering
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 def test_what_callbacks_remember_continues_after_restarts_and_a_crash(keras, tmp_path, caplog):
     kind = remembering(keras)
 
@@ -376,7 +369,7 @@ def test_epochs_are_steps_of_any_trainer_whose_data_has_a_known_length():
         assert "epoch" not in controller.train(2)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check, name",  # each third one, in turns
     [(("resume", "replicas")[number % 2], name) for number, name in [*enumerate(keras_scripts.SCRIPTS)][1::3]],

@@ -138,7 +138,7 @@ def test_each_kind_trains_as_in_fit(kind, keras, strategy):
     np.testing.assert_allclose(evaluated["eval"]["mae"], expected["mae"], rtol=1e-5)
 
 
-@pytest.mark.slow(spread=1, most=3)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("kind", [*KINDS, "loader with set_epoch"])
 def test_a_resume_within_an_epoch_is_bit_equal_to_an_uninterrupted_run(kind, tmp_path):
     make = KINDS.get(kind, lambda keras: Sampled())

@@ -109,7 +109,7 @@ def test_conditions_on_tensors_work_in_each_function_of_the_user(name, loop):
     assert metrics["own"] == metrics["layer"] == evaluated["own"] == pytest.approx(expected)
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("keras", [keras3, tf_keras])
 @pytest.mark.parametrize("settings", [{}, {"micro_batches": 2}, {"jit_compile": True}], ids=str)
 def test_conditions_on_tensors_work_in_a_loss_fn(settings, keras):

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
+from ordered import ordered
 
 import looplib
 from looplib.loop.additions import examples_checksum, hash_of_each, of_parts
@@ -145,7 +146,8 @@ def run(name, folder, steps, engine="graph"):
 
 @pytest.mark.slow
 def test_one_number_on_any_strategy_engine_and_across_a_resume(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", "1")
+    for name, path in ordered(example_checksums=True).items():
+        monkeypatch.setenv(name, path)
     whole = [record["examples_checksum"] for record in run("default", tmp_path / "whole", 20)]
     assert len(set(whole)) == 2 and all(0 < number < 2**53 for number in whole)
     others = [run(name, tmp_path / name, 20) for name in ["mirrored_x2", "mirrored_x4"]]
@@ -158,10 +160,7 @@ def test_one_number_on_any_strategy_engine_and_across_a_resume(monkeypatch, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", [None, "0"])
-def test_nothing_is_added_unasked(value, monkeypatch, tmp_path):
-    monkeypatch.delenv("LOOPLIB_EXAMPLE_CHECKSUMS", raising=False)
-    if value:
-        monkeypatch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", value)
+def test_nothing_is_added_unasked(monkeypatch, tmp_path):
+    monkeypatch.delenv("LOOPLIB_ORDER", raising=False)
     (record,) = run("default", tmp_path, 10)
     assert record.keys() == {"step", "split", "loss", "steps_per_second", "epoch"}

@@ -118,7 +118,7 @@ def possible(params):
     return params["loop"] != "eager" or params["kind"] == "mlp"  # conformance_test has the eager loop
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("kind", ["mlp", "normalized", *more(["cnn"])])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):
@@ -130,7 +130,7 @@ def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, 
         assert set(controller.engines["train"]["seconds_per_step"]) == {"graph"}
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop, ahead", [("graph", True), *more([("xla", True), ("xla", False), ("auto", True)])])
 def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials, monkeypatch):
     if not ahead:  # as large rows are: gathered in the step
@@ -139,7 +139,7 @@ def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials
     np.testing.assert_allclose(trainer.losses, graph_losses()[:6], rtol=2e-4)
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, loop, make",
     [
@@ -201,7 +201,7 @@ def by_boundaries(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["xla", "auto"])
 def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_boundaries, fast_trials):
     records, order = by_boundaries(loop)

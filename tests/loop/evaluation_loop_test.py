@@ -32,7 +32,7 @@ class Sums(looplib.Evaluator):
 
 
 def plain_totals(examples, batch):
-    """What a loop in Python over the batches of replicas adds up to."""
+    """Returns the totals of a loop in Python over the batches of replicas."""
     weights = squares = batches = values = 0
     for start in range(0, examples, batch):
         part = VALUES[start : min(start + batch, examples)]

@@ -1,4 +1,4 @@
-"""What an evaluation hands to the host, and what it runs in."""
+"""Outputs of an evaluation for the host, and the mode that it runs in."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What a step shows: images, texts and histograms of reported steps, in files and in TensorBoard, each once."""
+"""Images, texts and histograms of reported steps, in files and in TensorBoard, each once."""
 
 import json
 import urllib.parse

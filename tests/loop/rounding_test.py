@@ -1,16 +1,15 @@
 """`check replicas` tells rounding that grows from a step that depends on how the examples are divided."""
 
-import concurrent.futures
-
 import divided
 import numpy as np
 import pytest
+from lazily import Results
+from ordered import ordered
 
-from looplib.checkpoint.perturbation import VARIABLE
 from looplib.commands.compare import compare, decided_by_rounding, first_moved_by_rounding
 from looplib.run.records import read_jsonl
 
-RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
+RUNS = {"1": (1, 0), "last_bit_1": (1, 1), "last_bit_2": (1, 2), "2": (2, 0), "4": (4, 0)}
 CASES = {
     **{(kind, 200): True for kind in divided.RIGHT},
     **{(kind, 20): False for kind in divided.WRONG},
@@ -25,8 +24,8 @@ FEW = ("1", "last_bit_1", "2")  # two replicas and one nudge
 
 
 @pytest.fixture(scope="module")
-def folders(nursery, cases, tmp_path_factory):
-    """The run directories of each case, by the names of RUNS."""
+def folders(nursery, tmp_path_factory):
+    """The run directory of each case and name of RUNS."""
 
     def run(job):
         (kind, steps), name = job
@@ -34,13 +33,12 @@ def folders(nursery, cases, tmp_path_factory):
         replicas, nudge = RUNS[name]
         flags = [f"--model_dir={folder}", f"--config.kind={kind}", f"--train_steps={steps}", "--steps_per_loop=1"]
         flags += ["--loop=eager"] if steps < 100 else []  # saves the tracing
-        environment = {VARIABLE: nudge} if nudge else {}
+        environment = ordered(example_checksums=True, perturbation=nudge)
         life = nursery.life_of("divided", *flags, f"--num_virtual_devices={replicas}", environment=environment)
         assert life.code() == 0, life.output()[-2000:]
-        return job, folder
+        return folder
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(pool.map(run, [(case, name) for case in cases("case") for name in RUNS]))
+    return Results(run)
 
 
 @pytest.mark.slow

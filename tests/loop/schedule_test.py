@@ -15,7 +15,7 @@ SCHEDULES = st.builds(
 
 
 def step_by_step(schedule, start, last):
-    """What a loop over single steps finds due after one step and up to another."""
+    """Returns what a loop over single steps finds due after one step and up to another."""
     for step in range(start + 1, last + 1):
         report, save = step % schedule.report_every == 0, step % schedule.save_every == 0
         end = step == schedule.end

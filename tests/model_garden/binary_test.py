@@ -1,6 +1,5 @@
 """`python -m trainers.model_garden` takes Model Garden's command line, and what is killed resumes exactly."""
 
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -8,13 +7,14 @@ import re
 import subprocess
 
 import pytest
+from lazily import Results
 
 pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib[models]'")
 
+import lives
 import side_by_side
 import tensorflow as tf
 import yaml
-from faults import lives
 
 from looplib.run.records import read_jsonl
 
@@ -139,22 +139,22 @@ def test_a_start_that_is_refused_leaves_the_runs_configuration(run, files, nurse
 
 
 @pytest.fixture(scope="module")
-def checks(files, nursery, cases):
+def checks(files, nursery):
     """`check resume` of ResNet, with the random augmentation of its pipeline, and of BERT, with dropout."""
 
-    def check(name, *flags):
-        command = [nursery.python, "-m", BINARY, f"--experiment={name}", f"--config_file={files[name]}", *flags]
+    flags = {"resnet_imagenet": ["--deterministic"], "bert/pretraining": []}
+
+    def check(name):
+        command = [nursery.python, "-m", BINARY, f"--experiment={name}", f"--config_file={files[name]}", *flags[name]]
         return subprocess.run(
             [nursery.python, "-m", "looplib", "check", "resume", "--kills=2", "--", *command],
             capture_output=True, text=True, cwd=ROOT, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
-    flags = {"resnet_imagenet": ["--deterministic"], "bert/pretraining": []}
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(cases("name"), pool.map(lambda name: check(name, *flags[name]), cases("name"))))
+    return Results(check)
 
 
-@pytest.mark.slow(most=1)  # model_garden_test has a run that resumes exactly
+@pytest.mark.slow  # model_garden_test has a run that resumes exactly
 @pytest.mark.parametrize("name", ["bert/pretraining", "resnet_imagenet"])
 def test_a_killed_run_resumes_exactly(name, checks):
     result = checks[name]

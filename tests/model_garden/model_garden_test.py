@@ -59,7 +59,7 @@ def both(request, tmp_path_factory):
     return request.param, params, directory, theirs, side_by_side.under_looplib(params, f"{directory}/ours")
 
 
-@pytest.mark.slow(spread=1, most=2)
+@pytest.mark.slow(spread=1)
 def test_the_training_losses_and_the_weights_are_the_drivers(both):
     _, _, _, theirs, ours = both
     assert list(ours.losses) == [1, 2, 3, 4, 5, 6]
@@ -130,7 +130,7 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     assert mean_iou(sum(matrices)) != pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-2)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "both",
     ["resnet_imagenet", *more(name for name in _PLAIN if name != "resnet_imagenet")],

@@ -13,7 +13,7 @@ _SOME = ("bert/squad_qat", "coco_yolov7_pico", "darknet_classification", "seg_un
 _TEXT = [name for name in project_experiments.PROJECTS if name.startswith(("bert/sentence_prediction", "bigbird"))]
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*_SOME, *_TEXT])
 def test_a_project_s_experiment_trains_evaluates_and_resumes_as_under_the_driver(name, tmp_path):
     experiment = project_experiments.PROJECTS[name]

@@ -1,4 +1,4 @@
-"""What a task uses as metrics, Keras's or not, is reported and reset as under Model Garden's driver."""
+"""Metrics of a task, Keras's or not, are reported and reset as under Model Garden's driver."""
 
 import numpy as np
 import pytest

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from paths import PYTHONPATH
 
 pytest.importorskip("orbit", reason="needs Orbit, which comes with Model Garden: pip install 'looplib[models]'")
 
@@ -494,7 +495,7 @@ class Unbuilt(Classifier):
         self.model = tf_keras.Sequential([tf_keras.layers.Dense(4, "relu"), tf_keras.layers.Dense(toy.NUM_CLASSES)])
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
 def test_a_model_that_gets_its_variables_late_trains_resumes_and_is_evaluated_by_a_job_of_its_own(name, tmp_path):
     strategy = make_strategy(name)
@@ -707,16 +708,15 @@ def test_what_would_never_end_is_refused():
 def test_a_binary_runs_them(python, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import dataclasses, looplib\nfrom looplib import launch\nfrom foreign_test import Line, LineError\n"
+        "import dataclasses, looplib\nfrom looplib import launch\nfrom orbit_loops.foreign_test import Line, LineError\n"
         "@dataclasses.dataclass\nclass Config:\n    x: int = 0\n"
         "def build(config):\n    t = Line()\n"
         "    return looplib.OrbitTrainer(t), looplib.OrbitEvaluator(LineError(t))\n"
         "if __name__ == '__main__':\n    launch.run(build, Config(), train_steps=8, eval_interval=4)\n"
     )
-    paths = [str(pathlib.Path(__file__).parent), str(ROOT / "tests"), str(ROOT)]
     done = subprocess.run(
         [python, program, f"--model_dir={tmp_path}/run"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "step       8  eval   line/error" in done.stdout

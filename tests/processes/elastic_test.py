@@ -7,20 +7,21 @@ import signal
 
 import pytest
 from conftest import more
-from local_launch_test import SAVES, Launched
+from local_workers_test import SAVES, Launched
 
 from looplib import __main__ as tools
-from looplib.processes.worker_numbers import RestartBudget, WorkerNumbers
+from looplib.processes.restarts import RestartBudget, WorkerNumbers
 
 # The first worker notes each start: how many there are, where it is, and what `run.json` has about the start. One that
 # dies waits for the others, which end as looplib's do: with code 1, as soon as they notice.
 NOTED = """
+from looplib.processes import orders
 count = len(me.workers)
 here = [path.with_name(f"{i}.{me.job_id}") for i in range(count)]
 dead = path.with_name(f"dead.{me.job_id}")
 if index == 0:
     with path.with_name("starts").open("a") as file:
-        print(count, me.workers[0], os.environ["LOOPLIB_START_NOTE"], file=file)
+        print(count, me.workers[0], orders.current().note, file=file)
 here[index].write_text("")
 def die():
     while not all(place.exists() for place in here):
@@ -75,7 +76,7 @@ def test_after_a_death_those_that_are_left_start_again_and_later_all(tmp_path):
 def test_a_number_that_cannot_share_the_global_batch_is_passed_over(tmp_path):
     script = """
 if index == 0:
-    pathlib.Path(os.environ["LOOPLIB_LAUNCH_BATCH"]).write_text("12")
+    orders.tell_batch(12)
 if 12 % count:
     sys.exit(75)
 if count == 4:
@@ -92,7 +93,7 @@ if count == 4:
 
 @pytest.mark.slow
 def test_where_no_number_can_share_the_global_batch_the_launch_says_so(tmp_path):
-    script = 'pathlib.Path(os.environ["LOOPLIB_LAUNCH_BATCH"]).write_text("7")\nsys.exit(75)'
+    script = "orders.tell_batch(7)\nsys.exit(75)"
     code, _, err = Elastic(tmp_path, script).end()
     assert code and "a global batch of 7 examples cannot be divided among 2 to 4 workers" in err[-1]
 
@@ -158,17 +159,16 @@ def test_workers_are_not_ended_for_more_of_them_before_their_first_report(tmp_pa
     script = """
 if lives == 0:
     die() if index == 1 else stay()
-batch = pathlib.Path(os.environ["LOOPLIB_LAUNCH_BATCH"])
 def end(*_):
     path.with_name(f"told{index}").write_text(str(time.time()))
     os._exit(75)
 signal.signal(signal.SIGTERM, end)
 if count == 2:
     if index == 0:
-        batch.write_text("6")
+        orders.tell_batch(6)
         time.sleep(4)
         path.with_name("reported").write_text(str(time.time()))
-        batch.with_name(batch.name + ".reported").write_text("")
+        orders.tell_batch()
     time.sleep(1000)
 """
     launched = Elastic(tmp_path, script, workers=3, grow_after=2.0)

@@ -1,7 +1,6 @@
 """The examples: short, and each learns, resumes and does not depend on the number of replicas."""
 
 import collections
-import concurrent.futures
 import json
 import os
 import pathlib
@@ -9,7 +8,8 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import more, repetitions
+from conftest import more
+from lazily import Results
 
 from trainers import small_data
 
@@ -28,7 +28,7 @@ def start(python, *arguments):
 
 @pytest.fixture(scope="module")
 def results(python, tmp_path_factory):
-    """The last evaluation of each example, one of which trains on two replicas; two at a time."""
+    """The last evaluation of each example, one of which trains on two replicas."""
     folder = tmp_path_factory.mktemp("examples")
     steps = {"mixture": 300, "regression": 300, "retrieval": 200, "tagging": 100}
 
@@ -39,9 +39,7 @@ def results(python, tmp_path_factory):
         records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         return next(record for record in reversed(records) if record["split"] == "eval")
 
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        names = repetitions(("tagging",), NAMES)
-        return dict(zip(names, pool.map(run, names)))
+    return Results(run)
 
 
 def test_an_example_has_fewer_than_forty_lines():

@@ -1,4 +1,4 @@
-"""What writes, moves or removes files does it in `looplib/base/files.py` and `looplib/base/folders.py`, which check the names."""
+"""Files are written, moved and removed in `looplib/base/files.py` and `looplib/base/folders.py` alone, which check the names."""
 
 import ast
 import pathlib
@@ -32,17 +32,17 @@ ALLOWED = {
     ("looplib/buckets/note.py", "os.rmdir"): "empty folders that a walk below the mirror's own has found",
     ("looplib/buckets/download.py", "os.utime"): "files of a copy, which this class has written",
     ("looplib/stores/ranges.py", "os.utime"): "blocks of the cache, by names that this class has made",
-    ("looplib/run/machine.py", "open, to read"): "/proc/cpuinfo",
+    ("looplib/run/report.py", "open, to read"): "/proc/cpuinfo and /proc/PID/stat",
     ("looplib/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
-    ("looplib/processes/children.py", "open, to read"): "/proc/PID/stat",
-    ("looplib/processes/launch_folder.py", "os.open"): "the lock, new or without following a link",
+    ("looplib/processes/child.py", "open, to read"): "/proc/PID/stat",
+    ("looplib/processes/child.py", "os.open"): "the lock, new or without following a link",
+    ("looplib/processes/orders.py", "os.open"): "the file of an order, which is new",
     ("looplib/commands/replay.py", "open, to write"): "names in a new temporary folder",
     ("looplib/commands/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
     ("looplib/data/records/files.py", "open, to read"): "the user's data",
     ("looplib/data/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
     ("looplib/weights/taking.py", "open, to write"): "a name in the new folder of an export",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
-    ("looplib/run/program.py", "open, to read"): "/proc/PID/stat",
     ("looplib/report/run_report.py", "open, to read"): "/proc/self/statm",
     ("looplib/actions/profile.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
 }

@@ -18,9 +18,10 @@ import pytest
 import looplib
 from looplib import errors
 from looplib.binary import command_line, config
-from looplib.checkpoint import directory
 from looplib.config.settings import Flag, flags_of
-from looplib.report.page.fields import FIELDS
+from looplib.processes import orders
+from looplib.run import directory
+from looplib.run.report import FIELDS
 
 ROOT = pathlib.Path(__file__).absolute().parents[2]
 PAGES = ROOT / "docs" / "reference"
@@ -102,7 +103,7 @@ def described(kind: type) -> dict[str, str]:
 
 
 # The commands that compare runs or start them again, and those that start workers, have pages of their own.
-CHECKING = ("audit", "check", "diff", "replay", "rerun")
+CHECKING = ("check", "diff", "replay", "rerun")
 STARTING = ("launch", "ray")
 
 
@@ -176,12 +177,39 @@ def run_directory() -> str:
     )  # fmt: skip
 
 
+VARIABLES = {
+    "LOOPLIB_NUM_WORKERS": "The number of workers of a job on Kubernetes ([Kubernetes](../kubernetes.md)).",
+    "LOOPLIB_NUM_JOBS": "The number of replicated jobs of a JobSet, if there are several.",
+    "LOOPLIB_SERVICE": "The headless service of an Indexed Job, through which its workers find each other.",
+    "LOOPLIB_PORT": "The port of workers with Slurm and Kubernetes (default 2222).",
+    "LOOPLIB_JOB_ID": "What tells this attempt of a job from others, so that no worker of another one is let in.",
+    "LOOPLIB_CACHE": "The folder of local copies and indices (default `looplib` in `XDG_CACHE_HOME`, or `~/.cache/looplib`).",
+    "LOOPLIB_RECORDS_GB": "How many gigabytes of blocks of remote records stay in that folder (default 8, 0 for none).",
+    "LOOPLIB_ORDER": "The file of an order; tools set it for the programs that they start.",
+}
+
+
+def environment() -> str:
+    """Returns the page of the environment variables."""
+    rows = [f"| `{name}` | {text} |" for name, text in VARIABLES.items()]
+    parts = described(orders.Order)
+    return (
+        "# Environment variables\n\nlooplib reads these, besides those of TensorFlow, of clouds and of managers of clusters.\n\n"
+        "| variable | meaning |\n|---|---|\n" + "\n".join(rows) + "\n\n## Orders\n\nA tool that starts a program of looplib "
+        "orders what no flag says by a file, which only the same user may read or write (mode 0600). It is JSON with any of these:\n\n"
+        + "\n".join(f"- `{name}`: {text}" for name, text in parts.items())
+        + "\n\nTo have checksums of examples in a run of your own:\n\n```sh\n(umask 077; echo '{\"example_checksums\": true}' > "
+        "/tmp/order.json)\nLOOPLIB_ORDER=/tmp/order.json python train.py --model_dir=/tmp/run\n```\n"
+    )  # fmt: skip
+
+
 MADE = {
     "flags": flags,
     "settings": settings,
     "commands": commands,
     "commands_checks": commands_checks,
     "commands_workers": commands_workers,
+    "environment": environment,
     "exit_codes": exit_codes,
     "run_directory": run_directory,
 }
@@ -190,6 +218,11 @@ MADE = {
 def test_the_reference_says_what_the_code_says() -> None:
     wrong = [name for name, make in MADE.items() if (PAGES / f"{name}.md").read_text() != make()]
     assert not wrong, "run `python tests/project/reference_test.py --write`"
+
+
+def test_the_page_of_the_environment_has_the_variables_that_the_code_reads() -> None:
+    texts = [path.read_text() for path in (ROOT / "looplib").rglob("*.py")]
+    assert {name for text in texts for name in re.findall(r"LOOPLIB_[A-Z_]+", text)} == VARIABLES.keys()
 
 
 def test_each_setting_has_a_description() -> None:

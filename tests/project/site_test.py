@@ -122,7 +122,7 @@ def test_the_architecture_numbers_the_files_of_a_path(path):
 
 
 def test_the_architecture_names_functions_that_are_there():
-    """What the pages say is in a file, such as `_ADVICE` in `data/causes.py`."""
+    """Names that the pages say are in a file, such as `_ADVICE` in `data/causes.py`."""
     named = re.findall(r"`([A-Za-z_][\w.]*)`,? (?:of|in) `([\w/]+\.py)`", ARCHITECTURE)
     named += [
         (name, file) for file, name in re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", ARCHITECTURE, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What `python -m trainers.small_data` writes is what Model Garden's loaders read, and the same each time."""
+"""Model Garden's loaders read what `python -m trainers.small_data` writes, which is the same each time."""
 
 import collections
 

@@ -1,6 +1,5 @@
 """`python -m looplib check tpu`: faults that are planted are found, on the line where they are; good steps pass."""
 
-import concurrent.futures
 import inspect
 import itertools
 import os
@@ -16,6 +15,8 @@ import tensorflow as tf
 import tf_keras
 import unfit
 from conftest import more
+from lazily import Results
+from paths import PYTHONPATH
 
 import looplib
 from looplib import __main__ as tools
@@ -39,22 +40,21 @@ def check(python, platform, options, binary):
     return subprocess.run(
         [python, "-m", "looplib", "check", platform, *options, "--", python, "-m", *binary],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TPU_NAME": "a-tpu-that-is-not-there"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "TPU_NAME": "a-tpu-that-is-not-there"},
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def results(python):
-    """All cases; two at a time, as many as the smallest machine has cores."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(lambda case: check(python, *CASES[case]), CASES)))
+    """What the check of each case comes to."""
+    return Results(lambda case: check(python, *CASES[case]))
 
 
 def line_of(marker):
     """file:line: text, of a line of unfit.py."""
     lines = inspect.getsource(unfit).splitlines()
     number = next(number for number, line in enumerate(lines, 1) if marker in line)
-    return f"tests/unfit.py:{number}: {lines[number - 1].strip()}"
+    return f"tests/programs/unfit.py:{number}: {lines[number - 1].strip()}"
 
 
 @pytest.mark.slow
@@ -208,7 +208,8 @@ def test_an_evaluation_of_batches_that_no_device_takes_tells_the_memory_that_is_
     result = look(train, evaluator=Ragged)
     step = result["steps"]["eval"]
     assert not step["lowered"] and step["memory"] == {"parameters": (4 * 2 + 2) * 4, "activations": None}
-    checks._say_of_step("eval", step, [f for f in result["findings"] if f["split"] == "eval"], "TPU")
+    findings = [preflight.Finding(**found) for found in result["findings"] if found["split"] == "eval"]
+    checks._say_of_step("eval", preflight.FoundStep(**step), findings, "TPU")
     said = capsys.readouterr().out
     assert "Ragged.dataset has a RaggedTensor, which XLA does not take" in said
     assert said.splitlines()[-1].endswith("memory of each TPU core: parameters 40 B, activations not known")
@@ -303,7 +304,7 @@ def test_where_tensorflow_has_hidden_what_is_not_public_less_is_reported(monkeyp
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
     assert places._graph_of(object(), "f") is None
     monkeypatch.setattr(places, "_graph_of", lambda graph, name: None)
-    monkeypatch.setattr(preflight.xla, "_fields", lambda message: [])
+    monkeypatch.setattr(preflight, "_fields", lambda message: [])
     result = look(train)
     assert result["steps"]["train"]["lowered"] and kinds(result) == set()
     assert result["steps"]["train"]["memory"]["activations and gradients"] is None

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import replayed
 import tensorflow as tf
+from ordered import ordered
 
 import looplib
 from looplib.__main__ import main
-from looplib.commands import replay
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
-from looplib.loop import additions
-from looplib.run.run_status import read_status
+from looplib.processes import child
+from looplib.run.status import read_status
 
 BAD = 37
 HANGS = 15
@@ -48,7 +48,7 @@ def runs(nursery, tmp_path_factory):
             for arguments in RUNS[name]:
                 life = nursery.life_of(
                     "replayed", f"--model_dir={folder / name}", "--train_steps=40", *arguments,
-                    environment={additions.VARIABLE: "" if name == "xla" else "1"},  # XLA has no op for it
+                    environment=ordered(example_checksums=name != "xla"),  # XLA has no op for it
                 )  # fmt: skip
                 assert life.code() == (name == "bad"), life.output()
             done[name] = folder / name, life.output().splitlines()[-1]
@@ -199,7 +199,7 @@ def test_a_loss_that_was_another_one_is_found(runs, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_replay_of_data_that_waits_in_python_says_where_it_is_and_ends(runs, monkeypatch, capfd):
-    monkeypatch.setattr(replay, "_NEWS_SECONDS", 0.2)
+    monkeypatch.setattr(child, "_NEWS_SECONDS", 0.2)
     assert main(["replay", str(runs("slow")[0]), f"--step={HANGS - 3}"]) == EXIT_DONE  # the data of 3 more steps waits
     out = capfd.readouterr().out
     places = [int(place) for place in re.findall(rf"\n  at step (\d+) of {HANGS - 3} \(\d+ s\)", out)]

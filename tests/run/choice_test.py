@@ -12,10 +12,10 @@ import tensorflow as tf
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.commands import recorded_run
 from looplib.errors import CheckpointError, NoCheckpointError, ReplayError, SettingError
-from looplib.report.page.read import read_run
+from looplib.report.page.content import read_run
 from looplib.report.page.verdict import findings
+from looplib.run import started
 
 # Of a run that was killed after step 25, resumed from step 20, and stopped at step 60, because 20 was the best.
 BEST, KEPT, LAST = 20, 50, 60
@@ -185,9 +185,9 @@ def test_a_binary_and_the_commands_take_what_is_named(trained, run, nursery, tmp
 
 
 def test_all_that_was_trained_can_be_replayed(trained):
-    recorded_run.check_replay(str(trained[0]), LAST)
+    started.check_replay(str(trained[0]), LAST)
     with pytest.raises(ReplayError, match="--step.*61.*60"):
-        recorded_run.check_replay(str(trained[0]), LAST + 1)
+        started.check_replay(str(trained[0]), LAST + 1)
 
 
 def test_the_page_and_the_status_of_a_run_say_that_it_was_resumed_and_where_it_went_back(trained, capsys):

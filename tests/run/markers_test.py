@@ -7,9 +7,9 @@ import pathlib
 import tempfile
 
 import pytest
-from faults.tampering import sign
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tampering import sign
 
 from looplib.errors import CheckpointError
 from looplib.run import commits

@@ -50,7 +50,7 @@ def whole(cloud, steps):
     assert cloud.read("metrics.jsonl").decode() == "".join(line(step, 0) for step in range(1, steps + 1))
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("code", list(EXPIRED))
 def test_a_token_that_expires_stops_no_step_and_the_copy_catches_up_once_the_file_is_rewritten(
     cloud, credentials, code

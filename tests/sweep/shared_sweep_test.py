@@ -16,15 +16,14 @@ import time
 import optuna
 import pytest
 from conftest import more
+from paths import PROGRAMS, ROOT
 from postgres import PASSWORD, QUOTED, Postgres, missing
 
 from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_UNKNOWN
-from looplib.sweep import space, storage
-from looplib.sweep.storage import parse
-from looplib.sweep.study import Study, SweepPlan
+from looplib.sweep import space
+from looplib.sweep.study import Study, SweepPlan, parse
 
-HERE = pathlib.Path(__file__).parent
 STEPS = 10
 RATES = ("0.5", "0.25", "0.75", "0.1", "0.9", "0.3")
 # A run that costs nothing to start: a checkpoint is an empty file, and the score is the step times the rate.
@@ -98,9 +97,9 @@ class Fleet:
 
     def start(self, *options, python=None, **order):
         """Starts a process; returns it."""
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with open(self.base / f"machine-{len(self.machines)}", "wb") as log:
-            arguments = [python or self.python, HERE / "impatient.py", *self.command(*options, **order)]
+            arguments = [python or self.python, PROGRAMS / "impatient.py", *self.command(*options, **order)]
             self.machines.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=log))
         return self.machines[-1]
 
@@ -183,7 +182,7 @@ def test_a_process_that_is_killed_and_one_that_joins_late_neither_lose_nor_repea
     assert "best: " in fleet.output(1) and "best: " in fleet.output(2)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("search", ["grid", "random", "tpe"])
 @pytest.mark.parametrize("fleet", ["sqlite", "postgresql"], indirect=True)
 def test_processes_killed_at_any_moment_end_with_the_results_of_one(fleet, search):
@@ -321,7 +320,7 @@ def test_a_process_that_ends_in_the_middle_of_taking_or_handing_over_a_trial_los
     command = ["train", "--a=1,2"]
     plan = SweepPlan(command=command, search="grid", metric="eval/score", goal="max", prune="none", seeds=0)
     parameters, database = space.parse(command)[1], parse(f"sqlite:///{tmp_path}/study.db", None)
-    monkeypatch.setattr(storage, "GRACE", 1)
+    monkeypatch.setattr("looplib.sweep.study.GRACE", 1)
 
     def study():
         return Study(str(tmp_path), plan, parameters, None, database)
@@ -358,7 +357,7 @@ def test_a_process_that_lives_keeps_its_trials_however_long_they_take(tmp_path, 
     command = ["train", "--a=1,2"]
     plan = SweepPlan(command=command, search="grid", metric="eval/score", goal="max", prune="none", seeds=0)
     parameters, database = space.parse(command)[1], parse(f"sqlite:///{tmp_path}/study.db", None)
-    monkeypatch.setattr(storage, "GRACE", 2)
+    monkeypatch.setattr("looplib.sweep.study.GRACE", 2)
     monkeypatch.setattr("looplib.sweep.study.BEAT", 0.3)
     first, second = (Study(str(tmp_path), plan, parameters, None, database) for _ in range(2))
     trial, end = first.next(), time.monotonic() + 4.5

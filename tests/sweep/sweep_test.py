@@ -20,6 +20,7 @@ import optuna
 import pytest
 import swept
 from conftest import more
+from paths import PYTHONPATH
 
 from looplib import UsageError
 from looplib.__main__ import main
@@ -30,8 +31,7 @@ from looplib.sweep import space
 from looplib.sweep.jobs import result
 from looplib.sweep.study import Study, SweepPlan, name_of
 
-TESTS = pathlib.Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
 
 
 def command(python, folder, *options, of=()):
@@ -427,7 +427,7 @@ def test_no_trial_is_stopped_by_a_value_that_a_rollback_has_taken_back(tmp_path)
     assert study.is_hopeless(trial, {100: 0.9, 200: 0.1, 300: 0.1})
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_the_runs_and_the_same_command_resumes(signum, python, tmp_path):
     of = ["--config.rate=0.1,0.2", "--config.pause=0.2"]
@@ -445,7 +445,7 @@ def test_a_signal_saves_the_runs_and_the_same_command_resumes(signum, python, tm
         assert float(row["eval/score"]) == pytest.approx(swept.score(float(row["config.rate"]), 40), rel=1e-5)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("search", ["random", *more(["tpe"])])
 def test_a_search_stays_in_its_ranges_and_draws_the_values_of_an_uninterrupted_one(search, python, tmp_path):
     of = ["--config.rate=1e-3..0.5:log", "--config.start=0..1", "--train_steps=10"]

@@ -146,7 +146,7 @@ CASES = [  # trainer, family, whose averages, the start, strategy
 ]
 
 
-@pytest.mark.slow(spread=3, most=5)
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize(
     "kind, family, ema, start, name", CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )

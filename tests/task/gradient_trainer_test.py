@@ -101,7 +101,7 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
-@pytest.mark.slow(most=6)
+@pytest.mark.slow
 @pytest.mark.slow(pairs=possible)
 @pytest.mark.parametrize("loop", ["eager", "xla", "graph"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
@@ -114,7 +114,7 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
 
-@pytest.mark.slow(keep=1, most=8)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize(
     "name, count", [("default", 4), ("one_device", 1), ("mirrored_x2", 4), ("mirrored_x2", 1), ("default", 1)]
@@ -311,7 +311,7 @@ class Uneven(looplib.GradientTrainer):
         return looplib.mean(errors, inputs[1][:, 0]) if self.weighted else errors
 
 
-@pytest.mark.slow(most=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name, count", [("mirrored_x2", 1), ("default", 2), ("mirrored_x2", 2), ("mirrored_x4", 1)])
 def test_losses_of_layers_weigh_by_the_examples_of_a_part(keras, name, count, weighted):
@@ -341,7 +341,7 @@ def test_losses_of_layers_weigh_by_the_examples_of_a_part(keras, name, count, we
     np.testing.assert_allclose(reports, own, rtol=1e-4)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, count", [("mirrored_x2", 1), ("default", 2)])
 def test_a_sum_that_a_layer_adds_is_refused_where_a_batch_is_computed_in_parts(keras, name, count):
     strategy = make_strategy(name)
@@ -441,7 +441,7 @@ def test_each_kind_of_clipping_is_that_of_numpy(clip):
         assert not np.allclose(one, before)
 
 
-@pytest.mark.slow(spread=1, most=5)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize(
     "name, family, count",
     [
@@ -458,7 +458,7 @@ def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family
     assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):
     class Norm(looplib.Evaluator):
@@ -504,7 +504,7 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, kind", [("mirrored_x2", "one"), ("default", "several"), *more([("default", "one")])])
 def test_an_optimizer_that_accumulates_moves_averages_rates_and_norms_with_its_updates(name, kind):
     """Three steps of a third of the batch are one of the batch, for all that counts updates."""
@@ -551,7 +551,7 @@ def test_an_optimizer_that_accumulates_moves_averages_rates_and_norms_with_its_u
     assert not reports[0::3, -1].any() and not reports[1::3, -1].any()  # the norms of updates that there are not
 
 
-@pytest.mark.slow(keep=1, most=2)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "name, family",
     [
@@ -755,7 +755,7 @@ class OwnSlope(looplib.Trainer):
         return {"learning_rate": looplib.last(rate), "update_norm": looplib.last(moved[0, 0])}
 
 
-@pytest.mark.slow(most=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, name, settings",
     [
@@ -802,7 +802,7 @@ class Contrastive(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
     found = []
     for name in ("default", "mirrored_x2", "mirrored_x4"):
@@ -836,7 +836,7 @@ def test_positions_are_those_of_the_gathered_rows(static):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mirrored_x2", *more(["default", "mirrored_x4"])])
 def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
     class Own(looplib.Trainer):
@@ -1155,7 +1155,7 @@ print("parts", trainer.micro_batches, "moved", moved)
 """
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes, expected", [(180, [2]), *more([(1500, [1])])])
 def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, tmp_path):
     """TensorFlow's own limit for the CPU's memory stands for a GPU's; one activation has 205 MB."""
@@ -1213,13 +1213,12 @@ def test_a_global_batch_size_that_is_fixed_in_the_step_is_a_sentence_on_replicas
 
 
 class _Parts(looplib.GradientTrainer):
-    """Reports the numbers that its parts draw, or compares the examples of a part."""
+    """Reports the numbers that its parts draw, and uses the outputs of a part."""
 
-    compares = False
-
-    def __init__(self, micro_batches):
+    def __init__(self, micro_batches, use=None, jit_compile=False):
         model = keras3.Sequential([keras3.Input((2,)), keras3.layers.Dense(1)])
-        super().__init__(model, keras3.optimizers.SGD(0.1), micro_batches=micro_batches)
+        super().__init__(model, keras3.optimizers.SGD(0.1), micro_batches=micro_batches, jit_compile=jit_compile)
+        self.use = use or tf.identity
 
     def dataset(self, context):
         return context.indices(8).map(lambda i: tf.ones([tf.shape(i)[0], 2]))
@@ -1227,7 +1226,7 @@ class _Parts(looplib.GradientTrainer):
     def loss_fn(self, inputs):
         outputs = self.model(inputs)[:, 0]
         drawn = tf.random.stateless_uniform(tf.shape(outputs), self.step_seed())
-        others = looplib.all_gather(outputs) if self.compares else outputs
+        others = tf.cast(self.use(outputs[:, None]), tf.float32)
         sums = {"drawn": tf.reduce_sum(drawn), "square": tf.reduce_sum(drawn**2)}
         return tf.square(outputs) + tf.reduce_mean(others), {name: looplib.total(one) for name, one in sums.items()}
 
@@ -1238,8 +1237,20 @@ def test_each_micro_batch_draws_numbers_of_its_own():
     assert found["square"] - found["drawn"] ** 2 / 8 > 1e-2  # the variance of eight equal numbers is 0
 
 
-def test_a_comparison_of_examples_is_refused_in_micro_batches():
-    trainer = _Parts(4)
-    trainer.compares = True
-    with pytest.raises(StepError, match="all_gather.*micro_batches=1"):
-        looplib.Controller(looplib.RunConfig(global_batch_size=8), trainer=trainer, writers=[]).train(1)
+@pytest.mark.parametrize("loop", ["graph", "eager"])
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["", "jit"])
+def test_what_needs_the_examples_of_all_parts_is_refused_in_micro_batches(loop, jit_compile):
+    context, normalization = tf.distribute.get_replica_context, keras3.layers.BatchNormalization(synchronized=True)
+    normalization.build((None, 1))
+    uses = [
+        looplib.all_gather,
+        looplib.global_positions,
+        lambda outputs: context().all_reduce(tf.distribute.ReduceOp.SUM, outputs),
+        lambda outputs: context().all_gather(outputs, axis=0),
+        lambda outputs: normalization(outputs, training=True),
+    ]
+    for use in uses:
+        trainer = _Parts(4, use, jit_compile)
+        config = looplib.RunConfig(global_batch_size=8, loop=loop)
+        with pytest.raises(StepError, match="all_reduce.*all_gather.*micro_batches=1"):
+            looplib.Controller(config, trainer=trainer, writers=[]).train(1)

@@ -1,4 +1,4 @@
-"""What actions and learning rates remember belongs to what has their name, wherever it stands in a list."""
+"""Memories of actions and learning rates belong to what has their name, wherever it stands in a list."""
 
 import re
 
@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
-from faults.tampering import rewrite_run_state
+from tampering import rewrite_run_state
 
 import looplib
 from looplib.errors import ActionError, CheckpointError

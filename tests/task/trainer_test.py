@@ -1,4 +1,4 @@
-"""What a Trainer offers on its own."""
+"""The interface of a Trainer without a controller."""
 
 import numpy as np
 import pytest

@@ -79,7 +79,7 @@ def fresh(keras, build):
     return build(keras)
 
 
-@pytest.mark.slow(spread=5, most=20)
+@pytest.mark.slow(spread=5)
 @pytest.mark.parametrize("build", [sequential, functional, subclassed])
 @pytest.mark.parametrize("how", FORMATS)
 def test_weights_come_back_bit_by_bit(how, build, keras, tmp_path):

@@ -67,7 +67,7 @@ def encoder():
 
 
 def computed(tensors, words):
-    """What BERT computes, in numpy."""
+    """Computes BERT in numpy."""
 
     def normed(x, name):
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-12)

@@ -1,14 +1,13 @@
 """A warm start needs at most two and a quarter of a tensor more than the model, and no read copies a weight after it."""
 
 import os
-import pathlib
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from paths import PYTHONPATH
 
-HERE = pathlib.Path(__file__).parent
 # Prints the bytes of the largest tensor, and by how much the process grows above what it has at the end; then by how much
 # as it reads a weight.
 PROGRAM = """
@@ -72,8 +71,7 @@ def test_a_warm_start_needs_two_tensors_more_than_the_model_and_no_read_copies_o
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, str(program), how, str(replicas), str(tmp_path)]
-    path = os.pathsep.join(map(str, (HERE, HERE.parents[1])))
-    variables = {**os.environ, "PYTHONPATH": path}
+    variables = {**os.environ, "PYTHONPATH": PYTHONPATH}
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
     assert found.returncode == 0, found.stderr
     tensor, taking, reading = map(int, found.stdout.split())

@@ -1,4 +1,4 @@
-"""What looplib writes as safetensors: read by the format's own library, and taken back bit by bit."""
+"""Safetensors that looplib writes: read by the format's own library, and taken back bit by bit."""
 
 import keras as keras3
 import ml_dtypes

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from looplib.commands.compare import compare
-from looplib.run import commits, run_status
+from looplib.run import commits, status
 from looplib.run.records import read_jsonl
 
 PLAIN = ["--mode=train", "--config.noisy=False", "--config.state_mb=0.01"]
@@ -87,11 +87,11 @@ def test_when_a_worker_dies_the_other_goes_on_with_the_same_examples(nursery, tm
     assert whole.code(LIMIT) == 0 and training.life.code(LIMIT) == 0, training.life.output()
     note = "1 of 2 workers because worker 1 was ended by SIGKILL"
     assert training.starts() == [(2, "2 workers"), (1, note)]
-    assert run_status.read_status(str(tmp_path / "run")).detail == note
+    assert status.read_status(str(tmp_path / "run")).detail == note
     assert_as(tmp_path / "whole", tmp_path / "run", 15)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_random_deaths_of_four_workers_that_shrink_and_grow_leave_the_weights_of_the_whole_run(seed, nursery, tmp_path):
     steps = ["--train_steps=400", "--checkpoint_interval=5", "--global_batch_size=12", "--config.slow_step=0.05"]

@@ -2,9 +2,9 @@
 
 import json
 
+import endings
 import pytest
 from conftest import repetitions
-from workers import endings
 
 JOBS = [(case, job, distribute) for case in endings.CASES for job in ("train", "evaluate")
         for distribute in ("auto", "tf") if job == "train" or endings.CASES[case][0][0] >= 0]  # fmt: skip

@@ -10,7 +10,8 @@ from cluster_harness import Namespaces
 from conftest import more, repetitions
 
 from looplib.commands.compare import compare
-from looplib.run import commits, run_json, run_status
+from looplib.run import commits, status
+from looplib.run.directory import RunDir
 
 # Long enough to strike in the middle; a step is a collective op of both. Each worker has a pipeline of its own, whose
 # iterator's state is saved.
@@ -77,9 +78,9 @@ def causes(process):
 
 
 def assert_written_as_failed(folder, cause):
-    report = run_json.read_report(run_json.path_of(str(folder), trains=True))
-    assert (report["status"], f"looplib: error: {report['error']}") == ("failed", cause)
-    assert run_status.read_status(str(folder)).state == "failed"
+    report = RunDir(folder).report()
+    assert (report.status, f"looplib: error: {report.error}") == ("failed", cause)
+    assert status.read_status(str(folder)).state == "failed"
 
 
 def compare_with_whole(whole, folder):

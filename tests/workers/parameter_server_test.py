@@ -10,13 +10,14 @@ import asynchronous
 import numpy as np
 import pytest
 import tensorflow as tf
+from ordered import NOTHING
 
 import looplib
 from looplib import UsageError
 from looplib.cluster import runtime
 from looplib.errors import ParameterServerError
 from looplib.loop import parameter_servers
-from looplib.processes.worker_processes import hold_ports
+from looplib.processes.group import hold_ports
 
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
 TIMEOUT = 180
@@ -34,7 +35,7 @@ class Cluster:
         config = json.dumps({"cluster": self.jobs, "task": {"type": job, "index": index}})
         self.processes[task] = self.nursery.life_of(
             "asynchronous", *self.arguments, log=str(self.folder / f"{job}{index}.log"),
-            environment={"TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1", "LOOPLIB_EXAMPLE_CHECKSUMS": "0"},
+            environment={"TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1", **NOTHING},
         )  # fmt: skip
         self._held.callback(self.processes[task].end)
 

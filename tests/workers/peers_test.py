@@ -11,15 +11,16 @@ import sys
 import time
 
 import pytest
-from cluster_harness import ROOT, Loopback, Namespaces, Workers
+from cluster_harness import Loopback, Namespaces, Workers
 from conftest import more
+from paths import PROGRAMS
 
 from looplib.cluster import peers
 from looplib.cluster.environment import Cluster
 from looplib.cluster.peers import WatchedPeers
 
 AGAIN = "; run the same command on all workers to resume from the newest checkpoint"
-WORKER = str(ROOT / "tests" / "workers" / "pulse_worker.py")
+WORKER = str(PROGRAMS / "pulse_worker.py")
 SILENCE = 2.0
 
 

@@ -1,13 +1,13 @@
 """Ready trainers on two workers: the weights of numpy, and of Keras `fit` on one device."""
 
-import gradient_trainer_test
 import keras as keras3
-import keras_trainer_test
+import keras_scripts
 import numpy as np
 import pytest
+import ready_trainers
 import tensorflow as tf
 from conftest import repetitions
-from workers import ready_trainers
+from task import gradient_trainer_test
 
 from looplib.run.records import read_jsonl
 
@@ -53,10 +53,10 @@ def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy
 
 @pytest.mark.slow
 def test_a_keras_trainer_on_two_workers_has_the_weights_and_metrics_of_fit(nursery, tmp_path):
-    steps = keras_trainer_test.EPOCHS * 4
+    steps = keras_scripts.EPOCHS * 4
     arguments = ["--config.script=cnn", "--config.shuffle=False", f"--train_steps={steps}", "--eval_interval=4", ENGINE]
     run(nursery, "keras_scripts", tmp_path / "run", *arguments)
-    weights, history = keras_trainer_test.fitted("cnn", keras3)
+    weights, history = keras_scripts.fitted("cnn", keras3)
     assert_holds(tensors(tmp_path / "run", steps), weights)
     evaluated = [record for record in read_jsonl(str(tmp_path / "run" / "metrics.jsonl")) if record["split"] == "eval"]
     for name in ("loss", "accuracy"):

@@ -98,7 +98,7 @@ def test_every_strategy_sees_the_same_examples_and_comes_to_the_same_weights(nam
         assert f"step {STEPS}" not in process.output()
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 # With normalization each replica has state of its own.
 @pytest.mark.parametrize("keras, data, distribute", [
     ("keras", "interleaved", "auto"),

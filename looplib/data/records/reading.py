@@ -60,7 +60,7 @@ class RecordReads:
 
     @property
     def advice(self) -> str:
-        """What to change if reading takes the time."""
+        """Advice for the case that reading takes the time."""
         own, advice = self._slow, ""
         if self.may_be_by_pieces and not self.by_pieces:
             advice = f"give context.records block=16 or more: {THREADS} blocks are read at once; or "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from looplib.run import values
+from looplib.base.decoding import text
 from looplib.run.records import Record
 
 _MOST_CURVES = 1000  # of a run
@@ -98,21 +98,18 @@ def of_records(records: Iterable[Record], undone: bool = False) -> list[Curve]:
     """
     found: dict[tuple[str, str], Curve] = {}
     for record in records:
-        step, split = values.whole(record["step"]), record["split"]
+        step, split = record.shown_step, record.split
         if step is None:
             continue
-        for name, value in record.items():
-            if name in ("step", "split") or not (value is None or type(value) in (int, float)):
-                continue
+        for name, value in record.numbers.items():
             curve = found.get((split, name))
             if curve is None:
                 if len(found) == _MOST_CURVES:
                     continue
-                names = values.text(split, 100), values.text(name, 200)
+                names = text(split, 100), text(name, 200)
                 curve = found[split, name] = Curve(*names, undone, array.array("q"), array.array("d"))
-            finite = values.number(value)
             curve.steps.append(step)
-            curve.values.append(math.nan if finite is None else finite)
+            curve.values.append(math.nan if value is None else value)
     return [curve.sorted() for curve in found.values()]
 
 

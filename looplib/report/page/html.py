@@ -17,16 +17,16 @@ from typing import Any
 from looplib.base import files
 from looplib.base.console import printable
 from looplib.report.page import curves
-from looplib.report.page.read import not_shown, read_run
-from looplib.report.page.run import Run
+from looplib.report.page.content import Run, not_shown, read_run
 from looplib.report.page.verdict import findings
-from looplib.run.run_json import PAGE
+from looplib.run.directory import PAGE
 
 _SCRIPTS = (
     "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "equal.js", "charts.js", "controls.js", "time.js",
     "samples.js", "sections.js", "run.js", "compare.js", "main.js",
 )  # fmt: skip
 _STYLES = ("uPlot.min.css", "page.css")
+_OF_THE_REPORT = ("started", "error", "verdict", "strategy", "rollbacks", "traceback", "versions")  # on the page too
 _MOST_POINTS = 80_000  # of all curves of a page
 _MOST_POINTS_OF_A_CURVE = 2000
 _REVERSING = re.compile(r"(?<!\\)((?:\\\\)*)\\u(202[a-e]|206[6-9])")  # as JSON has them
@@ -150,4 +150,6 @@ def _drawn(runs: Sequence[Run]) -> Iterator[str]:
 
 def _of_run(run: Run, most: int, whole: bool) -> dict[str, Any]:
     shown = [curves.draw(curve, most) for curve in run.curves if whole or not curve.undone]
-    return {**vars(run), "curves": shown, "findings": findings(run, alone=whole)}
+    fields = {**vars(run), **{name: vars(run.report)[name] for name in _OF_THE_REPORT}}
+    del fields["report"]
+    return {**fields, "curves": shown, "findings": findings(run, alone=whole)}

@@ -1,13 +1,12 @@
-"""What a run shows, in words: simple rules on the measured numbers, each with the numbers that it is about."""
+"""Remarks about a run: simple rules on the measured numbers, each with the numbers that it is about."""
 
 import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
+from looplib.report.page.content import Run, guessed_mode
 from looplib.report.page.curves import Curve, last_of
-from looplib.report.page.marks import guessed_mode
-from looplib.report.page.run import Run
 
 _FEWEST = 8  # points that a curve needs for a trend
 _MUCH = 0.05  # restarts are mentioned from this part of the time on
@@ -74,10 +73,10 @@ def _of_warnings(run: Run) -> Iterator[Remark]:
 
 
 def _of_values(run: Run) -> Iterator[Remark]:
-    if run.rollbacks:
+    if run.report.rollbacks:
         steps = ", ".join(f"{mark.step:,}" for mark in run.marks if mark.kind == "rollback")
         where = f" (at step {steps})" if steps else ""
-        text = f"The run went back to an earlier checkpoint {_times(run.rollbacks)}{where}."
+        text = f"The run went back to an earlier checkpoint {_times(run.report.rollbacks)}{where}."
         yield Remark("note", text, "If it happens again, lower the learning rate, clip gradients or check the data.")
     skipped = run.curve("train/skipped_steps")
     count = int(np.clip(skipped.finite[1].sum(), 0, 2**53)) if skipped else 0
@@ -158,7 +157,7 @@ def _falls(curve: Curve | None, step: int) -> bool:
 
 def _of_time(run: Run) -> Iterator[Remark]:
     trained = [start for start in run.starts if start.trained]
-    said = trained[-1].verdict if trained else run.verdict
+    said = trained[-1].verdict if trained else run.report.verdict
     if run.status != "done" and said.startswith("start-bound"):  # as any run is that has not come far
         said = ""
     what, _, advice = said.partition("; ")

@@ -2,17 +2,9 @@
 
 Names that other rooms may use, by file:
     console_writer: ConsoleWriter
-    contract: DEFAULT_WRITERS, Setting, Writer
-    csv_writer: CsvWriter
-    jsonl_writer: JsonlWriter
-    media_writer: none
-    mlflow_models: register
-    mlflow_writer: MlflowWriter
-    opentelemetry_writer: none
-    prometheus_writer: ALL_ADDRESSES, PrometheusWriter
-    registered: named, names
-    shown: Histogram, Images, Shown, Texts
+    contract: DEFAULT_WRITERS, Histogram, Images, Setting, Shown, Texts, Writer
+    files: CsvWriter, JsonlWriter
+    telemetry: ALL_ADDRESSES, PrometheusWriter
     tensorboard_writer: TensorBoardWriter
-    tracked: none
-    wandb_writer: WandbWriter
+    trackers: MlflowWriter, register, WandbWriter
 """

@@ -17,8 +17,7 @@ from google.protobuf.message import DecodeError
 
 from looplib.base import files, folders
 from looplib.base.messages import gist
-from looplib.report.writers.contract import Setting, Writer
-from looplib.report.writers.shown import Histogram, Images, Shown
+from looplib.report.writers.contract import Histogram, Images, Setting, Shown, Writer
 
 Event = tf.compat.v1.Event
 _OF_LOOPLIB = re.compile(r"events\.out\.tfevents\.(\d+\.\d{6})\..+\.\d+\.v2")  # the time has six decimals

@@ -92,7 +92,7 @@ def run(trainer, steps, actions, name="mirrored_x2", **settings):
         return controller
 
 
-@pytest.mark.slow(spread=1, most=5)
+@pytest.mark.slow(spread=1)
 @pytest.mark.parametrize("optimizer, name", [
     ("adam", "last/kernel"), ("adam", "last/bias"), ("adam", "frozen/kernel"), ("adam", "kernel_momentum"), ("adam", "kernel_velocity"),
     ("momentum", "iteration"), ("adam", "average/"), ("adam", "count"), ("adam", "big"), ("adam", "flag"), ("adam", "wave"),
@@ -113,7 +113,7 @@ def test_one_bit_of_one_copy_is_found_at_the_next_comparison_and_named(optimizer
     assert agreement.passed == {"checks": 2, "last_step": EVERY}  # the first is that of the start
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("replica", [0, 2, 3])
 def test_of_four_replicas_the_one_in_the_minority_is_named(replica):
     alter = altering("last/kernel", 5, replica)
@@ -215,7 +215,7 @@ def compiled(keras):
     return looplib.KerasTrainer(model, X, Y)
 
 
-@pytest.mark.slow(most=5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, arguments", [
     *[(Net, {"optimizer": name}) for name in OPTIMIZERS if name != "averaging"],
     (Net, {"optimizer": "averaging", "average_decay": None}), (Net, {"clip_global_norm": 0.1, "micro_batches": 2}),
@@ -354,7 +354,7 @@ def stopping(step):
     return lambda event: event.controller.stop() if event.step == step else None
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "stop", "interval", "no directory"])
 def test_no_checkpoint_hides_a_difference(how, tmp_path):
     """The first replica's values are saved, and a run that restores them would have them everywhere."""

@@ -14,7 +14,7 @@ from worthless import Network, NetworkEvaluator
 import looplib
 from looplib.binary.flag_groups import LearningWarningsFlag
 from looplib.errors import ActionError, SettingError
-from looplib.report.page.read import read_run
+from looplib.report.page.content import read_run
 from looplib.report.page.verdict import findings
 from looplib.run.records import read_jsonl
 
@@ -142,7 +142,7 @@ def state_of(folder, trainer):
     return weights, [{k: v for k, v in one.items() if "per_second" not in k} for one in records]
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["mirrored_x2", *more(["default"])])
 def test_no_bit_of_a_run_changes_nor_of_one_that_is_resumed(strategy, tmp_path):
     import keras

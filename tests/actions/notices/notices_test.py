@@ -17,7 +17,7 @@ import metadata_servers
 import pytest
 import toy
 from conftest import make_strategy
-from faults.lives import ROOT
+from lives import ROOT
 from metadata_servers import Metadata
 
 import looplib
@@ -28,7 +28,7 @@ from looplib.binary.flag_groups import NoticesFlag
 from looplib.commands.compare import compare
 from looplib.errors import FlagError
 from looplib.guards.preemption import notice as preemption
-from looplib.run.notice import Notice, notices_of
+from looplib.run.report import TerminationNotice
 
 SMALL = ("--config.state_mb=0.01", "--checkpoint_interval=1000000", "--mode=train", "--steps_per_loop=5")
 SLOW = "--config.slow_step=0.05"
@@ -290,14 +290,7 @@ def test_a_signal_after_a_notice_names_both(server):
         assert preemption.describe("SIGHUP") == f"SIGHUP, after {text}"
     finally:
         listener.on_end(Controller)
-    assert list(map(str, notices_of(json.loads(report.getvalue())))) == [text]
-
-
-@pytest.mark.parametrize("start", [None, [], {}, {"notices": 5}, {"notices": [5, {}, {"source": "x"}, {"kind": 1}]}])
-def test_any_start_of_a_report_is_read(start):
-    assert notices_of(start) == []
-    told = {"source": "a", "kind": "b", "host": "c", "time": "d", "deadline": 5, "more": 1}
-    assert notices_of({"notices": [told]}) == [Notice("a", "b", "c", "d", None)]
+    assert [str(TerminationNotice(**one)) for one in json.loads(report.getvalue())["notices"]] == [text]
 
 
 def values(*names, **more):

@@ -1,7 +1,5 @@
 """Which workers are called slow, from the times of each; trainings are in `tests/workers/stragglers_test.py`."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,8 +8,9 @@ from hypothesis import strategies as st
 
 from looplib.actions import stragglers
 from looplib.actions.stragglers import WorkerTimes, find_stragglers
+from looplib.base.decoding import decode
 from looplib.report.clock import Clock
-from looplib.run.slow_workers import stragglers_of
+from looplib.run.report import StartEntry, strict_json
 from looplib.task.actions import Event
 
 
@@ -57,7 +56,7 @@ class Reports:
         self.gathers += 1
         return np.array([row, self.other])
 
-    def note(self, kind, **what):
+    def note(self, what):
         self.notes.append(what)
 
     def write(self, status):
@@ -78,13 +77,13 @@ def test_a_worker_is_named_at_the_second_time_and_once_and_when_it_is_over():
     action(Event(10, "train", {}, reports))
     for step, waits in ((110, 0.5), (210, 0.0), (310, 0.5), (410, 0.5), (510, 0.5), (610, 0.9), (710, 0.0), (810, 0.0)):
         run(action, reports, step, 100.0, waits)
-    assert [(one["step"], one["worker"], round(one["share"], 2)) for one in reports.notes] == [
+    assert [(one.step, one.worker, round(one.share, 2)) for one in reports.notes] == [
         (410, 0, 0.49),
         (610, 0, 0.89),
         (810, 0, 0.0),
     ]
-    assert stragglers_of({"stragglers": reports.notes[:2]})[0].share == pytest.approx(0.89)
-    assert stragglers_of({"stragglers": reports.notes}) == []
+    assert StartEntry(stragglers=reports.notes[:2]).slow_workers[0].share == pytest.approx(0.89)
+    assert StartEntry(stragglers=reports.notes).slow_workers == []
 
 
 def test_workers_compare_after_times_that_double_and_not_at_each_report():
@@ -104,21 +103,21 @@ def test_after_a_rollback_the_times_count_from_there():
     run(action, reports, 110, 100.0, 0.5)
     run(action, reports, 60, 100.0, 0.5)  # back
     run(action, reports, 160, 100.0, 0.5)
-    assert [one["step"] for one in reports.notes] == [160]
+    assert [one.step for one in reports.notes] == [160]
 
 
 @pytest.mark.parametrize(
     "foreign",
-    [None, 3, [3], [{}], [{"worker": "1"}], [{"worker": -1, "step": 1, "share": 0.5, "seconds": 1, "others": 1}],
+    [[{"worker": -1, "step": 1, "share": 0.5, "seconds": 1, "others": 1}],
      [{"worker": 1, "step": 1, "share": 7, "seconds": 1, "others": 1}]],
 )  # fmt: skip
 def test_foreign_values_are_no_stragglers(foreign):
-    assert stragglers_of({"stragglers": foreign}) == []
+    assert decode(StartEntry, {"stragglers": foreign}, strict=False).slow_workers == []
 
 
 def test_what_is_noted_reads_back_equal():
     (one,) = find_stragglers(in_step([(0.01, 0.0), (0.01, 0.05)], 0.0), 10, 10)
-    assert stragglers_of({"stragglers": [dataclasses.asdict(one)]}) == [one]
+    assert decode(StartEntry, strict_json(StartEntry(stragglers=[one])), strict=False).slow_workers == [one]
     assert str(one) == (
         "worker 1 is slower than the others, which wait for it 83% of the time: it waits for its data "
         "(60 ms a step, the others 10 ms)"

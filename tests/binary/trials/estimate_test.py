@@ -7,6 +7,7 @@ import random
 import subprocess
 
 import pytest
+from paths import PYTHONPATH
 
 import looplib
 from looplib.actions.timed_saves import Timed
@@ -103,7 +104,7 @@ def contents(folder):
 def start(python, folder, *more):
     settings = ["--train_steps=90", "--steps_per_loop=10", "--eval_interval=20", "--keep_last=2", "--keep_every=50"]
     settings += ["--checkpoint_interval=50", "--keep_best=eval/loss"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TMPDIR": f"{folder}/tmp"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": f"{folder}/tmp"}
     environment["GIT_DIR"] = os.devnull  # how large a run is does not depend on what is not committed yet
     (folder / "tmp").mkdir(exist_ok=True)
     program = [python, "-m", "trainers.image_classification", "--config.model=mlp", f"--model_dir={folder}/run"]

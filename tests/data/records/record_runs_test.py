@@ -129,13 +129,13 @@ def test_a_run_that_reads_files_passes_the_checks(python, flags, tmp_path, check
     python = sys.executable if launch else python  # a fork of the tests' server may outlive the group that is killed
     result = run([
         sys.executable, "-m", "looplib", "check", *check, *workers, f"--dir={tmp_path}/runs", "--", *launch, python,
-        "tests/recorded.py", *flags, *KINDS[kind], *more_flags, "--train_steps=60", "--checkpoint_interval=10",
+        "tests/programs/recorded.py", *flags, *KINDS[kind], *more_flags, "--train_steps=60", "--checkpoint_interval=10",
     ])  # fmt: skip
     assert result.returncode == 0 and "EQUAL" in result.stdout and "(with the examples" in result.stdout, result
 
 
 # workers_test has a run that does so, and records_test the order of records for any number of workers.
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["blocks", "records", "mixture", "packed"])
 def test_a_run_goes_from_one_worker_to_two_and_back_with_the_same_examples(kind, nursery, flags, tmp_path):
     flags = [*flags, *KINDS[kind], "--steps_per_loop=5"]

@@ -276,7 +276,7 @@ def test_files_that_other_libraries_read_are_guarded_too(tmp_path):
         source[0]
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, *more([7])])
 def test_a_few_damaged_records_are_left_out(copy, block, caplog):
     pattern = f"{copy}/data.tfrecord-*"

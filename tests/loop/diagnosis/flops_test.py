@@ -48,7 +48,7 @@ def test_a_step_has_the_operations_of_its_layers(strategy, options):
     with looplib.Controller(
         looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=make_strategy(strategy)
     ) as controller:
-        speed = controller.report.computation.speed
+        speed = controller.report.facts.speed
     assert (speed.flops_per_step, speed.dtype) == (by_hand(), "float32")
 
 
@@ -98,10 +98,10 @@ def test_the_reports_have_the_share_of_the_measured_peak_unless_the_training_is_
     trainer, evaluator = toy.build(make_strategy("default"))
     with toy.controller(None, trainer, evaluator, model_dir=tmp_path, global_batch_size=8) as controller:
         controller.train(10)
-        assert controller.report.computation.speed.peak is None
+        assert controller.report.facts.speed.peak is None
         monkeypatch.setattr(flops, "SHORT_TRAINING", 0.0)
         controller.train(30)
-        seconds, speed = controller.clock.seconds(), controller.report.computation.speed
+        seconds, speed = controller.clock.seconds(), controller.report.facts.speed
     found = json.loads((tmp_path / "run.json").read_text())["speed"]
     assert found["flops_per_step"] == 2 * (2 * 8 * toy.NUM_FEATURES * toy.NUM_CLASSES)  # the inputs have no gradient
     rate = 30 / (seconds["train"] + seconds["input"])
@@ -113,4 +113,4 @@ def test_the_reports_have_the_share_of_the_measured_peak_unless_the_training_is_
     assert found["peak"] == measured_peak("CPU:0", "float32") > 1e8  # measured once
     with toy.controller(None, toy.Regression()) as without_directory:  # a binary prints it at its end, too
         without_directory.train(3)
-        assert 0 < without_directory.report.computation.speed.share_of_peak < 1
+        assert 0 < without_directory.report.facts.speed.share_of_peak < 1

@@ -15,13 +15,14 @@ import threading
 import time
 
 import pytest
+from ordered import ordered
+from paths import PYTHONPATH
 
 from looplib import __main__ as tools
 from looplib.commands.compare import compare
 from looplib.errors import CommandError, PluginError
-from looplib.processes import launching
-from looplib.processes.actor import WorkerActor
-from looplib.processes.launching import WorkerPlace
+from looplib.processes import ray
+from looplib.processes.ray import WorkerActor, WorkerPlace
 from looplib.run import commits
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -68,7 +69,7 @@ def test_an_actor_passes_signals_on_and_kills_what_does_not_listen(tmp_path):
 
 
 def test_what_an_actor_cannot_start_is_refused_in_words():
-    with pytest.raises(CommandError, match="'/no/such' cannot be started on the node 127.0.0.1: No such file"):
+    with pytest.raises(CommandError, match="on the node 127.0.0.1, '/no/such' cannot be started in .*: No such file"):
         WorkerActor("127.0.0.1").start(["/no/such"], "/", {})
     with pytest.raises(CommandError, match="has no directory /no/folder"):
         WorkerActor("127.0.0.1").start(["true"], "/no/folder", {})
@@ -77,7 +78,7 @@ def test_what_an_actor_cannot_start_is_refused_in_words():
 @pytest.mark.slow
 def test_a_command_ends_with_the_process_of_its_actor(tmp_path):
     program = (
-        "import sys, time\nfrom looplib.processes.actor import WorkerActor\nactor = WorkerActor('127.0.0.1')\n"
+        "import sys, time\nfrom looplib.processes.ray import WorkerActor\nactor = WorkerActor('127.0.0.1')\n"
         "actor.start(['sh', '-c', 'echo $$; exec sleep 1000'], '/', {})\n"
         "print(actor.news(30).lines[0][1].decode(), flush=True)\ntime.sleep(1000)"
     )
@@ -124,7 +125,7 @@ def test_what_cannot_be_right_is_refused_before_ray_is_asked(arguments, words, c
 def test_without_ray_the_package_to_install_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
     with pytest.raises(PluginError, match=r"pip install 'looplib\[ray\]'"):
-        launching.run(["true"], 1)
+        ray.run(["true"], 1)
 
 
 # On a cluster.
@@ -137,8 +138,9 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:  # workers have the variables of their nodes
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "faults"))))
-        patch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", "1")
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        for name, path in ordered(example_checksums=True).items():
+            patch.setenv(name, path)
         found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         for _ in range(2):
             found.add_node(num_cpus=2)

@@ -17,15 +17,13 @@ import time
 import urllib.parse
 
 import pytest
-from faults.lives import ROOT
+from lives import ROOT
 
 from looplib.errors import FlagError, PluginError, UsageError
-from looplib.report import sending
-from looplib.report.alert import Alert, Condition
-from looplib.report.observer import RunObserver
-from looplib.report.sending import Sender, check_url
-from looplib.report.writers.jsonl_writer import JsonlWriter
-from looplib.run import run_status
+from looplib.report import alerts
+from looplib.report.alerts import Alert, Condition, RunObserver, Sender, check_url
+from looplib.report.writers.files import JsonlWriter
+from looplib.run import status
 from looplib.run.lock import LockHolder
 
 SMALL = ("--config.state_mb=0.01", "--loop=eager", "--config.noisy=False", "--checkpoint_interval=5")
@@ -131,7 +129,17 @@ def test_a_stall_and_its_end_are_told_by_a_process_that_watches(nursery, inbox, 
     run = tmp_path / "run"
     life = nursery.life(run, *ENDLESS)
     reached(run, 5)
-    command = [nursery.python, "-m", "looplib", "watch", tmp_path, f"--alert={inbox.url}", "--every=0.2", "--until_end"]
+    command = [
+        nursery.python,
+        "-m",
+        "looplib",
+        "status",
+        tmp_path,
+        "--watch",
+        f"--alert={inbox.url}",
+        "--interval=0.2",
+        "--until_end",
+    ]
     watch = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
@@ -177,8 +185,8 @@ def test_what_had_ended_before_the_first_look_is_no_news_and_a_new_start_is(tmp_
 def test_clocks_that_are_set_make_no_run_silent_and_hide_no_silence(tmp_path, monkeypatch):
     run, clock = tmp_path / "run", {"time": time.time(), "monotonic": time.monotonic()}
     for name in clock:
-        monkeypatch.setattr(f"looplib.report.observer.time.{name}", lambda name=name: clock[name])
-    monkeypatch.setattr(run_status.lock, "holder", lambda folder: LockHolder("other", 1, None))
+        monkeypatch.setattr(f"looplib.report.alerts.time.{name}", lambda name=name: clock[name])
+    monkeypatch.setattr(status.lock, "holder", lambda folder: LockHolder("other", 1, None))
 
     def look(seconds, set_by, wrote):
         clock["monotonic"] += seconds
@@ -349,7 +357,7 @@ def wait_until(condition, seconds=15.0):
 
 
 def test_an_address_that_is_down_gets_all_alerts_in_order_once_it_is_up(inbox, monkeypatch):
-    monkeypatch.setattr(sending, "_FIRST_WAIT", 0.05)
+    monkeypatch.setattr(alerts, "_FIRST_WAIT", 0.05)
     said = []
     inbox.status = 503
     sender = Sender(inbox.url, said.append)
@@ -386,7 +394,7 @@ def test_what_is_no_address_is_refused_without_showing_it(url):
 
 @pytest.mark.parametrize("user", ["me:s3cr3t%40%2Fx", "me:s3cr3t@x", "t0ps3cr3t"])
 def test_a_user_and_a_password_are_sent_and_shown_nowhere(user, inbox, monkeypatch):
-    monkeypatch.setattr(sending, "_FIRST_WAIT", 0.05)
+    monkeypatch.setattr(alerts, "_FIRST_WAIT", 0.05)
     said, name = [], urllib.parse.unquote(user)
     inbox.status = 500
     sender = Sender(inbox.url.replace("//", f"//{user}@"), said.append)
@@ -400,7 +408,7 @@ def test_a_user_and_a_password_are_sent_and_shown_nowhere(user, inbox, monkeypat
 
 
 def test_a_service_needs_apprise(monkeypatch):
-    monkeypatch.setattr(sending.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(alerts.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PluginError, match=r"ntfy.*pip install 'looplib\[alerts\]'"):
         check_url("ntfy://topic")
 
@@ -420,7 +428,7 @@ def test_apprise_does_not_print_an_address():
     pytest.importorskip("apprise")
     program = (
         "from absl import logging; logging.use_absl_handler(); "
-        "from looplib.report.sending import check_url; check_url('nosuchservice://s3cr3t/x')"
+        "from looplib.report.alerts import check_url; check_url('nosuchservice://s3cr3t/x')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     error = done.stderr.replace(program, "")

@@ -19,8 +19,8 @@ import pytest
 
 from looplib.__main__ import main as cli
 from looplib.commands.board import BoardServer
+from looplib.report.page.content import read_run
 from looplib.report.page.html import page
-from looplib.report.page.read import read_run
 
 
 @pytest.fixture

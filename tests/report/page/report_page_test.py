@@ -18,17 +18,24 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.errors import MissingPartError
 from looplib.report.page import curves
+from looplib.report.page.content import read_run
 from looplib.report.page.html import page
-from looplib.report.page.read import read_run
 from looplib.report.page.verdict import findings
-from looplib.report.pages import make_page
-from looplib.run.records import read_jsonl
+from looplib.report.run_report import Page
+from looplib.run.records import Record, read_jsonl
 
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc000000301010018dd8db0"
     "0000000049454e44ae426082"
 )
+
+
+def as_records(rows):
+    return [
+        Record(row["step"], row["split"], {name: row[name] for name in row if name not in ("step", "split")})
+        for row in rows
+    ]
 
 
 @pytest.fixture
@@ -359,7 +366,7 @@ def test_a_single_evaluation_is_seen_on_the_line_of_the_best_checkpoint(run, ope
     found = read_run(str(run), "run")
     (best,) = (mark.step for mark in found.marks if mark.kind == "best")
     train_rows = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 13)]
-    found.curves[:] = curves.of_records([*train_rows, {"step": best, "split": "eval", "loss": 0.5}])
+    found.curves[:] = curves.of_records(as_records([*train_rows, {"step": best, "split": "eval", "loss": 0.5}]))
     (tmp_path / "page.html").write_text(page([found], "single"))
     sheet = opened(tmp_path / "page.html")
     sheet.wait_for_selector(".u-over")
@@ -377,7 +384,7 @@ def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp
     values[777_777], values[333_333], values[500_000] = 100.0, 0.01, np.nan
     rows = ({"step": step, "split": "train", "loss": value} for step, value in enumerate(values.tolist()))
     found = read_run(str(run), "long")
-    found.curves[:] = curves.of_records(rows)
+    found.curves[:] = curves.of_records(as_records(rows))
     text = page([found], "long")
     (tmp_path / "page.html").write_text(text)
     assert len(text) < 500_000  # of which the script is a fifth
@@ -431,7 +438,7 @@ def test_a_page_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, c
 def test_many_short_trainings_write_it_seldom_and_the_last_news_at_the_end(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     (folder / "report.html").unlink()
-    own = make_page(str(folder), lambda: None)
+    own = Page(str(folder), lambda: None)
     written = set()
     started = time.monotonic()
     for _ in range(100):
@@ -447,7 +454,7 @@ def test_many_short_trainings_write_it_seldom_and_the_last_news_at_the_end(run, 
 def of(run, rows, **changes):
     """What is said about a run with other records."""
     found = dataclasses.replace(read_run(str(run), "run"), **changes)
-    found.curves[:] = curves.of_records(rows)
+    found.curves[:] = curves.of_records(as_records(rows))
     return " ".join(f"{one.text} {one.advice}".strip() for one in findings(found))
 
 
@@ -464,7 +471,7 @@ def test_the_verdict_follows_the_numbers(run):
     text = of(run, [*ties[:3], {**ties[3], "accuracy": 0.495}])
     assert "accuracy was best at step 30 (0.5), as at step 10, and 0.495 at the end: it has levelled off." in text
     assert "accuracy was best at step 40 (0.5), as at step 10: it has levelled off." in of(run, ties)
-    (accuracy, *_) = curves.of_records(ties[1:])
+    (accuracy, *_) = curves.of_records(as_records(ties[1:]))
     assert curves.draw(accuracy, 100).highest.step == 40  # the newest, as of equal checkpoints
     assert "was best at step 10 (0.9), and 0.5 at the end" in of(run, [{**ties[0], "accuracy": 0.9}, *ties[1:]])
     flat = [{"step": step, "split": "train", "loss": 2 + step % 2} for step in range(1, 101)]

@@ -15,8 +15,8 @@ from conftest import make_strategy
 
 import looplib
 from looplib.errors import PluginError, WriterError
-from looplib.report import clock
-from looplib.report.writers import opentelemetry_writer, registered
+from looplib.report import clock, reporter
+from looplib.report.writers import telemetry
 from looplib.run.records import read_jsonl
 
 pytest.importorskip("opentelemetry.sdk.trace")
@@ -123,8 +123,8 @@ def train(run, steps=8, actions=()):
 
 
 def test_a_collector_gets_each_phase_with_its_times_and_the_newest_metrics(collector, monkeypatch, tmp_path):
-    monkeypatch.setattr(opentelemetry_writer, "_LOOP_SECONDS", 1e9)  # so that evaluations alone end a loop
-    monkeypatch.setattr(opentelemetry_writer, "_LONGEST_LOOP", 1e9)
+    monkeypatch.setattr(telemetry, "_LOOP_SECONDS", 1e9)  # so that evaluations alone end a loop
+    monkeypatch.setattr(telemetry, "_LONGEST_LOOP", 1e9)
     saves, before = [], time.time()
 
     class Saves(looplib.Action):
@@ -188,7 +188,7 @@ def test_a_collector_that_is_down_slow_or_broken_changes_nothing_of_a_training(
 ):
     for name, value in {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_METRIC_EXPORT_INTERVAL": "10"}.items():
         monkeypatch.setenv(name, value)  # so that sending goes on all the time
-    monkeypatch.setattr(opentelemetry_writer, "_PATIENCE", 0.3)
+    monkeypatch.setattr(telemetry, "_PATIENCE", 0.3)
     collector.misbehave = misbehave
     with socket.socket() as nobody:
         if misbehave is None:
@@ -228,11 +228,11 @@ def test_a_variable_that_cannot_be_used_is_refused(monkeypatch):
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             with pytest.raises(WriterError, match="OpenTelemetry refuses an environment variable: .*OTEL_"):
-                registered.opentelemetry("/nowhere")
+                reporter.named("opentelemetry")("/nowhere")
     assert clock.observers == []
 
 
 def test_without_its_packages_the_writer_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(registered, "is_installed", lambda package: package != "opentelemetry.sdk")
+    monkeypatch.setattr(reporter, "is_installed", lambda package: package != "opentelemetry.sdk")
     with pytest.raises(PluginError, match=r"pip install 'looplib\[opentelemetry\]'"):
-        registered.opentelemetry("/nowhere")
+        reporter.named("opentelemetry")("/nowhere")

@@ -29,7 +29,7 @@ def scraped(port):
 
 
 def test_what_is_served_is_what_was_reported_and_the_port_is_free_after_the_run(tmp_path):
-    from looplib.report.writers.prometheus_writer import PrometheusWriter
+    from looplib.report.writers.telemetry import PrometheusWriter
 
     run, seen = tmp_path / "run", []
     writer = PrometheusWriter(str(run), 0)  # on all addresses, as by default
@@ -81,7 +81,7 @@ def test_an_unknown_host_is_refused_before_a_run_starts(host):
 
 
 def test_the_address_of_another_machine_is_not_called_a_port_that_is_taken(tmp_path):
-    from looplib.report.writers.prometheus_writer import PrometheusWriter
+    from looplib.report.writers.telemetry import PrometheusWriter
 
     with pytest.raises(WriterError, match="192.0.2.1:9100 cannot be had: .*; name an address of this machine"):
         PrometheusWriter(str(tmp_path), 9100, "192.0.2.1").progress(Progress(step=1))

@@ -18,8 +18,8 @@ import looplib
 from looplib.binary import outcome
 from looplib.binary.flag_groups import TrackersFlag
 from looplib.guards.preemption import Preempted
-from looplib.report.writers import registered
-from looplib.report.writers import tracked as tracked_ids
+from looplib.report import reporter
+from looplib.report.writers import trackers as tracked_ids
 from looplib.run.records import read_jsonl
 
 
@@ -55,7 +55,7 @@ def train(directory, trackers, actions=(), **config):
 def tracked(tmp_path_factory):
     """The directory of a run that each tracker that is installed has followed, killed at step 8, resumed at step 5."""
     directory = tmp_path_factory.mktemp("tracked") / "run"
-    names = ["csv", *(name for name in ("mlflow", "wandb") if registered.is_installed(name))]
+    names = ["csv", *(name for name in ("mlflow", "wandb") if reporter.is_installed(name))]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_MODE", "WANDB_PROJECT"):
             patch.delenv(name, raising=False)
@@ -210,7 +210,7 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch):
         looplib.UsageError, match="--trackers has 'aim'; expected names among csv, mlflow, opentelemetry, wandb"
     ):
         TrackersFlag().check({"trackers": ["aim"]})
-    monkeypatch.setattr(registered, "is_installed", lambda name: name == "csv")
+    monkeypatch.setattr(reporter, "is_installed", lambda name: name == "csv")
     with pytest.raises(looplib.UsageError, match=r"needs the package wandb: pip install 'looplib\[wandb\]'"):
         tracked_by(["csv", "wandb"], "x")
 

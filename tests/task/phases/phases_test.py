@@ -13,7 +13,7 @@ from conftest import make_strategy
 import looplib
 from looplib.compat import keras as _keras
 from looplib.errors import EndlessDataError, MismatchError, ModelError, OptimizerError, SettingError, StaleTraceError
-from looplib.report.page import read
+from looplib.report.page import content
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
 BATCH, FEATURES, HIDDEN = 16, 4, 3
@@ -97,7 +97,7 @@ def optimizer_of(kind, keras):
     return keras.optimizers.SGD(0.1, momentum=0.9) if kind == "sgd" else keras.optimizers.Adam(0.1)
 
 
-@pytest.mark.slow(keep=1, most=4)
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     "name, loop, kind, family",
     [
@@ -151,7 +151,7 @@ def everything(trainer):
     return [np.asarray(variable) for variable in [*trainer.model.variables, *trainer.optimizer.variables]]
 
 
-@pytest.mark.slow(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, loop", [("mirrored_x2", "graph"), ("default", "auto"), ("default", "graph")])
 def test_a_run_that_stops_at_the_end_of_a_phase_and_in_the_next_one_resumes_bit_by_bit(name, loop, tmp_path, caplog):
     strategy = make_strategy(name)
@@ -177,7 +177,7 @@ def test_a_run_that_stops_at_the_end_of_a_phase_and_in_the_next_one_resumes_bit_
     assert report["flags"]["phases"] == [
         {"until": 5, "train": "head", "learning_rate": None}, {"until": None, "train": "", "learning_rate": 0.01},
     ]  # fmt: skip
-    assert [(mark.kind, mark.step) for mark in read.read_run(str(tmp_path / "whole"), "whole").marks][0] == (
+    assert [(mark.kind, mark.step) for mark in content.read_run(str(tmp_path / "whole"), "whole").marks][0] == (
         "phase",
         FIRST,
     )
@@ -256,7 +256,7 @@ def test_frozen_batch_normalization_keeps_its_statistics_and_its_layer_is_as_the
         assert np.any(norm.moving_mean)
 
 
-@pytest.mark.slow(most=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, family", [("mirrored_x2", "keras"), ("default", "tf_keras")])
 def test_phases_equal_two_starts_with_a_partial_restore_also_in_batch_normalization(name, family, tmp_path):
     strategy, keras = make_strategy(name), FAMILIES[family]
