@@ -38,7 +38,7 @@ from looplib.report.run_report import RunFacts, StartReport
 from looplib.report.writers.contract import Writer
 from looplib.run.policy import CheckpointPolicy, KeepRule, Start
 from looplib.task import checks
-from looplib.task.actions import ActionStates, Event, announce_saves, hooks_around, stops_of
+from looplib.task.actions import Actions, Event
 from looplib.task.reductions import Media
 from looplib.task.trainer import Adapter, Evaluator, Trainer
 
@@ -113,19 +113,18 @@ class Controller:
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
-        self._actions = [*own, *actions]
         if trainer and Workers(strategy).count > 1:
             from looplib.actions.stragglers import Stragglers  # here, as few runs have several workers
 
-            self._actions.insert(0, Stragglers(strategy))
+            own = [Stragglers(strategy), *own]
+        self._actions = Actions([*own, *actions])
         policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))
-        self._stops, self._stopped = stops_of(self._actions), False
+        self._stopped = False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
         log_once()
         clock = Clock()
         left_out = BadRecords(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
         self._loops = loops = Loops(run_config, strategy, clock, left_out)
-        action_states = ActionStates(self._actions)
         if trainer:
             policy.check(dict.fromkeys(evaluators))
             if self.guards.may_roll_back and not model_dir:
@@ -163,7 +162,7 @@ class Controller:
             logging.info("%s", facts.speed or "the FLOPs of a step are not known")
         self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
         objects = checks.collect_state(trainer, evaluators)
-        parts = RecordedParts(trainer, objects, loops, self._window, action_states)
+        parts = RecordedParts(trainer, objects, loops, self._window, self._actions)
         self._checkpointer = Checkpointer(directory, self._reporter, parts, self.guards, objects)
 
     _directory: RunDirectory | None = None  # these are None if building has failed before
@@ -300,9 +299,11 @@ class Controller:
         self._directory.check_may_train()
         reporter, checkpointer = self._reporter, self._checkpointer
         end = self._loops.check_end(end)
-        schedule = Schedule(self.steps_per_loop, self.policy.every_steps, eval_interval, end, tuple(self._stops))
+        schedule = Schedule(
+            self.steps_per_loop, self.policy.every_steps, eval_interval, end, tuple(self._actions.stops)
+        )
         reporter.end, self._stopped = schedule.end, False
-        with hooks_around(self._actions, checkpointer.take_committed, self), self._training():
+        with self._actions.around_training(checkpointer.take_committed, self), self._training():
             while True:
                 try:
                     self._train_on(schedule, eval_steps)
@@ -320,13 +321,13 @@ class Controller:
         for due in schedule.boundaries(step):
             if self._stopped:
                 break
-            for action in self._stops.get(step, ()):
+            for action in self._actions.stops.get(step, ()):
                 action.on_leaving(step, self)
             result = loops.train(step, due, schedule.horizon(due))
             step += result.done
             reporter.trained += result.done
             checkpointer.check(result.finite)
-            for action in self._stops.get(step, ()):
+            for action in self._actions.stops.get(step, ()):
                 action.on_reaching(step, self)
             reached = step == due.step
             self._due = due.evaluate or (due.end and bool(schedule.evaluate_every)), due.end
@@ -341,7 +342,7 @@ class Controller:
                 checkpointer.leave(step)
             if reached and due.evaluate:
                 self._evaluate(schedule, eval_steps)
-            announce_saves(self._actions, checkpointer.take_committed(), self)
+            self._actions.saved(checkpointer.take_committed(), self)
             if not reached:  # the data has ended
                 loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
                 break
@@ -505,8 +506,7 @@ class Controller:
             record.reported[split] = step
             if split == "train":
                 record.train = metrics
-            for action in self._actions:
-                action(Event(step, split, dict(metrics), self, evaluation_due=evaluates, ending=ends))
+            self._actions.reported(Event(step, split, dict(metrics), self, evaluation_due=evaluates, ending=ends))
 
     # What else users and actions call.
 
@@ -568,7 +568,7 @@ class Controller:
         self._loops.refuse_if_unfit("save_checkpoint", self.latest_checkpoint)
         self._loops.refuse_if_lent("save_checkpoint")
         path = self._checkpointer.save_changed(wait)
-        announce_saves(self._actions, self._checkpointer.take_committed(), self)
+        self._actions.saved(self._checkpointer.take_committed(), self)
         return path
 
     def restore_checkpoint(self, checkpoint: str | int | os.PathLike[str] = "latest") -> str | None:

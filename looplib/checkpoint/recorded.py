@@ -11,7 +11,7 @@ from looplib.base.messages import join_names
 from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
 from looplib.loop.task_loop import Window
-from looplib.task.actions import ActionStates
+from looplib.task.actions import Actions
 from looplib.task.learning_rates import LearningRates, updating
 from looplib.task.record import RunRecord
 from looplib.task.state import Constants, starting
@@ -38,7 +38,7 @@ class RecordedParts:
         objects: Mapping[str, Any],
         loops: Loops,
         window: Window | None,
-        actions: ActionStates,
+        actions: Actions,
     ) -> None:
         self.trainer, self.loops, self.window = trainer, loops, window
         optimizers = _keras.optimizers(trainer) if trainer else {}

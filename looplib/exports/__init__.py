@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     card: none
-    exports: check_inputs, export
+    exports: export
     folder: none
     int8: none
     new_folder: new_folder

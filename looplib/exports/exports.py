@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -23,11 +23,10 @@ from looplib.exports.int8 import Int8Cost
 from looplib.exports.new_folder import alone, check_free, new_folder, put_in_place
 from looplib.exports.parts import Parts, WhatIsExported
 from looplib.exports.samples import ModelInputs, take_samples
-from looplib.loop.contracts import Loop
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
 from looplib.report.writers.trackers import register
-from looplib.task.trainer import Evaluator, Exported, Trainer, check_names
+from looplib.task.trainer import Evaluator, Exported, Trainer
 
 _RECORD = "export.json"
 _NAMES = {_RECORD, CARD, SAVED_MODEL, KERAS, *(each.file for each in FORMATS.values())}
@@ -88,7 +87,7 @@ def export(
     )
     split, task = next(iter((name, loop.task) for name, loop in loops.evaluations.items()), ("train", None))
     task = task or loops.training.task
-    exported = _named(task.export())
+    exported = task.export().with_names()
     own = not type(task).export.__module__.startswith("looplib.")
     samples = _samples(loops, split, task, exported) if "int8" in formats else None
     averages = averages and exported.averages is not None
@@ -208,19 +207,3 @@ def _sentence(record: ExportRecord, directory: str) -> str:
     reasons = "".join(f"; without {name}: {reason}" for name, reason in record.left_out.items())
     which = "averaged weights" if record.weights == "averages" else "weights"
     return f"exported the {which} of step {record.step} to {directory}: {sizes}{reasons}"
-
-
-def check_inputs(loops: Mapping[str, Loop]) -> None:
-    """Raises `UsageError` if `export` would refuse the inputs of a task that does not define its own export."""
-    task = next((loop.task for name, loop in loops.items() if name != "train"), None) or loops["train"].task
-    if type(task).export.__module__.startswith("looplib."):
-        _named(task.export())
-
-
-def _named(exported: Exported) -> Exported:
-    """Gives each input of the signature a name, which serving programs use."""
-    flat = tf.nest.flatten(exported.signature)
-    default = ["inputs"] if len(flat) == 1 else [f"inputs_{number}" for number in range(len(flat))]
-    named = [tf.TensorSpec(spec.shape, spec.dtype, spec.name or name) for spec, name in zip(flat, default)]
-    check_names([spec.name for spec in named])
-    return dataclasses.replace(exported, signature=tf.nest.pack_sequence_as(exported.signature, named))

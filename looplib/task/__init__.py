@@ -1,7 +1,7 @@
 """Classes that a user subclasses, values that a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
-    actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_unused_memories
+    actions: Action, Actions, Event, warn_of_unused_memories
     averages: at_rest, refuse_in_use, WeightAverages
     checks: build_optimizers, check_kinds, check_settings, check_tasks, check_together, collect_state
     gradient_trainer: DynamicLossScale, GradientTrainer
@@ -17,5 +17,5 @@ Names that other rooms may use, by file:
         weighted_sum
     state: Constants, differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, starting,
         state_of, tables_of, unheld, variables_of
-    trainer: Adapter, check_names, Evaluator, Exported, of_model, OwnLoop, rates_of, Trainer
+    trainer: Adapter, Evaluator, Exported, of_model, OwnLoop, rates_of, Trainer
 """

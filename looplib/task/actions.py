@@ -134,86 +134,79 @@ class Action:
         """Takes the `Controller` when a training has ended as planned, or was stopped by an action."""
 
 
-def stops_of(actions: Sequence[Callable[[Event], object]]) -> dict[int, list[Action]]:
-    """Returns the actions that want to be called at a step, by the step."""
-    found: dict[int, list[Action]] = {}
-    for action in _hooked(actions):
-        for step in action.stops():
-            found.setdefault(step, []).append(action)
-    return found
+class Actions(Sequence[Callable[[Event], object]]):
+    """All actions of a controller: what is called when, and the states of those that have `state` and `load`.
 
+    States have the names of the actions' classes and their own.
 
-def announce_saves(actions: Sequence[Callable[[Event], object]], paths: Sequence[str], controller: Any) -> None:
-    """Calls the hook `on_save` of actions for some checkpoints."""
-    for path in paths:
-        for action in _hooked(actions):
-            action.on_save(path, controller)
-
-
-@contextlib.contextmanager
-def hooks_around(
-    actions: Sequence[Callable[[Event], object]], take_saves: Callable[[], list[str]], controller: Any
-) -> Iterator[None]:
-    """Calls the other hooks of actions around a training, the `with` block.
-
-    `take_saves` returns the committed paths not yet announced.
-    """
-    for action in _hooked(actions):
-        action.on_start(controller)
-    try:
-        yield
-    except BaseException as error:
-        calls = [lambda: announce_saves(actions, take_saves(), controller)]
-        calls += [functools.partial(action.on_exception, error, controller) for action in _hooked(actions)]
-        for call in calls:
-            try:
-                call()
-            except Exception:  # the first error is the one to know of
-                logging.exception("a hook of an action failed after the training did")
-        raise
-    announce_saves(actions, take_saves(), controller)
-    for action in _hooked(actions):
-        action.on_end(controller)
-
-
-def _hooked(actions: Sequence[Callable[[Event], object]]) -> list[Action]:
-    return [action for action in actions if isinstance(action, Action)]
-
-
-class ActionStates:
-    """The states of a controller's actions that have `state` and `load`, by the names of their classes and their own.
+    Attributes:
+      stops: dict from the steps at which actions want to be called to these actions.
 
     Raises:
       UsageError: if JSON cannot hold a state, an action has only one of `state` and `load`, or two have one name.
     """
 
     def __init__(self, actions: Sequence[Callable[[Event], object]]) -> None:
-        self._actions: dict[str, Action] = {}
-        for action in _hooked(actions):
-            kind = type(action).__name__
-            saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
-            if saves != loads:
-                names = ("state", "load") if saves else ("load", "state")
-                raise ActionError(f"{kind} has a {names[0]} and no {names[1]}; define both, or neither")
-            if not saves:
-                continue
-            if not isinstance(action.name, str):
-                raise ActionError(
-                    f"{kind}.name is {action.name!r:.100}; expected a text that says what the action watches"
-                )
-            key = f"{kind}({action.name})"
-            if key in self._actions:
+        self._all = list(actions)
+        self._hooked = [action for action in actions if isinstance(action, Action)]
+        self.stops: dict[int, list[Action]] = {}
+        self._stateful: dict[str, Action] = {}
+        for action in self._hooked:
+            for step in action.stops():
+                self.stops.setdefault(step, []).append(action)
+            if (key := _name_of_state(action)) in self._stateful:
                 raise ActionError(
                     f"two actions are {key}, and a checkpoint could not tell which of them a memory belongs to; give "
                     "each a name of its own, by the argument or the attribute `name`"
                 )
-            self._actions[key] = action
+            if key:
+                self._stateful[key] = action
         self._initial = self.save()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._all[number]
+
+    def reported(self, event: Event) -> None:
+        """Gives all actions an event."""
+        for action in self._all:
+            action(event)
+
+    def saved(self, paths: Sequence[str], controller: Any) -> None:
+        """Calls `on_save` for some checkpoints."""
+        for path in paths:
+            for action in self._hooked:
+                action.on_save(path, controller)
+
+    @contextlib.contextmanager
+    def around_training(self, take_saves: Callable[[], list[str]], controller: Any) -> Iterator[None]:
+        """Calls the hooks of a start and an end around a training, the `with` block.
+
+        `take_saves` returns the committed paths for which `on_save` was not called yet.
+        """
+        for action in self._hooked:
+            action.on_start(controller)
+        try:
+            yield
+        except BaseException as error:
+            calls = [lambda: self.saved(take_saves(), controller)]
+            calls += [functools.partial(action.on_exception, error, controller) for action in self._hooked]
+            for call in calls:
+                try:
+                    call()
+                except Exception:  # the first error is the one to know of
+                    logging.exception("a hook of an action failed after the training did")
+            raise
+        self.saved(take_saves(), controller)
+        for action in self._hooked:
+            action.on_end(controller)
 
     def save(self) -> dict[str, Any]:
         """Returns the states of all actions, as a dict that JSON can hold; `UsageError` for one that it cannot."""
         states = {}
-        for key, action in self._actions.items():
+        for key, action in self._stateful.items():
             state = action.state()
             try:
                 states[key] = json.loads(json.dumps(state, default=as_json))
@@ -226,7 +219,7 @@ class ActionStates:
 
     def load(self, states: dict[str, Any]) -> None:
         """Gives each action its state of a checkpoint, or its first one where the checkpoint has none."""
-        for key, action in self._actions.items():
+        for key, action in self._stateful.items():
             state = states.get(key, self._initial[key])
             try:
                 action.load(state)
@@ -235,7 +228,19 @@ class ActionStates:
                     f"{key} cannot load its memory from the checkpoint, which is {state!r:.200} ({gist(error)}); name "
                     "another checkpoint, or give the action another name to start without this memory"
                 ) from error
-        warn_of_unused_memories("actions", self._actions.keys() - states.keys(), states.keys() - self._actions.keys())
+        warn_of_unused_memories("actions", self._stateful.keys() - states.keys(), states.keys() - self._stateful.keys())
+
+
+def _name_of_state(action: Action) -> str:
+    """Returns the name of an action's state in checkpoints; "" if it has none."""
+    kind = type(action).__name__
+    saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
+    if saves != loads:
+        names = ("state", "load") if saves else ("load", "state")
+        raise ActionError(f"{kind} has a {names[0]} and no {names[1]}; define both, or neither")
+    if saves and not isinstance(action.name, str):
+        raise ActionError(f"{kind}.name is {action.name!r:.100}; expected a text that says what the action watches")
+    return f"{kind}({action.name})" if saves else ""
 
 
 def warn_of_unused_memories(owners: str, without: Iterable[str], left: Iterable[str]) -> None:

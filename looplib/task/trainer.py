@@ -40,17 +40,25 @@ class Exported:
     model: Any
     averages: WeightAverages | None = None
 
+    def with_names(self) -> "Exported":
+        """Returns this with a name for each input of the signature, which serving programs use.
 
-def check_names(names: Sequence[str]) -> None:
-    """Raises `UsageError` for names of inputs that a SavedModel cannot have, or that it would not tell apart."""
-    wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*", name) or name == "self"]
-    kept = [re.sub(r"\W", "_", name) for name in names]
-    wrong = wrong or [name for name, one in zip(names, kept) if kept.count(one) > 1]
-    if wrong:
-        raise ExportError(
-            f"no export can have inputs named {', '.join(map(repr, wrong))}; give each another name of letters, "
-            "digits and underscores: of its Input layer, its key in a dict, or its tf.TensorSpec"
-        )
+        Raises:
+          UsageError: for names that a SavedModel cannot have, or that it would not tell apart.
+        """
+        flat = tf.nest.flatten(self.signature)
+        default = ["inputs"] if len(flat) == 1 else [f"inputs_{number}" for number in range(len(flat))]
+        names = [spec.name or name for spec, name in zip(flat, default)]
+        wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*", name) or name == "self"]
+        kept = [re.sub(r"\W", "_", name) for name in names]
+        wrong = wrong or [name for name, one in zip(names, kept) if kept.count(one) > 1]
+        if wrong:
+            raise ExportError(
+                f"no export can have inputs named {', '.join(map(repr, wrong))}; give each another name of letters, "
+                "digits and underscores: of its Input layer, its key in a dict, or its tf.TensorSpec"
+            )
+        named = [tf.TensorSpec(spec.shape, spec.dtype, name) for spec, name in zip(flat, names)]
+        return dataclasses.replace(self, signature=tf.nest.pack_sequence_as(self.signature, named))
 
 
 def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Exported:

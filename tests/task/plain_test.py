@@ -20,7 +20,7 @@ from looplib.errors import MetricError
 from looplib.loop.task_loop import as_numbers
 from looplib.run import commits, metric_names
 from looplib.run.records import read_jsonl
-from looplib.task.actions import Action, ActionStates
+from looplib.task.actions import Action, Actions
 from looplib.task.plain import as_number, gaps
 from looplib.task.record import RunRecord
 from looplib.weights.restoring import peek
@@ -72,13 +72,13 @@ def test_a_number_of_any_kind_is_read_from_record_marker_and_state_as_it_was_ret
     values = {f"m{place}": value for place, value in enumerate(_ways(number))}
     metrics = as_numbers("Any", values)
     assert len(metrics) > 8 and all(same(value, number) for value in metrics.values())
-    actions = ActionStates([Remembers(k, v) for k, v in values.items() if not isinstance(v, fractions.Fraction)])
+    actions = Actions([Remembers(k, v) for k, v in values.items() if not isinstance(v, fractions.Fraction)])
     record = RunRecord(train=metrics, losses=list(metrics.values()), running=dict(metrics), actions=actions.save())
     read = RunRecord.from_json(record.to_json())
     for found in (read.train.values(), read.losses, read.running.values()):
         assert len(list(found)) == len(values) and all(same(value, number) for value in found)
     actions.load(read.actions)
-    states = [action.value for action in actions._actions.values()]
+    states = [action.value for action in actions._stateful.values()]
     assert all(state["list"] == [state["value"]] or math.isnan(number) for state in states)
     assert all(same(state["value"] + 0, number) for state in states)
     done = commits.Commit(str(tmp_path / "ckpt-3"), 3, 0.0, {}, {}, {})
