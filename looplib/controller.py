@@ -11,7 +11,6 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base import console, files
-from looplib.base.diagnosis import diagnosis, provide
 from looplib.base.messages import whole_number
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.directory import RunDirectory, resolve
@@ -26,8 +25,7 @@ from looplib.errors import MissingPartError
 from looplib.guards.guards import Diverged, Guards
 from looplib.guards.preemption import notice
 from looplib.guards.watchdog import Watchdog
-from looplib.loop import task_loop
-from looplib.loop.causes import Causes
+from looplib.loop import speed, task_loop
 from looplib.loop.contracts import Loop, Schedule
 from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
@@ -37,12 +35,10 @@ from looplib.report.reporter import Metrics, Reporter
 from looplib.report.run_report import Computation, RunReport, RunSettings
 from looplib.report.writers.contract import Writer
 from looplib.run.policy import CheckpointPolicy, KeepRule, Start
-from looplib.task import checks
+from looplib.task import checks, model_table
 from looplib.task.actions import ActionStates, Event, announce_saves, hooks_around, stops_of
 from looplib.task.reductions import Media
 from looplib.task.trainer import Adapter, Evaluator, Trainer
-
-provide(Causes)
 
 
 class Controller:
@@ -159,8 +155,8 @@ class Controller:
             policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
             self._window = Window(loops.training, clock, self.guards)
             computation = self.report.computation
-            computation.model = diagnosis().model(trainer)
-            computation.speed = diagnosis().speed(loops.training, strategy)
+            computation.model = model_table.note(trainer)
+            computation.speed = speed.of_training(loops.training, strategy)
             logging.info("%s", computation.speed or "the FLOPs of a step are not known")
         self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
         objects = checks.collect_state(trainer, evaluators)
@@ -379,7 +375,7 @@ class Controller:
         if schedule.evaluate_every and checkpointer.lacks_evaluation():
             self._evaluate(schedule, eval_steps)
         self._reporter.writers.flush()
-        self._reporter.note_speed(self._loops.strategy)
+        self._reporter.note_speed(functools.partial(speed.with_share, strategy=self._loops.strategy))
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:

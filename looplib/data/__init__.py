@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     block_stream: none
     causes: find, of
-    context: BadRecords, InputContext, Reads
+    context: BadRecords, InputContext
     iterator_state: none
     order: Batches, BatchSizePeriod, Epoch, Ids, Locate, mix, OrderKey, Plan
     pipelines: distribute, runs_on_host

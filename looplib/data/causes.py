@@ -1,4 +1,4 @@
-"""Why data is slow, and which record is refused."""
+"""Why data is slow, which record is refused, and when a pipeline repeats itself."""
 
 import collections
 import dataclasses
@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import gist
+from looplib.compat import tensorflow as _tf
 from looplib.data.context import InputContext, Reads
 
 # What a stage does, by a part of the name that TensorFlow gives it. The first that fits counts.
@@ -257,6 +258,29 @@ def _parallelism(node: Any) -> int:
 
 def _kind(name: str) -> str:
     return next((kind for part, kind in _KINDS.items() if part in name), "")
+
+
+# The beginnings of TensorFlow's names of ops, and parts of them.
+_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
+
+
+def condition(op: str, *, by_skipping: bool) -> str:
+    """Returns the condition under which a pipeline op gives the same results again; "" if it always does.
+
+    Args:
+      op: text that begins with the type of the op.
+      by_skipping: whether the pipeline is read again from the start; otherwise from a later position.
+    """
+    if op.startswith(_PYTHON):
+        return "its Python code depends on its arguments only, not on time or on earlier runs"
+    if op.startswith(tuple(_tf.RANDOM_OPS)):
+        repeats = "its random ops have seeds and run without num_parallel_calls"
+        return repeats if by_skipping else "its random numbers come from tf.random.stateless_*, with seeds=True"
+    if any(name in op for name in _RESOURCES):
+        values = "from the start of the run" if by_skipping else "that they had at this step"
+        return f"its variables and tf.random.Generators have the values {values}"
+    return ""
 
 
 _STEPS = 64  # whose batches are tried: many may be read at once

@@ -10,12 +10,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.diagnosis import diagnosis
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import KINDS, Share
 from looplib.compat import tensorflow as _tf
 from looplib.config.run_config import RunConfig
-from looplib.data import rows
+from looplib.data import causes, rows
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
 from looplib.data.context import BadRecords, InputContext, per_replica_batch_size
 from looplib.data.order import Batches, BatchSizePeriod
@@ -220,8 +219,7 @@ class Pipelines:
     def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
         """Warns once if maps may not repeat their results at a resume; without a resume, only of random numbers."""
         ops = ops if resumes else ops & _tf.RANDOM_OPS
-        condition = functools.partial(diagnosis().condition, by_skipping=False)
-        conditions = {op: found for op in sorted(ops) if (found := condition(op))}
+        conditions = {op: found for op in sorted(ops) if (found := causes.condition(op, by_skipping=False))}
         if conditions:
             self._warn_once(
                 "%s.dataset has %s in a map; a resume from the position of its ids is exact only if %s",

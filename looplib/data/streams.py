@@ -11,10 +11,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.diagnosis import diagnosis
 from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
-from looplib.data import iterator_state, rows
+from looplib.data import causes, iterator_state, rows
 from looplib.data.context import InputContext
 from looplib.data.iterator_state import SavedPosition
 from looplib.data.order import Epoch
@@ -459,7 +458,7 @@ class HostStream(Stream):
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
         """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
-        if condition := diagnosis().condition(self._saved.obstacle, by_skipping=True):
+        if condition := causes.condition(self._saved.obstacle, by_skipping=True):
             logging.warning(
                 "%s.dataset has no position that can be saved (%s), so the data already used is read again and "
                 "skipped; this is exact only if %s",

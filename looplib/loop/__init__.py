@@ -2,7 +2,6 @@
 
 Names that other rooms may use, by file:
     additions: ExampleChecksum, hash_of_each, METRIC, VARIABLE
-    causes: Causes
     contracts: Loop, LoopResult, Request, Schedule, Specification, StepAddition, TrainingLoop
     coordinator: none
     device_loop: none
@@ -13,7 +12,7 @@ Names that other rooms may use, by file:
     parameter_servers: none
     phased_loop: PhasedLoop
     reducer: Accumulator, State, UnknownOutputsError
-    speed: none
+    speed: of_training, with_share
     step: now, raise_refusal, Step, StepFn
     step_additions: none
     step_checks: none

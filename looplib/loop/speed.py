@@ -104,8 +104,15 @@ def of_training(loop: TrainingLoop, strategy: tf.distribute.Strategy) -> Speed |
     return Speed(workers * sum(counted.values()), max(counted, key=counted.get)) if counted else None
 
 
-def with_share(speed: Speed, strategy: tf.distribute.Strategy, steps: int, seconds: float) -> Speed:
-    """See `Diagnosis.speed_of_ended`; without the peak if that cannot be measured."""
+def with_share(speed: Speed, steps: int, seconds: float, strategy: tf.distribute.Strategy) -> Speed:
+    """Returns the speed of a training that has ended with the share of the devices' peak; unchanged after a short one.
+
+    Args:
+      speed: what `of_training` returned.
+      steps: number of steps.
+      seconds: duration of these steps.
+      strategy: the strategy that the training ran on.
+    """
     if seconds < SHORT_TRAINING:
         return speed
     try:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.data.streams import Stream
 from looplib.errors import StepError, UsageError
@@ -185,7 +185,7 @@ def raise_refusal(error: Exception) -> None:
     if _tf.is_across_replicas(error):
         raise StepError(
             "the step calls a method of the strategy (reduce, gather, run, scope) that only code around the replicas "
-            f"can call ({diagnosis().place_of(error)}), and a step is the code of one replica: return the value, which "
+            f"can call ({places.place_of(error)}), and a step is the code of one replica: return the value, which "
             "looplib reduces (looplib.mean, looplib.total), or sum it within the step by "
             "tf.distribute.get_replica_context().all_reduce; enter the scope where models are made"
         ) from error
@@ -193,7 +193,7 @@ def raise_refusal(error: Exception) -> None:
         raise StepError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
             "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts, micro_batches), which "
-            f"TensorFlow cannot do ({diagnosis().place_of(error)}); call it outside, in every step. For an update in "
+            f"TensorFlow cannot do ({places.place_of(error)}); call it outside, in every step. For an update in "
             "every n-th step, give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device "
             "without a strategy"
         ) from error

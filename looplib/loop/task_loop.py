@@ -11,13 +11,13 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.compat.tensorflow import converted
-from looplib.data import pipelines
+from looplib.data import causes, pipelines
 from looplib.data.order import Batches, Epoch
 from looplib.data.streams import Stream
 from looplib.errors import (
@@ -311,7 +311,7 @@ class TaskLoop(TrainingLoop):
             )
         if isinstance(error, tf.errors.OpError) and _tf.is_of_the_input(error):
             steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self.data.counted_before
-            if (named := diagnosis().refused_record(self.task.dataset, self.data.stream.context(), steps)) is not None:
+            if (named := causes.find(self.task.dataset, self.data.stream.context(), steps)) is not None:
                 return DataError(
                     f"{named}, is refused by {self.who}.dataset: {found}; restore the file if it is damaged, or "
                     f"fix {self.place_of(error) or 'the functions of its maps'}"
@@ -412,15 +412,16 @@ class TaskLoop(TrainingLoop):
             return None
         stream = self.data.stream
         reader = stream.context().asked.reader
-        return diagnosis().slowest_stage(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
+        found = causes.of(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
+        return (str(found), found.advice) if found else None
 
     def place_of(self, error: BaseException) -> str:
         """See `Loop`."""
         if error is not self._failed:
             return ""
-        place = diagnosis().place_of(error, [self._inner.step.function] if self._inner.step else [])
+        place = places.place_of(error, [self._inner.step.function] if self._inner.step else [])
         if not place and _tf.is_of_the_input(error):
-            place = diagnosis().place_of_function(type(self.task).dataset)
+            place = places.place_of_function(type(self.task).dataset)
         return place
 
     def failed_between_steps(self, error: BaseException) -> bool:

@@ -8,10 +8,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
 from absl import logging
 
-from looplib.base.diagnosis import diagnosis
 from looplib.base.numbers import Progress
 from looplib.errors import MissingPartError, SettingError, WriterError
 from looplib.report.clock import Clock, SpeedMeter
@@ -149,13 +147,17 @@ class Reporter:
         if step != self.ended_at:
             self.report.write("done")
 
-    def note_speed(self, strategy: tf.distribute.Strategy) -> None:
-        """Notes the share of the devices' peak that the steps of this start have reached, unless they were short."""
+    def note_speed(self, with_share: Callable[[Any, int, float], Any]) -> None:
+        """Notes the share of the devices' peak that the steps of this start have reached.
+
+        `with_share` is a function of the computation per step, the number of steps and their seconds, which returns the
+        first with that share.
+        """
         seconds = self.clock.of("train") + self.clock.of("input")
         computation = self.report.computation
         if computation.speed and self._is_chief and self.trained:
             with self.clock.phase("report"):
-                computation.speed = diagnosis().speed_of_ended(computation.speed, strategy, self.trained, seconds)
+                computation.speed = with_share(computation.speed, self.trained, seconds)
 
     def close(self) -> None:
         """Closes the writers, and then writes the page, also where a writer fails."""
