@@ -241,7 +241,7 @@ class Controller:
 
     @property
     def loops(self) -> dict[str, Loop]:
-        """The inner loops: dict from "train" and the names of evaluators to `loop.base.Loop`."""
+        """The inner loops: dict from "train" and the names of evaluators to `loop.contracts.Loop`."""
         return self._loops.by_name
 
     @property

@@ -48,7 +48,7 @@ class RemoteStrategy(abc.ABC):
     @property
     @abc.abstractmethod
     def backend(self) -> type[Any]:
-        """The `loop.backend.Backend` that runs the steps."""
+        """The `loop.engines.Backend` that runs the steps."""
 
 
 def names() -> list[str]:

@@ -347,7 +347,7 @@ class TrainingOptimizers:
     Args:
       trainer: the object that holds the optimizers.
       strategy: `tf.distribute.Strategy` that runs its steps.
-      noted: whether the steps are watched, see `replicas.watching`.
+      noted: whether the steps are watched, see `watching`.
       fuse: whether variables are updated by fused kernels where these are faster.
 
     Raises:

@@ -129,7 +129,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.abspath(tf.__file__)) + os.sep,
     *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib", "stdlib")),
 )
-_CALLS_THE_STEP = os.path.join(_OURS, "loop", "reducer.py")
+_CALLS_THE_STEP = os.path.join(_OURS, "loop", "step.py")
 
 
 def is_installed(path: str) -> bool:

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,10 @@ from absl import logging
 
 from looplib.base.messages import gist
 from looplib.compat import tensorflow as _tf
-from looplib.data.context import InputContext, Reads
+from looplib.data.context import InputContext
+
+if TYPE_CHECKING:
+    from looplib.data.records.reading import RecordReads
 
 # What a stage does, by a part of the name that TensorFlow gives it. The first that fits counts.
 _KINDS = {
@@ -87,7 +90,7 @@ class Bottleneck:
     parallel: int
     tuned: bool = False
     of_batches: bool = True
-    reads: Reads | None = None
+    reads: "RecordReads | None" = None
 
     def __str__(self) -> str:
         time = f"{self.milliseconds:.0f}" if self.milliseconds >= 10 else f"{self.milliseconds:.2g}"
@@ -116,7 +119,7 @@ class Bottleneck:
         return advice
 
 
-def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: Sequence[Reads] = ()) -> Bottleneck | None:
+def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: "Sequence[RecordReads]" = ()) -> Bottleneck | None:
     """Returns the slowest stage of the pipeline behind an iterator since it was made.
 
     Args:
@@ -135,7 +138,7 @@ def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: Sequence[Reads] = (
         return None
 
 
-def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | None:
+def _slowest(nodes: Any, copy: float, reads: "Sequence[RecordReads]") -> Bottleneck | None:
     reading = {number: one for one in reads for number in _reading(nodes, one)}
     kinds = {number: "read" if number in reading else _kind(nodes[number].name) for number in nodes}
     kinds |= dict.fromkeys((number for number in nodes if number not in reading and _orders(nodes, number)), "order")
@@ -178,7 +181,7 @@ def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | No
     )
 
 
-def _reading(nodes: Any, reads: Reads) -> list[int]:
+def _reading(nodes: Any, reads: "RecordReads") -> list[int]:
     """Returns the numbers of the stages that read records: maps that were called as often as was noted.
 
     If a map of the user's was called as often, it comes after them.

@@ -1,12 +1,13 @@
 """InputContext: what a `dataset` function asks of looplib, and what it has asked, for whatever builds its pipeline."""
 
+import copy
 import dataclasses
 import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +29,9 @@ from looplib.data.order import (
 )
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderError
 
+if TYPE_CHECKING:
+    from looplib.data.records.reader import RecordReader  # which imports this
+
 
 @dataclasses.dataclass
 class BadRecords:
@@ -45,39 +49,6 @@ class BadRecords:
 
     def __post_init__(self) -> None:
         self.most = whole_number("bad_records", self.most, least=0)
-
-
-class Reads(Protocol):
-    """How the records of a data set are read; tf.data itself shows only a map. `str` names the reader."""
-
-    calls: list[int]  # of its stages
-    records: int  # how many were read
-
-    @property
-    def at_once(self) -> int:
-        """How many are read at once."""
-
-    @property
-    def advice(self) -> str:
-        """What to change if reading takes the time."""
-
-
-class Reader(Protocol):
-    """Reads records for `InputContext.records`: see `records.reader.RecordReader`, called with the context."""
-
-    reads: list[Reads]  # of each call
-
-    def batches(
-        self, source: Any, *, block: int | None, shuffle: bool, seeds: bool, whole_epochs: bool, name: str | None,
-        repeat: bool,
-    ) -> tf.data.Dataset:  # fmt: skip
-        """Makes the data set of a call; see `InputContext.records`."""
-
-    def fingerprint(self) -> dict[str, str]:
-        """Returns checksums of a part of what is read, by the name of the file."""
-
-    def name_of(self, number: int) -> str:
-        """Returns the name, for errors, of the record with an id of the first call."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,7 +77,7 @@ class DatasetRequests:
     arrays: Any = None  # the argument of `resident`, or None
     examples: int | None = None  # the most examples of all calls; None without a call
     epoch: Epoch | None = None  # how many examples come in an epoch; None where that is not known
-    reader: Reader | None = None  # what reads records, once `records` was called
+    reader: "RecordReader | None" = None  # what reads records, once `records` was called
     calls: list[DatasetCall] = dataclasses.field(default_factory=list)  # in their order
 
     @property
@@ -171,19 +142,10 @@ class InputContext:
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
         """Returns a new context of the same pipeline; `only`, int64 `[n]`, are positions, each a batch of its own."""
-        return InputContext(
-            global_batch_size=self.global_batch_size,
-            num_replicas=self.num_replicas,
-            pipeline_index=self.places.pipeline_index,
-            num_pipelines=self.num_pipelines,
-            seed=self.seed,
-            training=self.training,
-            start_step=start_step,
-            global_batches=self.global_batches,
-            bad_records=self.bad_records,
-            only=only,
-            earlier=self.places.sizes.earlier,
-        )
+        context = copy.copy(self)
+        context.places = dataclasses.replace(self.places, start_step=start_step, numbers=None, only=only)
+        context.asked = DatasetRequests()
+        return context
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:

@@ -27,7 +27,7 @@ from looplib.report.clock import Clock
 from looplib.task import checks
 from looplib.task.averages import refuse_in_use
 from looplib.task.record import EngineChoice, RunRecord
-from looplib.task.state import no_weights, state_of
+from looplib.task.state import no_weights, state_of, values_kept
 from looplib.task.trainer import Adapter, Evaluator, Trainer
 
 # The newest loops of each trainer, by the trainer's id: a trainer that is a dataclass has no hash.
@@ -371,8 +371,7 @@ class LentState:
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """Returns a context manager that an evaluation runs in; workers wait for each other."""
-        before = [part.read_value() for part in self._kept]
-        try:
+        with values_kept(self._kept):
             if self._differing:
                 values = [tf.identity(variable) for variable, _ in self._differing]
                 from_chief = self._workers.gather_tensors([values])[0]  # which writes an export
@@ -382,9 +381,6 @@ class LentState:
             if self._kept:
                 self._reducer.clear()  # of metrics that the training has too
             yield
-        finally:
-            for part, value in zip(self._kept, before):
-                part.assign(value)
 
 
 def _uses(strategy: tf.distribute.Strategy, loop: Loop, every: Iterable[tf.Variable]) -> tuple[_Variables, _Variables]:

@@ -1,18 +1,19 @@
 """Gradient accumulation: a batch is computed in parts, one after the other, in the memory of one part."""
 
-import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
+from looplib.cluster.collectives import outside
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.data import rows
 from looplib.errors import BatchSizeError, MetricError, StepError, UsageError
 from looplib.task import reductions
 from looplib.task.reductions import Media, Reduction
+from looplib.task.state import values_kept
 
 
 @tf.autograph.experimental.do_not_convert
@@ -220,10 +221,9 @@ def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
     for count in (number for number in range(1, size + 1) if size % number == 0):
         function = tf.function(lambda *batch, count=count: compute(tf.nest.pack_sequence_as(inputs, batch), count))
         # In a thread that is not tracing; tf.init_scope would leave the graph too, but stops all gradient tapes.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            if thread.submit(_fits, function, specs).result():
-                logging.info("micro_batches=auto: a per-replica batch of %d fits into memory in %d parts", size, count)
-                return count
+        if outside(lambda function=function: _fits(function, specs)):
+            logging.info("micro_batches=auto: a per-replica batch of %d fits into memory in %d parts", size, count)
+            return count
     raise StepError(
         "the memory does not suffice for the gradients of one example; use a smaller model, or rematerialize"
     )
@@ -232,11 +232,8 @@ def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
 def _fits(function: tf.types.experimental.PolymorphicFunction, specs: list[tf.TensorSpec]) -> bool:
     """Runs a function on zeros; returns whether the memory suffices. Restores the variables."""
     traced = function.get_concrete_function(*specs)
-    before = [variable.read_value() for variable in traced.variables]
-    try:
-        return traced(*(tf.zeros(spec.shape, spec.dtype) for spec in specs)) is not None
-    except tf.errors.ResourceExhaustedError:
-        return False
-    finally:
-        for variable, value in zip(traced.variables, before):
-            variable.assign(value)
+    with values_kept(traced.variables):
+        try:
+            return traced(*(tf.zeros(spec.shape, spec.dtype) for spec in specs)) is not None
+        except tf.errors.ResourceExhaustedError:
+            return False

@@ -4,7 +4,6 @@ A part's own losses weigh by its share of the examples. That is right for means 
 weights alone. A sum over examples is none of these, and is refused.
 """
 
-import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +12,10 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import gist
+from looplib.cluster.collectives import outside
 from looplib.compat import tensorflow as _tf
 from looplib.errors import LossError
+from looplib.task.state import values_kept
 
 _EXAMPLES, _LENGTH, _DRAWS = 8, 4, 8  # where a size is not known when a step is traced; of random numbers
 _MOST = 2**0.5  # the factor between a mean, which is 1 for a batch that has each example twice, and a sum
@@ -56,8 +57,7 @@ def check_means(who: str, compute: Callable[[Any], Sequence[tf.Tensor]], own: Se
         return
     try:
         # In a thread that is not tracing; tf.init_scope would leave the graph too, but stops all gradient tapes.
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            first, second = thread.submit(_once_and_twice, compute, inputs).result()
+        first, second = outside(lambda: _once_and_twice(compute, inputs))
     except Exception as error:  # of the user's loss_fn, which may take no such batch
         logging.warning(
             "whether the losses that layers of %s add are means over examples could not be tried (%s); a sum over "
@@ -108,10 +108,5 @@ def _values(compute: Callable[[Any], Sequence[tf.Tensor]], batch: Any) -> np.nda
     leaves = tf.nest.flatten(batch)
     function = tf.function(lambda *leaves: list(compute(tf.nest.pack_sequence_as(batch, leaves))))
     traced = function.get_concrete_function(*(tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves))
-    before = [variable.read_value() for variable in traced.variables]
-    try:
-        found = [[float(loss) for loss in traced(*leaves)] for _ in range(_DRAWS)]
-        return np.mean(found, axis=0)
-    finally:
-        for variable, value in zip(traced.variables, before):
-            variable.assign(value)
+    with values_kept(traced.variables):
+        return np.mean([[float(loss) for loss in traced(*leaves)] for _ in range(_DRAWS)], axis=0)
