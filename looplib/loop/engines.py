@@ -12,8 +12,8 @@ from absl import logging
 
 from looplib.base.messages import gist
 from looplib.cluster import runtime
-from looplib.data import pipelines
 from looplib.data.order import Batches
+from looplib.data.pipelines import runs_on_host
 from looplib.data.streams import Stream
 from looplib.errors import EngineError
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, Specification, StreamIterator
@@ -232,7 +232,7 @@ class LocalReplicas(Backend):
     def tables(self, arrays: Any) -> Any:
         """See `Backend`."""
         strategy = self._spec.strategy
-        if pipelines.runs_on_host(strategy):
+        if runs_on_host(strategy):
             return tf.nest.map_structure(tf.constant, arrays)
         with strategy.scope():
             return tf.nest.map_structure(lambda array: tf.Variable(array, trainable=False), arrays)

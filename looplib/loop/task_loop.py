@@ -17,8 +17,9 @@ from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.compat.tensorflow import converted
-from looplib.data import causes, pipelines
+from looplib.data import causes
 from looplib.data.order import Batches, Epoch
+from looplib.data.pipelines import Pipelines
 from looplib.data.streams import Stream
 from looplib.errors import (
     DataError,
@@ -111,7 +112,7 @@ class TaskData:
 
     def _distribute(self, start_step: int) -> Stream:
         spec = self._spec
-        return pipelines.distribute(
+        return Pipelines(
             spec.strategy,
             spec.task,
             spec.config,
@@ -121,7 +122,7 @@ class TaskData:
             earlier=self.batches.earlier,
             in_blocks=spec.may_compile,
             remote=self._backend.remote_stream,
-        )
+        ).distribute()
 
     def iterate(self) -> None:
         """Makes an iterator, from the position of the last `rewind`."""
