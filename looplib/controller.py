@@ -17,13 +17,13 @@ from looplib.checkpoint.directory import RunDirectory, resolve
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.config.run_config import RunConfig
 from looplib.config.settings import as_flags
 from looplib.data.context import BadRecords
 from looplib.errors import MissingPartError
 from looplib.guards.guards import Diverged, Guards
-from looplib.guards.preemption import notice
 from looplib.guards.watchdog import Watchdog
 from looplib.loop import speed, task_loop
 from looplib.loop.contracts import Loop, Schedule

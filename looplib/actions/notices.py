@@ -20,8 +20,8 @@ from absl import logging
 from looplib.base.console import printable
 from looplib.base.files import parse_json
 from looplib.base.messages import gist
+from looplib.cluster.preemption import notice as preemption
 from looplib.errors import FlagError, Preempted
-from looplib.guards.preemption import notice as preemption
 from looplib.report.run_report import RunReport
 from looplib.run import values
 from looplib.run.notice import Notice, iso_time, notices_of

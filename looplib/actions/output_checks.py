@@ -162,7 +162,7 @@ def _predictor(name: str, loop: Loop) -> Callable[[], list[np.ndarray]] | None:
     """Returns a function that predicts for a batch of a loop's data; None where that could leave a trace."""
     try:
         predict, stream = _predict_fn(loop.task), stream_of(loop)
-        if predict is None or stream is None or runtime.plugin_of(stream.strategy) is not None:
+        if predict is None or stream is None or runtime.is_remote(stream.strategy):
             return None
         batch = next(batches(loop) or iter(()), None)
         if batch is None:

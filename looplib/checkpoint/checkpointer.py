@@ -16,10 +16,10 @@ from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.perturbation import nudge
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.saving import Checkpoints
+from looplib.cluster.preemption import notice
 from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
 from looplib.guards.guards import Diverged, Guards
 from looplib.guards.non_finite import StateCheck
-from looplib.guards.preemption import notice
 from looplib.report import run_report
 from looplib.report.reporter import Reporter
 from looplib.run import choice, commits

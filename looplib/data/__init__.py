@@ -6,7 +6,7 @@ Names that other rooms may use, by file:
     context: BadRecords, InputContext
     iterator_state: none
     order: Batches, BatchSizePeriod, Epoch, Ids, Locate, mix, OrderKey, Plan
-    pipelines: distribute, runs_on_host
+    pipelines: Pipelines, runs_on_host
     rows: assert_even, check_even, count, map_parts, parts
     streams: BatchProperties, HostStream, Stream
 """

@@ -9,7 +9,6 @@ Names that other rooms may use, by file:
     host_loop: as_shown
     loops: Loops
     packing: batch_size
-    parameter_servers: none
     phased_loop: PhasedLoop
     reducer: Accumulator, State, UnknownOutputsError
     speed: of_training, with_share

@@ -16,18 +16,16 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import gist
-from looplib.cluster.runtime import RemoteStrategy
+from looplib.cluster import parameter_servers
+from looplib.cluster.preemption import notice
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.data.order import Batches
 from looplib.data.streams import Stream
 from looplib.errors import ParameterServerError, UsageError
-from looplib.guards.preemption import notice
-from looplib.loop import parameter_servers as processes
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.engines import Backend, Decorator
-from looplib.loop.parameter_servers import counts
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
 from looplib.task.trainer import Trainer
@@ -271,7 +269,7 @@ class RemoteLoop(InnerLoop):
         self._reducer: RemoteReducer = step.reducer
         self._who = who
         self._counter = counter
-        self._workers = counts()[0]
+        self._workers = parameter_servers.counts()[0]
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._seconds_per_step = _LONGEST
         self._place: DataPosition | None = None
@@ -563,42 +561,3 @@ def _dequeue(queue: tf.Tensor) -> tf.Tensor:
 
 def _int64(*numbers: int) -> list[tf.Tensor]:
     return [tf.constant(number, tf.int64) for number in numbers]
-
-
-class _ParameterServerStrategy(RemoteStrategy):
-    """See `RemoteStrategy`."""
-
-    backend = ParameterServers
-
-    def check_setup(self, *, num_virtual_devices: int, deterministic: bool) -> None:
-        """See `RemoteStrategy`."""
-        if deterministic:
-            raise ParameterServerError(
-                "deterministic is asked for, and with the strategy parameter_server workers update the weights in no "
-                "fixed order; leave out --deterministic, or use another strategy"
-            )
-        if num_virtual_devices != 1:
-            raise ParameterServerError(
-                f"num_virtual_devices is {num_virtual_devices}, and with the strategy parameter_server each worker is "
-                "a process; start more workers instead"
-            )
-
-    def connect(self) -> tf.distribute.Strategy:
-        """See `RemoteStrategy`."""
-        return processes.connect()
-
-    def describe(self) -> str:
-        """See `RemoteStrategy`."""
-        workers, parameter_servers = processes.counts()
-        return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
-
-    def check_variable(self, what: str, device: str) -> None:
-        """See `RemoteStrategy`."""
-        if tf.DeviceSpec.from_string(device).job != "ps":
-            raise ParameterServerError(
-                f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
-                "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
-            )
-
-
-STRATEGY = _ParameterServerStrategy()

@@ -263,9 +263,12 @@ class LocalReplicas(Backend):
 
 
 def backend_of(spec: Specification) -> Backend:
-    """Returns the backend of a loop: from a plug-in for the strategy if there is one, else `LocalReplicas`."""
-    plugin = runtime.plugin_of(spec.strategy)
-    return LocalReplicas(spec) if plugin is None else plugin.backend(spec)
+    """Returns what makes the parts of a loop on its strategy."""
+    if runtime.is_remote(spec.strategy):
+        from looplib.loop.coordinator import ParameterServers  # here, as it imports this, and few runs need it
+
+        return ParameterServers(spec)
+    return LocalReplicas(spec)
 
 
 def _xla_loop(step: Step, steps_per_loop: int) -> DeviceLoop:

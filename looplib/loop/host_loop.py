@@ -12,9 +12,9 @@ from absl import logging
 
 from looplib.base.messages import gist
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StepError
-from looplib.guards.preemption import notice
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, StreamIterator
 from looplib.loop.reducer import UnknownOutputsError
 from looplib.loop.step import Step, raise_refusal

@@ -13,6 +13,7 @@ from absl import logging
 
 from looplib.base.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
@@ -33,7 +34,6 @@ from looplib.errors import (
     UsageError,
 )
 from looplib.guards.guards import Diverged, Guards, check_loss, check_skipped
-from looplib.guards.preemption import notice
 from looplib.loop import additions
 from looplib.loop.contracts import Loop, LoopResult, Request, Specification, StepAddition, StreamIterator, TrainingLoop
 from looplib.loop.engines import Backend, Decorator, backend_of

@@ -43,7 +43,7 @@ ELSEWHERE = {
     "compat/tensorflow.py": {"_functions", "_inputs", "_map_func"},
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
     "exports/predictions.py": {"_lock"},
-    "guards/watchdog.py": {"_pydevd_bundle"},
+    "cluster/preemption.py": {"_pydevd_bundle"},
 }
 OF_TUPLES = ("_asdict", "_fields", "_replace")  # of a NamedTuple, public in spite of their names
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "replace")

@@ -19,8 +19,9 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.guards import preemption, watchdog
-from looplib.guards.preemption import Preempted, notice
+from looplib.cluster import preemption
+from looplib.cluster.preemption import Preempted, notice
+from looplib.guards import watchdog
 from looplib.loop import device_loop
 from looplib.run import commits
 
