@@ -142,10 +142,16 @@ def graphs_called_by(op: tf.Operation) -> list[Any]:
 
     One of them for a call, two for a condition; [] for any other op, and where TensorFlow does not tell.
     """
+    graphs = (graph_of(op.graph, op.get_attr(name).name) for name in _CALLS.get(op.type, ()))
+    return [graph for graph in graphs if graph is not None]
+
+
+def graph_of(graph: tf.Graph, name: str) -> Any:
+    """Returns the graph of a function that a graph calls; None if TensorFlow does not hand it out."""
     try:
-        return [op.graph._get_function(op.get_attr(name).name).graph for name in _CALLS.get(op.type, ())]
+        return graph._get_function(name).graph
     except AttributeError:
-        return []
+        return None
 
 
 def identity_of(variable: object) -> int:
@@ -437,10 +443,13 @@ def stateful_ops_of_maps(dataset: tf.data.Dataset, origins: list[tf.data.Dataset
     return own.union(*(stateful_ops_of_maps(one, origins) for one in dataset._inputs()))
 
 
-def _stateful_ops(stage: tf.data.Dataset) -> set[str]:
+def _ops_of(stage: tf.data.Dataset) -> list[tf.Operation]:
     graph = stage._map_func.function.graph
-    graphs = [graph, *(function.graph for function in graph._functions.values())]
-    return {op.type for graph in graphs for op in graph.get_operations() if op.op_def.is_stateful}
+    return [op for each in (graph, *(one.graph for one in graph._functions.values())) for op in each.get_operations()]
+
+
+def _stateful_ops(stage: tf.data.Dataset) -> set[str]:
+    return {op.type for op in _ops_of(stage) if op.op_def.is_stateful}
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:
@@ -512,8 +521,7 @@ def _sources(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 def _used_by_call(op: tf.Operation, output: int) -> list[tf.Tensor]:
     """Returns the inputs of the call of a function that one of its outputs depends on; all of them if not known."""
-    find = getattr(op.graph, "_get_function", None)
-    graph = find and getattr(find(op.get_attr("f").name), "graph", None)
+    graph = graph_of(op.graph, op.get_attr("f").name)
     if graph is None:
         return list(op.inputs)
     within = _sources(graph.outputs[output])
@@ -593,7 +601,5 @@ def leaves_no_trace(dataset: tf.data.Dataset, known: list[tf.data.Dataset]) -> b
 
 
 def _is_plain(stage: tf.data.Dataset) -> bool:
-    graph = stage._map_func.function.graph
-    graphs = [graph, *(function.graph for function in graph._functions.values())]
-    types = {op.type for each in graphs for op in each.get_operations()} - set(_FUNCTION_CALLS)
+    types = {op.type for op in _ops_of(stage)} - set(_FUNCTION_CALLS)
     return RANDOM_OPS.isdisjoint(types) and not any(part in kind for kind in types for part in _STATE)

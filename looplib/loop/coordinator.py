@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -29,15 +29,6 @@ from looplib.loop.engines import Backend, Decorator
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
 from looplib.task.trainer import Trainer
-
-
-class MakesPipeline(Protocol):
-    """Makes the pipeline of a worker; for the arguments see `InputContext`."""
-
-    def __call__(
-        self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None
-    ) -> tf.data.Dataset:
-        """Makes the pipeline."""
 
 
 @dataclasses.dataclass
@@ -60,11 +51,11 @@ class RemoteStream(Stream):
     `dataset` was made on the coordinator, which reads only its properties.
 
     Attributes:
-      make: makes the pipeline of a worker, in a `tf.function` there.
+      make: `Pipelines.build_on_worker`, which makes the pipeline of a worker, in a `tf.function` there.
       by_number: whether that makes a batch for each number it is given.
     """
 
-    make: MakesPipeline
+    make: Callable[..., tf.data.Dataset]
 
     def __post_init__(self) -> None:
         context, cardinality = self.context(), int(self.dataset.cardinality())

@@ -35,11 +35,11 @@ from looplib.errors import (
 )
 from looplib.guards.guards import Diverged, Guards, check_loss, check_skipped
 from looplib.loop import additions
+from looplib.loop.additions import add_share, check_share, count_examples_alone
 from looplib.loop.contracts import Loop, LoopResult, Request, Specification, StepAddition, StreamIterator, TrainingLoop
 from looplib.loop.engines import Backend, Decorator, backend_of
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
-from looplib.loop.step_additions import add_share, check_share, count_examples_alone
 from looplib.loop.step_checks import TracedValues, check_metrics, check_own_updates
 from looplib.report.clock import Clock
 from looplib.report.writers.shown import Shown

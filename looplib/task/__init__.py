@@ -8,7 +8,6 @@ Names that other rooms may use, by file:
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     micro_batches: none
     model_table: note, variables
-    own_losses: none
     parts: none
     phases: Phase, PhasedTraining
     plain: as_array, as_bytes, as_json, as_number, gaps, is_number

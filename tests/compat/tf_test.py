@@ -400,8 +400,8 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
 
 
 def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert places._graph_of(object(), "f") is None
-    monkeypatch.setattr(places, "_graph_of", lambda graph, name: None)
+    assert _tf.graph_of(object(), "f") is None
+    monkeypatch.setattr(_tf, "graph_of", lambda graph, name: None)
     assert "Sin" not in {op.type for op in places.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
     monkeypatch.setattr(xla, "_fields", lambda message: [])
     assert xla.temporary_bytes(tf.function(lambda x: tf.sin(x), jit_compile=True), [tf.TensorSpec([2])]) is None
