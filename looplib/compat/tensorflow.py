@@ -1,4 +1,14 @@
-"""TensorFlow: its import, and what it does not publish, each in a guarded function with a fall-back."""
+"""TensorFlow: its import, and what it does not publish, each in a guarded function with a fall-back.
+
+TensorFlow is imported without the garbage collector. An import makes hundreds of thousands of objects, and nearly all
+of them stay; the collector would visit them again and again, which takes a fifth of the time of the import.
+
+Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
+Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
+is not as expected, and looplib then says less and does not fail. `tests/compat/tf_test.py` tries each with the
+installed TensorFlow, and names what that version changed; all work with the versions of `KNOWN`. Of this kind is also
+`replay/xla.py`, for messages and programs of XLA that one tool reads.
+"""
 
 import builtins
 import collections
@@ -13,9 +23,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
-
-import tensorflow as tf
-from absl import logging
 
 from looplib.base.messages import gist
 from looplib.errors import DeviceError, UsageError, WorkerError
@@ -32,6 +39,8 @@ finally:
     if _collects:
         gc.enable()
     gc.freeze()  # modules stay; without this, the first collections of a program go through all their objects
+
+from absl import logging
 
 KNOWN = ("2.20", "2.21")  # versions of TensorFlow
 

@@ -399,6 +399,11 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
         ) from error
 
 
+def test_tensorflow_is_imported_without_the_collector() -> None:
+    text = pathlib.Path(_tf.__file__).read_text()
+    assert text.index("gc.disable()") < text.index("import tensorflow as tf") < text.index("gc.enable()")
+
+
 def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _tf.graph_of(object(), "f") is None
     monkeypatch.setattr(_tf, "graph_of", lambda graph, name: None)
