@@ -293,7 +293,7 @@ class Controller:
 
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
         self._loops.refuse_if_unfit("train", self.latest_checkpoint)
-        self._loops.refuse_if_lent("train")
+        self._loops.refuse_if_borrowed("train")
         self._directory.check_may_train()
         reporter, checkpointer = self._reporter, self._checkpointer
         end = self._loops.check_end(end)
@@ -563,7 +563,7 @@ class Controller:
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
         self._loops.refuse_if_unfit("save_checkpoint", self.latest_checkpoint)
-        self._loops.refuse_if_lent("save_checkpoint")
+        self._loops.refuse_if_borrowed("save_checkpoint")
         path = self._checkpointer.save_changed(wait)
         announce_saves(self._actions, self._checkpointer.take_committed(), self)
         return path
@@ -583,7 +583,7 @@ class Controller:
         """
         self._directory.need("restore_checkpoint")
         self._directory.refuse_while_training("restore_checkpoint")
-        self._loops.refuse_if_lent("restore_checkpoint")
+        self._loops.refuse_if_borrowed("restore_checkpoint")
         return self._checkpointer.restore_chosen(checkpoint)
 
     def close(self) -> None:

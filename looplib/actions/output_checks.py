@@ -39,10 +39,10 @@ def batches(loop: Loop) -> Iterator[Any] | None:
     if stream is None:
         return None
     context = stream.context()
-    known = [call.batches for call in context.asked.calls if call.batches is not None] if context else []
+    known = [call.batches for call in context.requests.calls if call.batches is not None] if context else []
     if not leaves_no_trace(stream.dataset, known):
         return None
-    reads = context is not None and context.asked.reader is not None
+    reads = context is not None and context.requests.reader is not None
     return _read(stream.dataset, stream.arrays, reads)
 
 

@@ -337,7 +337,7 @@ class Checkpointer:
         parts.renew_constants()
         if parts.trainer:
             self._warn_of_changes(step, parts.loops.config.recorded)
-        self.restored_from, parts.loops.torn = path, False
+        self.restored_from, parts.loops.half_updated = path, False
         self._reporter.say(f"restored step {step} from {path}")
         if parts.trainer:
             # After most rollbacks the data continues elsewhere than at the checkpoint's position.

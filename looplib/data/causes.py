@@ -303,19 +303,19 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
       Such as "record 17 of a.tfrecord, at byte 1234"; None if no record is to blame: each one fails, or none does by
       itself, or it cannot be found out.
     """
-    if not context.asked.positioned or len(context.asked.calls) != 1 or context.asked.reader is None:
+    if not context.requests.positioned or len(context.requests.calls) != 1 or context.requests.reader is None:
         return None
     try:
         following = context.again(start_step=max(0, step - 1))  # one replica may have counted the step that failed
         dataset(following)
-        batches = following.asked.last.positions.unbatch().as_numpy_iterator()
+        batches = following.requests.last.positions.unbatch().as_numpy_iterator()
         positions = np.concatenate(list(itertools.islice(batches, _STEPS * following.replicas_per_pipeline)))
         alone = context.again(only=positions)
         found = _first_bad(iter(dataset(alone)), len(positions))
         if found is None:
             return None
-        (number,) = next(alone.asked.last.ids.skip(found).as_numpy_iterator())
-        return alone.asked.reader.name_of(int(number))
+        (number,) = next(alone.requests.last.ids.skip(found).as_numpy_iterator())
+        return alone.requests.reader.name_of(int(number))
     except Exception as error:  # the run has failed anyway, and its own error is the one to show
         logging.debug("which record the run failed at cannot be found out: %s", gist(error))
         return None

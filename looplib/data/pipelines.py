@@ -46,7 +46,7 @@ class BuiltPipeline:
     share: int  # batches from the beginning of the data, as tf.data says it
     sure: int  # steps that it is certain to have
     sized: bool  # whether the size of its batches need not be checked in each step
-    in_turn: bool  # whether the ids of each batch, as a replica gets it, follow one another
+    sequential: bool  # whether the ids of each batch, as a replica gets it, follow one another
     skipped: int  # steps that it leaves out to begin where the run is; 0 if it begins there by itself
 
 
@@ -95,8 +95,8 @@ class Pipelines:
         """
         dataset, on_cpus = self._make(), runs_on_host(self.strategy)
         context, newest = self._built[0].context, self._built[-1]
-        properties = self._properties(context.asked, newest.sized, newest.in_turn and on_cpus)
-        stream, arrays = Stream, context.asked.arrays
+        properties = self._properties(context.requests, newest.sized, newest.sequential and on_cpus)
+        stream, arrays = Stream, context.requests.arrays
         if self.remote is not None:
             stream = functools.partial(self.remote, make=self.build_on_worker)
         elif self._on_host and self.in_blocks and on_cpus and self.training and self._workers.count == 1:
@@ -110,7 +110,7 @@ class Pipelines:
             properties=properties,
             context=lambda: self._built[-1].context,
             start_step=self.start_step,
-            positioned=context.asked.positioned,
+            positioned=context.requests.positioned,
             skipped=newest.skipped * max(1, self._replicas // self._workers.count),
             arrays=arrays,
         )
@@ -128,15 +128,15 @@ class Pipelines:
         context, dataset = self._build(tf_context, 0 if self.config.overfit_batch else self.start_step)
         if self.config.overfit_batch:
             dataset = _first_again(dataset, context)
-        if self._workers.count > 1 and not context.asked.part and not self._whole:
+        if self._workers.count > 1 and not context.requests.part and not self._whole:
             raise ShardingError(
                 f"{self._who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
             )
         training, replicas = context.training, context.replicas_per_pipeline
-        call = context.asked.last
-        in_turn = call is not None and call.in_turn and dataset is call.ids and not self._whole
+        call = context.requests.last
+        sequential = call is not None and call.sequential and dataset is call.ids and not self._whole
         fixed = have_size(dataset, context.per_replica_batch_size)
         sized = True
         if training and not self.task.batch_size_varies:
@@ -145,7 +145,7 @@ class Pipelines:
         share = int(dataset.cardinality())
         if training and not self._on_host and self._workers.count > 1:
             dataset = self._ended_together(dataset, share)
-        skipped = 0 if context.asked.positioned else self._to_skip()
+        skipped = 0 if context.requests.positioned else self._to_skip()
         if skipped and not self._on_host:
             dataset = dataset.skip(skipped * replicas)
         cardinality = int(dataset.cardinality())
@@ -155,7 +155,7 @@ class Pipelines:
         in_steps = training and context.num_replicas > 1 and cardinality > 0
         cardinality = cardinality // replicas if in_steps else cardinality
         sure = max(0, known // replicas)
-        self._built.append(BuiltPipeline(context, cardinality, share, sure, sized, in_turn, skipped))
+        self._built.append(BuiltPipeline(context, cardinality, share, sure, sized, sequential, skipped))
         if self._whole and self._replicas > 1:
             local_replicas = self._replicas // self._workers.count
             first = tf_context.input_pipeline_id * local_replicas
@@ -167,7 +167,7 @@ class Pipelines:
         self._newest = dataset
         return dataset
 
-    def _properties(self, asked: DatasetRequests, sized: bool, in_turn: bool) -> BatchProperties:
+    def _properties(self, requests: DatasetRequests, sized: bool, sequential: bool) -> BatchProperties:
         """Returns what is known of the batches; raises `UsageError` if there is none to begin with."""
         cardinalities, shares = [built.cardinality for built in self._built], [self._built[0].share]
         if self._workers.count > 1:
@@ -187,10 +187,10 @@ class Pipelines:
             sure=min(built.sure for built in self._built),
             batch_size=self._batch_size,
             sized=sized,
-            in_turn=in_turn,
-            epoch=asked.epoch,
-            examples=asked.examples,
-            fingerprint=asked.reader.fingerprint() if self.training and asked.reader else {},
+            sequential=sequential,
+            epoch=requests.epoch,
+            examples=requests.examples,
+            fingerprint=requests.reader.fingerprint() if self.training and requests.reader else {},
             lengths=lengths,
         )
 
@@ -228,22 +228,22 @@ class Pipelines:
             raise DatasetError(
                 f"{self._who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        rows.check_structure(f"{self._who}.dataset", (dataset.element_spec, context.asked.arrays))
-        if context.training and context.asked.unnamed > 1:
+        rows.check_structure(f"{self._who}.dataset", (dataset.element_spec, context.requests.arrays))
+        if context.training and context.requests.unnamed > 1:
             self._warn_once(
                 "%s.dataset asks context for examples %d times without a name, and each time they come in another "
                 "order; those of inputs and targets that belong together need one name=, others may have one of their "
                 "own",
                 self._who,
-                context.asked.unnamed,
+                context.requests.unnamed,
             )
-        asked, made = context.asked, [call.batches for call in context.asked.calls]
-        positioned = context.training and asked.positioned
-        if positioned and not _tf.is_by_element(dataset, made, any_other=asked.start):
+        requests, made = context.requests, [call.batches for call in context.requests.calls]
+        positioned = context.training and requests.positioned
+        if positioned and not _tf.is_by_element(dataset, made, any_other=requests.start):
             # A shuffle or the like behind `indices` depends on the batches before: its position is not that of the ids.
-            asked.positioned, asked.calls[-1].ids = False, None
+            requests.positioned, requests.calls[-1].ids = False, None
             return (context, dataset) if start_step == 0 else self._build(tf_context, 0)
-        if start_step and not asked.positioned and asked.start:
+        if start_step and not requests.positioned and requests.start:
             # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return self._build(tf_context, 0)
@@ -320,7 +320,7 @@ def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dat
     first = dataset.take(context.replicas_per_pipeline)
     if 0 <= first.cardinality() < context.replicas_per_pipeline:
         return first
-    context.asked.positioned = True  # every step has the same batch
+    context.requests.positioned = True  # every step has the same batch
     return first.cache().repeat()
 
 
@@ -338,7 +338,7 @@ def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool
 
 def _check_resident(who: str, context: InputContext, dataset: tf.data.Dataset) -> None:
     spec = dataset.element_spec
-    if context.asked.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
+    if context.requests.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
         raise DatasetError(
             f"{who}.dataset changed what context.resident returned to elements of {spec}; return it unchanged, "
             "and process batches in step_fn"
@@ -467,7 +467,7 @@ def _in_blocks(
     dataset: tf.data.Dataset, context: InputContext, batch_size: int
 ) -> tuple[Callable[..., Stream], tf.data.Dataset, Any]:
     """Returns the stream of a training on one CPU, its pipeline, and the arrays whose rows a step has to gather."""
-    call, arrays, block = context.asked.last, context.asked.arrays, block_size(dataset.element_spec)
+    call, arrays, block = context.requests.last, context.requests.arrays, block_size(dataset.element_spec)
     if block == 1:
         return HostStream, dataset, arrays
     if call is None or dataset is not call.ids or call.draw is None:

@@ -75,7 +75,7 @@ class BatchProperties:
     sure: int = 0  # number of steps, from the first on, that certainly have a batch of full size for each replica
     batch_size: int = 0  # examples of a batch of full size
     sized: bool = True  # whether batches need no check of their size: it is static, or it may vary
-    in_turn: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
+    sequential: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples there are; None where that is not known
     # of the files of a training, see `RecordReader.fingerprint`

@@ -58,11 +58,10 @@ class RemoteStream(Stream):
     make: Callable[..., tf.data.Dataset]
 
     def __post_init__(self) -> None:
-        context, cardinality = self.context(), int(self.dataset.cardinality())
-        endless_or_all = (
-            tf.data.INFINITE_CARDINALITY if self.training else context.asked.last.steps if context.asked.last else None
-        )
-        self.by_number = context.asked.positioned and cardinality == endless_or_all
+        requests, cardinality = self.context().requests, int(self.dataset.cardinality())
+        steps = requests.last.steps if requests.last else None
+        endless_or_all = tf.data.INFINITE_CARDINALITY if self.training else steps
+        self.by_number = requests.positioned and cardinality == endless_or_all
 
     @property
     def training(self) -> bool:
@@ -507,13 +506,13 @@ def _count_exactly(optimizer: Any) -> None:
 def _check_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for data that workers cannot read by themselves."""
     context, who = stream.context(), stream.properties.who
-    if context.asked.reader is not None:
+    if context.requests.reader is not None:
         raise ParameterServerError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
             "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
             "strategy"
         )
-    if stream.training and context.asked.calls and not stream.by_number:
+    if stream.training and context.requests.calls and not stream.by_number:
         raise ParameterServerError(
             f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
             "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "

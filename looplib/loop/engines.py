@@ -248,7 +248,7 @@ class LocalReplicas(Backend):
         before = spec.clock.of("compile")
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter, spec.skips)
         tracing = spec.clock.of("compile") - before
-        if reducer.hands_over:
+        if reducer.collects_examples:
             return HostLoop(step, collect)
         # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
         steps_per_loop = spec.config.steps_per_loop if spec.training else min(stream.properties.sure, 1000)

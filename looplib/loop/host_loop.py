@@ -125,7 +125,7 @@ class HostLoop(InnerLoop):
                 lambda leaf: self._step.strategy.experimental_local_results(leaf)[0],
                 (had_examples, {name: values[name] for name in shows}),
             )
-        if self._reducer.hands_over:
+        if self._reducer.collects_examples:
             each = had_examples, {name: values[name] for name in values if name not in shows}
             parts = [self._step.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(each)]
             replicas = self._workers.gather_tensors(list(zip(*parts)))  # of all workers, in order

@@ -134,7 +134,7 @@ class Reducer(Accumulator):
         return outputs if self.collects else (outputs, None)
 
     @property
-    def hands_over(self) -> bool:
+    def collects_examples(self) -> bool:
         """Returns whether `looplib.each` is among the outputs, so that each step's values go to the host."""
         return self.collects.keys() != self.packer.media.keys()
 

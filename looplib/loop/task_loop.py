@@ -207,7 +207,7 @@ class TaskLoop(TrainingLoop):
         added = [functools.partial(addition.add_to_step, task=self.task) for addition in self._additions]
         decorators: list[Decorator] = [refuse, *added]
         if self._tables is not None:
-            rows = _rows_in_turn if self.data.stream.properties.in_turn else tf.gather
+            rows = _rows_in_sequence if self.data.stream.properties.sequential else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(add_share, task=self.task))
@@ -412,7 +412,7 @@ class TaskLoop(TrainingLoop):
         if self.data.iterator is None:
             return None
         stream = self.data.stream
-        reader = stream.context().asked.reader
+        reader = stream.context().requests.reader
         found = causes.of(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
         return (str(found), found.advice) if found else None
 
@@ -563,7 +563,7 @@ def _gathering(step_fn: StepFn, tables: Any, rows: Callable[[Any, tf.Tensor], tf
     return lambda ids: step_fn(tf.nest.map_structure(lambda table: rows(table, ids), tables))
 
 
-def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
+def _rows_in_sequence(table: Any, ids: tf.Tensor) -> tf.Tensor:
     """Returns consecutive rows as a slice, which is no copy on a CPU."""
     first = tf.reduce_sum(ids[:1])  # 0 for a batch without examples
     count = tf.shape(ids, tf.int64)[0]

@@ -323,7 +323,7 @@ class RecordReader:
 
     def _blocks(self, source: Source, seed: int, block: int | None) -> BlockOrder | None:
         """Returns the order by blocks of neighbouring records; None if each is read by itself."""
-        ordered = functools.partial(BlockOrder, len(source), seed, batch_size=self._context.places.sizes.original)
+        ordered = functools.partial(BlockOrder, len(source), seed, batch_size=self._context.positions.sizes.original)
         if block is not None:
             block = whole_number("block of context.records", block)
         elif isinstance(source, Blocked):
