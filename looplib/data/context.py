@@ -133,13 +133,11 @@ class InputContext:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
         self.num_replicas, self.num_pipelines = num_replicas, num_pipelines
-        self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
         self.seed, self.training, self.global_batches = seed, training, global_batches
         self.bad_records = bad_records or BadRecords()
-        sizes, replicas = Batches(self.global_batch_size, tuple(earlier)), self.replicas_per_pipeline
-        self.positions = Positions(
-            sizes, start_step, num_replicas, pipeline_index, num_pipelines, replicas, numbers, only
-        )
+        sizes = Batches(self.global_batch_size, tuple(earlier))
+        self.positions = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, numbers, only)
+        self.replicas_per_pipeline = self.positions.replicas_per_pipeline
         self.requests = DatasetRequests()
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
