@@ -582,14 +582,6 @@ def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
     assert again.loss_scale.scale.numpy() == 2.0**14
 
 
-@pytest.mark.slow
-def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr("looplib.task.gradient_trainer._GROWS_AFTER", 3)
-    trainer = made(make_strategy("default"), loss_scale="dynamic")
-    train(trainer, 7)
-    assert trainer.loss_scale.scale.numpy() == 2.0**17
-
-
 def test_the_loss_scale_follows_overflows_and_rows_of_good_steps_as_a_plain_loop_does(monkeypatch):
     monkeypatch.setattr("looplib.task.gradient_trainer._GROWS_AFTER", 3)
     found, scale, row = DynamicLossScale(), 2.0**15, 0
