@@ -108,7 +108,7 @@ def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, py
 @pytest.mark.slow
 def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(python, tmp_path):
     terminal = Terminal(
-        "from looplib.guards import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path, python
+        "from looplib.cluster import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path, python
     )
     terminal.read_until("(Pdb)")
     terminal.process.send_signal(signal.SIGINT)

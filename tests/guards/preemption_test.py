@@ -223,7 +223,7 @@ import sys, time
 sys.path[:0] = [{tests!r}, {root!r}]
 import tensorflow as tf
 import toy, looplib
-from looplib.guards import preemption
+from looplib.cluster import preemption
 preemption.GRACE_SECONDS = {grace}
 
 class Stalling(toy.Regression):
@@ -322,7 +322,7 @@ import os, pathlib, signal, sys, threading, time
 sys.path[:0] = [{tests!r}, {root!r}]
 import tensorflow as tf
 import toy, looplib
-from looplib.guards import preemption
+from looplib.cluster import preemption
 preemption.GRACE_SECONDS = {grace}
 sys.ps1 = {ps1!r}  # as a console and a notebook have it
 if sys.ps1 is None:
