@@ -72,7 +72,7 @@ def innermost_frames() -> dict[int, Any]:
     """Returns each thread's innermost frame. Garbage collected meanwhile may wait forever (CPython issue 106883)."""
     collects = gc.isenabled()
     gc.disable()
-    frames = sys._currentinnermost_frames()
+    frames = sys._current_frames()
     if collects:
         gc.enable()
     return frames

@@ -162,7 +162,7 @@ def test_a_process_that_was_suspended_continues(tmp_path):
 # With all garbage collected at once, the call of Python 3.11 that gives the frames of threads waits for itself.
 COLLECTING = """
 import gc, threading
-from looplib.guards import watchdog
+from looplib.cluster import preemption
 
 for _ in range(3):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -173,7 +173,7 @@ for _ in range(500):
     ring = [local]
     ring.append(ring)
     del local, ring
-    assert not watchdog.debugger_holds_a_thread()
+    assert not preemption.debugger_holds_a_thread()
 print("garbage is collected:", gc.isenabled())
 """
 

@@ -21,7 +21,6 @@ from conftest import make_strategy
 import looplib
 from looplib.cluster import preemption
 from looplib.cluster.preemption import Preempted, notice
-from looplib.guards import watchdog
 from looplib.loop import device_loop
 from looplib.run import commits
 
@@ -497,8 +496,8 @@ def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
 
 def test_more_than_two_intervals_between_two_looks_are_a_suspension(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(watchdog, "time", types.SimpleNamespace(monotonic=lambda: now))
-    running, ran = watchdog.RunningTime(0.2), []
+    monkeypatch.setattr(preemption, "time", types.SimpleNamespace(monotonic=lambda: now))
+    running, ran = preemption.RunningTime(0.2), []
     for pause in (0.2, 0.3, 3.5, 0.2):
         now += pause
         ran.append(running.since_last())
