@@ -51,7 +51,7 @@ def main(argv):
     """Prints median, number above 50 ms and longest of each."""
     del argv
     strategy = tf.distribute.get_strategy()
-    stream = pipelines.distribute(strategy, _Data(), RunConfig(global_batch_size=8), training=False)
+    stream = pipelines.Pipelines(strategy, _Data(), RunConfig(global_batch_size=8), training=False).distribute()
     ways = {"dropped": _drop, "looplib": _end}
     found = {name: [] for name in ways}
     for _ in range(_ROUNDS.value):

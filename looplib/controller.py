@@ -11,23 +11,21 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base import console, files
-from looplib.base.diagnosis import diagnosis, provide
 from looplib.base.messages import whole_number
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.directory import RunDirectory, resolve
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.config.run_config import RunConfig
 from looplib.config.settings import as_flags
 from looplib.data.context import BadRecords
 from looplib.errors import MissingPartError
 from looplib.guards.guards import Diverged, Guards
-from looplib.guards.preemption import notice
 from looplib.guards.watchdog import Watchdog
-from looplib.loop import task_loop
-from looplib.loop.causes import Causes
+from looplib.loop import speed, task_loop
 from looplib.loop.contracts import Loop, Schedule
 from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
@@ -37,12 +35,10 @@ from looplib.report.reporter import Metrics, Reporter
 from looplib.report.run_report import RunFacts, StartReport
 from looplib.report.writers.contract import Writer
 from looplib.run.policy import CheckpointPolicy, KeepRule, Start
-from looplib.task import checks
+from looplib.task import checks, model_table
 from looplib.task.actions import Actions, Event
 from looplib.task.reductions import Media
 from looplib.task.trainer import Adapter, Evaluator, Trainer
-
-provide(Causes)
 
 
 class Controller:
@@ -157,8 +153,8 @@ class Controller:
             policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
             self._window = Window(loops.training, clock, self.guards)
             facts = self.report.facts
-            facts.model = diagnosis().model(trainer)
-            facts.speed = diagnosis().speed(loops.training, strategy)
+            facts.model = model_table.note(trainer)
+            facts.speed = speed.of_training(loops.training, strategy)
             logging.info("%s", facts.speed or "the FLOPs of a step are not known")
         self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
         objects = checks.collect_state(trainer, evaluators)
@@ -243,7 +239,7 @@ class Controller:
 
     @property
     def loops(self) -> dict[str, Loop]:
-        """The inner loops: dict from "train" and the names of evaluators to `loop.base.Loop`."""
+        """The inner loops: dict from "train" and the names of evaluators to `loop.contracts.Loop`."""
         return self._loops.by_name
 
     @property
@@ -295,7 +291,7 @@ class Controller:
 
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
         self._loops.refuse_if_unfit("train", self.latest_checkpoint)
-        self._loops.refuse_if_lent("train")
+        self._loops.refuse_if_borrowed("train")
         self._directory.check_may_train()
         reporter, checkpointer = self._reporter, self._checkpointer
         end = self._loops.check_end(end)
@@ -379,7 +375,7 @@ class Controller:
         if schedule.evaluate_every and checkpointer.lacks_evaluation():
             self._evaluate(schedule, eval_steps)
         self._reporter.writers.flush()
-        self._reporter.note_speed(self._loops.strategy)
+        self._reporter.note_speed(functools.partial(speed.with_share, strategy=self._loops.strategy))
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:
@@ -566,7 +562,7 @@ class Controller:
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
         self._loops.refuse_if_unfit("save_checkpoint", self.latest_checkpoint)
-        self._loops.refuse_if_lent("save_checkpoint")
+        self._loops.refuse_if_borrowed("save_checkpoint")
         path = self._checkpointer.save_changed(wait)
         self._actions.saved(self._checkpointer.take_committed(), self)
         return path
@@ -586,7 +582,7 @@ class Controller:
         """
         self._directory.need("restore_checkpoint")
         self._directory.refuse_while_training("restore_checkpoint")
-        self._loops.refuse_if_lent("restore_checkpoint")
+        self._loops.refuse_if_borrowed("restore_checkpoint")
         return self._checkpointer.restore_chosen(checkpoint)
 
     def close(self) -> None:

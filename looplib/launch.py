@@ -25,13 +25,13 @@ from looplib.buckets.download import local_path
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.compat import tensorflow as _tf
 from looplib.config.run_config import RunConfig
 from looplib.config.settings import from_flags
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
 from looplib.guards.guards import Guards
-from looplib.guards.preemption import notice
 from looplib.masks import mask_tracebacks, masked
 from looplib.processes import orders
 from looplib.replay import player, preflight

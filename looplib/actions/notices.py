@@ -21,8 +21,8 @@ from looplib.base.console import printable
 from looplib.base.decoding import SHOWN, decode, parse_json
 from looplib.base.messages import gist
 from looplib.base.numbers import iso_time
+from looplib.cluster.preemption import notice as preemption
 from looplib.errors import FlagError, Preempted
-from looplib.guards.preemption import notice as preemption
 from looplib.report.run_report import StartReport
 from looplib.run.report import StartEntry, TerminationNotice
 from looplib.task.actions import Action

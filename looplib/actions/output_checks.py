@@ -39,10 +39,10 @@ def batches(loop: Loop) -> Iterator[Any] | None:
     if stream is None:
         return None
     context = stream.context()
-    known = [call.batches for call in context.asked.calls if call.batches is not None] if context else []
+    known = [call.batches for call in context.requests.calls if call.batches is not None] if context else []
     if not leaves_no_trace(stream.dataset, known):
         return None
-    reads = context is not None and context.asked.reader is not None
+    reads = context is not None and context.requests.reader is not None
     return _read(stream.dataset, stream.arrays, reads)
 
 
@@ -162,7 +162,7 @@ def _predictor(name: str, loop: Loop) -> Callable[[], list[np.ndarray]] | None:
     """Returns a function that predicts for a batch of a loop's data; None where that could leave a trace."""
     try:
         predict, stream = _predict_fn(loop.task), stream_of(loop)
-        if predict is None or stream is None or runtime.plugin_of(stream.strategy) is not None:
+        if predict is None or stream is None or runtime.is_remote(stream.strategy):
             return None
         batch = next(batches(loop) or iter(()), None)
         if batch is None:

@@ -53,7 +53,7 @@ class TrainedVariables:
         built = dict(_built(trainer))
         self._all: list[TrainedVariable] = []
         strategy = loop.traced.strategy if loop.traced else tf.distribute.get_strategy()
-        if runtime.plugin_of(strategy) is not None:
+        if runtime.is_remote(strategy):
             return
         updated = _tf.updated_by(loop.traced.function) if loop.traced else set()
         names: dict[str, int] = {}

@@ -3,7 +3,6 @@
 Names that other rooms may use, by file:
     console: bar_is_drawn, first_fault, guarded, last_line, noting_errors, printable, say
     decoding: decode, Limits, MisfitError, number, parse_json, READ, SHOWN, text, whole
-    diagnosis: diagnosis, Diagnosis, provide
     files: appending, async_impl, cannot_read, CannotReadError, check_temporary, check_writable, difference,
         fails_here, free_name, is_at, is_new_name, is_open_here, is_remote, make_durable, measure, new_name,
         NotRegularError, open_regular, open_to_append, paths, proves_damage, read_at, read_text, refuse_patterns,

@@ -1,6 +1,6 @@
 """Plug-ins: objects that other packages register by entry points, beside looplib's own.
 
-Groups are `looplib.commands`, `.flags`, `.writers` and `.backends`.
+Groups are `looplib.commands`, `.flags` and `.writers`.
 """
 
 import argparse

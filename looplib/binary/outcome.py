@@ -12,11 +12,11 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base import folders
-from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import cure_of, parse_error
 from looplib.binary.command_line import TRAINING_MODES
 from looplib.cluster import peers, runtime, tpu
 from looplib.cluster.collectives import PEER_ERRORS
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CoordinatorGone, DataError, Preempted, UsageError
@@ -196,7 +196,7 @@ class Session:
         peers.current.exit_with_first_cause(_PEER_SECONDS if isinstance(error, PEER_ERRORS) else _OTHER_SECONDS)
         kept = self.controller and self.controller.latest_checkpoint
         loops = self.controller.loops.values() if self.controller else ()
-        place = diagnosis().place_of(error) or next(filter(None, (loop.place_of(error) for loop in loops)), "")
+        place = places.place_of(error) or next(filter(None, (loop.place_of(error) for loop in loops)), "")
         if cure_of(error) and not place:  # of a file that looplib reads or writes
             logging.debug("where it was raised:", exc_info=error)
         elif not is_quit(error):

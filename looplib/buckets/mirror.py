@@ -24,8 +24,8 @@ from looplib.buckets.lease import HeldFolders, Lease, LeaseHolder
 from looplib.buckets.note import CHECKPOINTS, LocalCopy, steps_of
 from looplib.buckets.upload import EVERY, FOLDER, Copier, Outputs, of_jobs
 from looplib.buckets.upload import newest as newest_job
+from looplib.cluster.preemption import notice
 from looplib.errors import FileError, LockedError, RunDirectoryError, StoreError
-from looplib.guards.preemption import notice
 from looplib.masks import masked_text
 from looplib.run import lock
 from looplib.run.mirror import Mirror

@@ -16,10 +16,10 @@ from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.perturbation import nudge
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.saving import Checkpoints
+from looplib.cluster.preemption import notice
 from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
 from looplib.guards.guards import Diverged, Guards
 from looplib.guards.non_finite import StateCheck
-from looplib.guards.preemption import notice
 from looplib.report.reporter import Reporter
 from looplib.run import choice, commits
 from looplib.run.report import RunReport
@@ -341,7 +341,7 @@ class Checkpointer:
         parts.renew_constants()
         if parts.trainer:
             self._warn_of_changes(step, parts.loops.config.recorded)
-        self.restored_from, parts.loops.torn = path, False
+        self.restored_from, parts.loops.half_updated = path, False
         self._reporter.say(f"restored step {step} from {path}")
         if parts.trainer:
             # After most rollbacks the data continues elsewhere than at the checkpoint's position.

@@ -2,10 +2,12 @@
 
 Names that other rooms may use, by file:
     collectives: outside, PEER_ERRORS, Workers
-    environment: Cluster, resolve
+    environment: resolve
+    parameter_servers: counts
     peers: current
+    preemption: debugger_holds_a_thread, innermost_frames, notice, RunningTime
     rendezvous: none
-    runtime: check_placement, connected, describe, plugin_of, PRECISIONS, RemoteStrategy, setup, STRATEGIES
+    runtime: check_placement, connected, describe, is_remote, PRECISIONS, setup, STRATEGIES
     tpu: is_lost, start_again
     updates: apply_gradients, counted, current, in_micro_batch, in_use, KINDS, micro_batch, NEEDS_WHOLE, over_replicas,
         refuse_others, Share, times, TrainingOptimizers, watching, weight_of_part, weighted, weighting_means

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def outside(make: Callable[[], T]) -> T:
     """Returns what a function makes, such as a variable of the host, as if no scope of a strategy were entered.
 
-    A scope belongs to a thread, so that another thread is outside of it.
+    A scope, or a graph that is traced, belongs to a thread, so that another thread is outside of it.
     """
     with concurrent.futures.ThreadPoolExecutor(1, "looplib-outside") as executor:
         return executor.submit(make).result()

@@ -93,11 +93,7 @@ def resolve(environ: Mapping[str, str] = os.environ) -> Cluster | None:
 
     None if the environment describes none; `UsageError` if its variables cannot be right.
     """
-    cluster = _tf_config(environ)
-    if cluster is not None:
-        return cluster
-
-    return read_cluster(environ)
+    return _tf_config(environ) or _slurm(environ) or _kubernetes(environ)
 
 
 def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
@@ -156,18 +152,6 @@ def _check_address(address: str, source: str) -> None:
 
 
 PORT = 2222  # where an environment names hosts only; LOOPLIB_PORT changes it
-
-
-def read_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """Reads the cluster of a step of Slurm, a JobSet or an Indexed Job; None if the process is in none of them.
-
-    Args:
-      environ: the environment's variables.
-
-    Raises:
-      UsageError: if the variables cannot be right.
-    """
-    return _slurm(environ) or _kubernetes(environ)
 
 
 def expand_hostlist(text: str) -> list[str]:

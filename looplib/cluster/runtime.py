@@ -1,9 +1,7 @@
 """The machine: strategies by name, virtual devices, precision, seeds and determinism."""
 
-import abc
 import os
 import random
-import re
 import signal
 import threading
 import types
@@ -14,65 +12,19 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base import plugins
 from looplib.base.messages import whole_number
-from looplib.cluster import environment, peers
+from looplib.cluster import environment, parameter_servers, peers
 from looplib.compat import keras as _keras
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
-from looplib.errors import ClusterError, DeviceError, StrategyError, UsageError, VariableError
+from looplib.errors import ClusterError, DeviceError, ParameterServerError, StrategyError, UsageError, VariableError
 
-_GROUP = "looplib.backends"
 _connected = False
 
 
-class RemoteStrategy(abc.ABC):
-    """Description by a plug-in of a strategy whose steps run in other processes."""
-
-    @abc.abstractmethod
-    def check_setup(self, *, num_virtual_devices: int, deterministic: bool) -> None:
-        """Raises `UsageError` for arguments of `runtime.setup` that do not go with the strategy."""
-
-    @abc.abstractmethod
-    def connect(self) -> tf.distribute.Strategy:
-        """Makes the strategy; a process that only serves does so in here, and does not return."""
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Names the strategy and its processes, for logs and `run.json`."""
-
-    @abc.abstractmethod
-    def check_variable(self, what: str, device: str) -> None:
-        """Raises `UsageError` for a variable on a device where steps cannot use it; `what` names its owner."""
-
-    @property
-    @abc.abstractmethod
-    def backend(self) -> type[Any]:
-        """The `loop.backend.Backend` that runs the steps."""
-
-
-def names() -> list[str]:
-    """Returns what the plug-ins add to the values of `--strategy`."""
-    return plugins.names(_GROUP)
-
-
-def named(name: str) -> RemoteStrategy:
-    """Returns what the plug-in of a value of `--strategy` registers."""
-    return plugins.load(_GROUP, name)
-
-
-def plugin_of(strategy: tf.distribute.Strategy) -> RemoteStrategy | None:
-    """Returns what the plug-in of a strategy registers; None for one that runs its steps in this process."""
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", _tf.name_of(strategy).removesuffix("Strategy")).lower()
-    return named(name) if name in names() else None
-
-
-def connect_remote(name: str) -> tf.distribute.Strategy:
-    """Makes the strategy of a value of `--strategy`; see `RemoteStrategy.connect`."""
-    global _connected
-    strategy = named(name).connect()
-    _connected = True
-    return strategy
+def is_remote(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether the steps of a strategy run in other processes: the workers of one with parameter servers."""
+    return isinstance(strategy, tf.distribute.ParameterServerStrategy)
 
 
 def connected() -> bool:
@@ -82,7 +34,7 @@ def connected() -> bool:
 
 def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iterable[Any]) -> None:
     """Raises `UsageError` if the variables of `what` were not made in the scope of the strategy that will run them."""
-    replicas, plugin = strategy.num_replicas_in_sync, plugin_of(strategy)
+    replicas = strategy.num_replicas_in_sync
     for variable in variables:
         value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
         distributed = isinstance(value, tf.distribute.DistributedValues)
@@ -91,8 +43,11 @@ def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iter
                 f"{what} holds variables made under another strategy than the {type(strategy).__name__} of the "
                 "controller; pass the controller the strategy that they were made under"
             )
-        if plugin is not None:
-            plugin.check_variable(what, getattr(value, "device", "") or "")
+        if is_remote(strategy) and tf.DeviceSpec.from_string(getattr(value, "device", "") or "").job != "ps":
+            raise ParameterServerError(
+                f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
+                "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
+            )
         if not distributed and (replicas > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)):
             raise VariableError(
                 f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
@@ -100,7 +55,7 @@ def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iter
             )
 
 
-STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", *names(), "tpu")
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 _TPU_NAMED_BY = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 _is_set_up = False
@@ -142,6 +97,7 @@ def setup(
     Raises:
       UsageError: for a value that this machine does not support.
     """
+    global _connected
     seed = whole_number("seed", seed, least=0, most=2**32 - 1)
     num_virtual_devices = whole_number("num_virtual_devices", num_virtual_devices)
     tpu_cores_per_replica = whole_number("tpu_cores_per_replica", tpu_cores_per_replica)
@@ -161,8 +117,9 @@ def setup(
 
         chosen = connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
-    elif strategy in names():
-        chosen, why = connect_remote(strategy), "asked for"
+    elif strategy == "parameter_server":
+        chosen, why = parameter_servers.connect(), "asked for"
+        _connected = True
     elif strategy == "multi_worker" or (strategy == "auto" and _has_other_workers()):
         chosen, why = _multi_worker(join_limit, num_virtual_devices)
     else:
@@ -184,8 +141,16 @@ def _check(
             f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
             "auto"
         )
-    if strategy in names():
-        named(strategy).check_setup(num_virtual_devices=num_virtual_devices, deterministic=deterministic)
+    if strategy == "parameter_server" and deterministic:
+        raise ParameterServerError(
+            "deterministic is asked for, and with the strategy parameter_server workers update the weights in no fixed "
+            "order; leave out --deterministic, or use another strategy"
+        )
+    if strategy == "parameter_server" and num_virtual_devices != 1:
+        raise ParameterServerError(
+            f"num_virtual_devices is {num_virtual_devices}, and with the strategy parameter_server each worker is a "
+            "process; start more workers instead"
+        )
     if tpu and strategy not in ("auto", "tpu"):
         raise StrategyError(
             f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU"
@@ -196,8 +161,9 @@ def _check(
 
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Names a strategy for logs and `run.json`, such as "MirroredStrategy, 2 replicas"."""
-    if (plugin := plugin_of(strategy)) is not None:
-        return plugin.describe()
+    if is_remote(strategy):
+        workers, servers = parameter_servers.counts()
+        return f"ParameterServerStrategy, workers: {workers}, parameter servers: {servers}"
     replicas = strategy.num_replicas_in_sync
     return f"{_tf.name_of(strategy)}, {replicas} replica{'s' if replicas > 1 else ''}"
 

@@ -64,19 +64,25 @@ class _ReplicaStep(_tf.ReplicaLocal):
 _step = _ReplicaStep()
 
 
+@contextlib.contextmanager
+def _having(**values: Any) -> Iterator[None]:
+    """Sets values of the step in the `with` block."""
+    vars(_step).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            vars(_step).pop(name, None)
+
+
 def current() -> Share | None:
     """Returns the share of the step that this thread traces or runs; None for batches of a fixed size."""
     return _step.share
 
 
-@contextlib.contextmanager
-def in_use(share: Share) -> Iterator[None]:
+def in_use(share: Share) -> contextlib.AbstractContextManager[None]:
     """Makes a share the current one of the `with` block."""
-    _step.share = share
-    try:
-        yield
-    finally:
-        _step.share = None
+    return _having(share=share)
 
 
 def micro_batch() -> tf.Tensor | None:
@@ -88,12 +94,8 @@ def micro_batch() -> tf.Tensor | None:
 def in_micro_batch(number: tf.Tensor | None) -> Iterator[None]:
     """Makes a micro-batch, or None, the current one of the `with` block, where nothing sums over replicas."""
     whole = contextlib.nullcontext() if number is None else collectives(Collectives(refusal=NEEDS_WHOLE))
-    _step.part = number
-    try:
-        with whole:
-            yield
-    finally:
-        _step.part = None
+    with _having(part=number), whole:
+        yield
 
 
 @tf.autograph.experimental.do_not_convert
@@ -103,19 +105,15 @@ def counted(weights: tf.Tensor) -> tf.Tensor:
     return weights if share is None else weights * tf.cast(share.examples > 0, weights.dtype)
 
 
-@contextlib.contextmanager
-def weighting_means() -> Iterator[None]:
+def weighting_means() -> contextlib.AbstractContextManager[None]:
     """Makes optimizers weight the gradients in the `with` block by this replica's share of the global batch.
 
     For a loss that is the mean over this replica's examples, or otherwise over a batch of these examples alone.
     """
     share = _step.share
-    if share is not None and tf.distribute.get_replica_context().num_replicas_in_sync > 1:
-        _step.factor = tf.cast(share.examples, tf.float32) / tf.cast(share.of, tf.float32)
-    try:
-        yield
-    finally:
-        _step.factor = None
+    if share is None or tf.distribute.get_replica_context().num_replicas_in_sync == 1:
+        return _having()
+    return _having(factor=tf.cast(share.examples, tf.float32) / tf.cast(share.of, tf.float32))
 
 
 def weight_of_part(dtype: tf.DType) -> tf.Tensor:
@@ -132,11 +130,9 @@ def weighted(gradients: Iterable[Gradient]) -> list[Gradient]:
 @contextlib.contextmanager
 def watching() -> Iterator[list[tuple[str, Gradient]]]:
     """Collects what `note_gradients` is given in the `with` block: (name of the variable, gradient)."""
-    _step.gradients = noted = []
-    try:
+    noted: list[tuple[str, Gradient]] = []
+    with _having(gradients=noted):
         yield noted
-    finally:
-        _step.gradients = None
 
 
 @tf.autograph.experimental.do_not_convert
@@ -355,7 +351,7 @@ class TrainingOptimizers:
     Args:
       trainer: the object that holds the optimizers.
       strategy: `tf.distribute.Strategy` that runs its steps.
-      noted: whether the steps are watched, see `replicas.watching`.
+      noted: whether the steps are watched, see `watching`.
       fuse: whether variables are updated by fused kernels where these are faster.
 
     Raises:

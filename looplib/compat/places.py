@@ -34,7 +34,7 @@ class Ops:
                 continue
             self._graphs[name] = {op.name: op for op in graph.get_operations()}
             for op in self._graphs[name].values():
-                below = ((function, _graph_of(graph, function)) for function in called(op))
+                below = ((function, _tf.graph_of(graph, function)) for function in called(op))
                 todo += [(function, found) for function, found in below if found is not None]
 
     def __iter__(self) -> Iterator[tf.Operation]:
@@ -106,15 +106,7 @@ def graphs_called(op: tf.Operation, name: str | None = None) -> list[tf.Graph]:
       name: the attribute that names the function, such as "body"; None for all.
     """
     names = called(op) if name is None else [op.get_attr(name).name]
-    return [found for found in (_graph_of(op.graph, one) for one in names) if found is not None]
-
-
-def _graph_of(graph: tf.Graph, name: str) -> tf.Graph | None:
-    """Returns the graph of a function that a graph calls; None if TensorFlow does not hand it out."""
-    try:
-        return graph._get_function(name).graph
-    except AttributeError:
-        return None
+    return [found for found in (_tf.graph_of(op.graph, one) for one in names) if found is not None]
 
 
 def frames_in(message: str) -> list[tuple[str, int]]:
@@ -129,7 +121,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.abspath(tf.__file__)) + os.sep,
     *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib", "stdlib")),
 )
-_CALLS_THE_STEP = os.path.join(_OURS, "loop", "reducer.py")
+_CALLS_THE_STEP = os.path.join(_OURS, "loop", "step.py")
 
 
 def is_installed(path: str) -> bool:

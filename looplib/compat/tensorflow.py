@@ -1,4 +1,14 @@
-"""TensorFlow: its import, and what it does not publish, each in a guarded function with a fall-back."""
+"""TensorFlow: its import, and what it does not publish, each in a guarded function with a fall-back.
+
+TensorFlow is imported without the garbage collector. An import makes hundreds of thousands of objects, and nearly all
+of them stay; the collector would visit them again and again, which takes a fifth of the time of the import.
+
+Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
+Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
+is not as expected, and looplib then says less and does not fail. `tests/compat/tf_test.py` tries each with the
+installed TensorFlow, and names what that version changed; all work with the versions of `KNOWN`. Of this kind is also
+`replay/xla.py`, for messages and programs of XLA that one tool reads.
+"""
 
 import builtins
 import collections
@@ -13,9 +23,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
-
-import tensorflow as tf
-from absl import logging
 
 from looplib.base.messages import gist
 from looplib.errors import DeviceError, UsageError, WorkerError
@@ -32,6 +39,8 @@ finally:
     if _collects:
         gc.enable()
     gc.freeze()  # modules stay; without this, the first collections of a program go through all their objects
+
+from absl import logging
 
 KNOWN = ("2.20", "2.21")  # versions of TensorFlow
 
@@ -142,10 +151,16 @@ def graphs_called_by(op: tf.Operation) -> list[Any]:
 
     One of them for a call, two for a condition; [] for any other op, and where TensorFlow does not tell.
     """
+    graphs = (graph_of(op.graph, op.get_attr(name).name) for name in _CALLS.get(op.type, ()))
+    return [graph for graph in graphs if graph is not None]
+
+
+def graph_of(graph: tf.Graph, name: str) -> Any:
+    """Returns the graph of a function that a graph calls; None if TensorFlow does not hand it out."""
     try:
-        return [op.graph._get_function(op.get_attr(name).name).graph for name in _CALLS.get(op.type, ())]
+        return graph._get_function(name).graph
     except AttributeError:
-        return []
+        return None
 
 
 def identity_of(variable: object) -> int:
@@ -437,10 +452,13 @@ def stateful_ops_of_maps(dataset: tf.data.Dataset, origins: list[tf.data.Dataset
     return own.union(*(stateful_ops_of_maps(one, origins) for one in dataset._inputs()))
 
 
-def _stateful_ops(stage: tf.data.Dataset) -> set[str]:
+def _ops_of(stage: tf.data.Dataset) -> list[tf.Operation]:
     graph = stage._map_func.function.graph
-    graphs = [graph, *(function.graph for function in graph._functions.values())]
-    return {op.type for graph in graphs for op in graph.get_operations() if op.op_def.is_stateful}
+    return [op for each in (graph, *(one.graph for one in graph._functions.values())) for op in each.get_operations()]
+
+
+def _stateful_ops(stage: tf.data.Dataset) -> set[str]:
+    return {op.type for op in _ops_of(stage) if op.op_def.is_stateful}
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:
@@ -512,8 +530,7 @@ def _sources(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 def _used_by_call(op: tf.Operation, output: int) -> list[tf.Tensor]:
     """Returns the inputs of the call of a function that one of its outputs depends on; all of them if not known."""
-    find = getattr(op.graph, "_get_function", None)
-    graph = find and getattr(find(op.get_attr("f").name), "graph", None)
+    graph = graph_of(op.graph, op.get_attr("f").name)
     if graph is None:
         return list(op.inputs)
     within = _sources(graph.outputs[output])
@@ -593,7 +610,5 @@ def leaves_no_trace(dataset: tf.data.Dataset, known: list[tf.data.Dataset]) -> b
 
 
 def _is_plain(stage: tf.data.Dataset) -> bool:
-    graph = stage._map_func.function.graph
-    graphs = [graph, *(function.graph for function in graph._functions.values())]
-    types = {op.type for each in graphs for op in each.get_operations()} - set(_FUNCTION_CALLS)
+    types = {op.type for op in _ops_of(stage)} - set(_FUNCTION_CALLS)
     return RANDOM_OPS.isdisjoint(types) and not any(part in kind for kind in types for part in _STATE)

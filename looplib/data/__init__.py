@@ -3,10 +3,10 @@
 Names that other rooms may use, by file:
     block_stream: none
     causes: find, of
-    context: BadRecords, InputContext, Reads
+    context: BadRecords, InputContext
     iterator_state: none
     order: Batches, BatchSizePeriod, Epoch, Ids, Locate, mix, OrderKey, Plan
-    pipelines: distribute, runs_on_host
+    pipelines: Pipelines, runs_on_host
     rows: assert_even, check_even, count, map_parts, parts
     streams: BatchProperties, HostStream, Stream
 """

@@ -187,7 +187,7 @@ class KeyedStream(BlockStream):
     Only the specs of `dataset` are used, which describe the rows.
 
     Attributes:
-      draw: returns ids from a number of batches of this pipeline on; see `dataset_requests.DatasetCall`.
+      draw: returns ids from a number of batches of this pipeline on; see `DatasetCall.draw`.
       rows: returns rows by their numbers; None leaves the ids.
     """
 

@@ -1,4 +1,4 @@
-"""Why data is slow, and which record is refused."""
+"""Why data is slow, which record is refused, and when a pipeline repeats itself."""
 
 import collections
 import dataclasses
@@ -7,14 +7,18 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import gist
-from looplib.data.context import InputContext, Reads
+from looplib.compat import tensorflow as _tf
+from looplib.data.context import InputContext
+
+if TYPE_CHECKING:
+    from looplib.data.records.reading import RecordReads
 
 # What a stage does, by a part of the name that TensorFlow gives it. The first that fits counts.
 _KINDS = {
@@ -86,7 +90,7 @@ class Bottleneck:
     parallel: int
     tuned: bool = False
     of_batches: bool = True
-    reads: Reads | None = None
+    reads: "RecordReads | None" = None
 
     def __str__(self) -> str:
         time = f"{self.milliseconds:.0f}" if self.milliseconds >= 10 else f"{self.milliseconds:.2g}"
@@ -115,7 +119,7 @@ class Bottleneck:
         return advice
 
 
-def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: Sequence[Reads] = ()) -> Bottleneck | None:
+def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: "Sequence[RecordReads]" = ()) -> Bottleneck | None:
     """Returns the slowest stage of the pipeline behind an iterator since it was made.
 
     Args:
@@ -134,7 +138,7 @@ def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: Sequence[Reads] = (
         return None
 
 
-def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | None:
+def _slowest(nodes: Any, copy: float, reads: "Sequence[RecordReads]") -> Bottleneck | None:
     reading = {number: one for one in reads for number in _reading(nodes, one)}
     kinds = {number: "read" if number in reading else _kind(nodes[number].name) for number in nodes}
     kinds |= dict.fromkeys((number for number in nodes if number not in reading and _orders(nodes, number)), "order")
@@ -177,7 +181,7 @@ def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | No
     )
 
 
-def _reading(nodes: Any, reads: Reads) -> list[int]:
+def _reading(nodes: Any, reads: "RecordReads") -> list[int]:
     """Returns the numbers of the stages that read records: maps that were called as often as was noted.
 
     If a map of the user's was called as often, it comes after them.
@@ -259,6 +263,29 @@ def _kind(name: str) -> str:
     return next((kind for part, kind in _KINDS.items() if part in name), "")
 
 
+# The beginnings of TensorFlow's names of ops, and parts of them.
+_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
+
+
+def condition(op: str, *, by_skipping: bool) -> str:
+    """Returns the condition under which a pipeline op gives the same results again; "" if it always does.
+
+    Args:
+      op: text that begins with the type of the op.
+      by_skipping: whether the pipeline is read again from the start; otherwise from a later position.
+    """
+    if op.startswith(_PYTHON):
+        return "its Python code depends on its arguments only, not on time or on earlier runs"
+    if op.startswith(tuple(_tf.RANDOM_OPS)):
+        repeats = "its random ops have seeds and run without num_parallel_calls"
+        return repeats if by_skipping else "its random numbers come from tf.random.stateless_*, with seeds=True"
+    if any(name in op for name in _RESOURCES):
+        values = "from the start of the run" if by_skipping else "that they had at this step"
+        return f"its variables and tf.random.Generators have the values {values}"
+    return ""
+
+
 _STEPS = 64  # whose batches are tried: many may be read at once
 _SECONDS = 10.0  # that this may take
 _RECORDS = 64  # after a bad one; at least one of them has to be good
@@ -276,19 +303,19 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
       Such as "record 17 of a.tfrecord, at byte 1234"; None if no record is to blame: each one fails, or none does by
       itself, or it cannot be found out.
     """
-    if not context.asked.positioned or len(context.asked.calls) != 1 or context.asked.reader is None:
+    if not context.requests.positioned or len(context.requests.calls) != 1 or context.requests.reader is None:
         return None
     try:
         following = context.again(start_step=max(0, step - 1))  # one replica may have counted the step that failed
         dataset(following)
-        batches = following.asked.last.positions.unbatch().as_numpy_iterator()
+        batches = following.requests.last.positions.unbatch().as_numpy_iterator()
         positions = np.concatenate(list(itertools.islice(batches, _STEPS * following.replicas_per_pipeline)))
         alone = context.again(only=positions)
         found = _first_bad(iter(dataset(alone)), len(positions))
         if found is None:
             return None
-        (number,) = next(alone.asked.last.ids.skip(found).as_numpy_iterator())
-        return alone.asked.reader.name_of(int(number))
+        (number,) = next(alone.requests.last.ids.skip(found).as_numpy_iterator())
+        return alone.requests.reader.name_of(int(number))
     except Exception as error:  # the run has failed anyway, and its own error is the one to show
         logging.debug("which record the run failed at cannot be found out: %s", gist(error))
         return None

@@ -1,12 +1,13 @@
 """InputContext: what a `dataset` function asks of looplib, and what it has asked, for whatever builds its pipeline."""
 
+import copy
 import dataclasses
 import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +29,9 @@ from looplib.data.order import (
 )
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderError
 
+if TYPE_CHECKING:
+    from looplib.data.records.reader import RecordReader  # which imports this
+
 
 @dataclasses.dataclass
 class BadRecords:
@@ -47,39 +51,6 @@ class BadRecords:
         self.most = whole_number("bad_records", self.most, least=0)
 
 
-class Reads(Protocol):
-    """How the records of a data set are read; tf.data itself shows only a map. `str` names the reader."""
-
-    calls: list[int]  # of its stages
-    records: int  # how many were read
-
-    @property
-    def at_once(self) -> int:
-        """How many are read at once."""
-
-    @property
-    def advice(self) -> str:
-        """Advice for the case that reading takes the time."""
-
-
-class Reader(Protocol):
-    """Reads records for `InputContext.records`: see `records.reader.RecordReader`, called with the context."""
-
-    reads: list[Reads]  # of each call
-
-    def batches(
-        self, source: Any, *, block: int | None, shuffle: bool, seeds: bool, whole_epochs: bool, name: str | None,
-        repeat: bool,
-    ) -> tf.data.Dataset:  # fmt: skip
-        """Makes the data set of a call; see `InputContext.records`."""
-
-    def fingerprint(self) -> dict[str, str]:
-        """Returns checksums of a part of what is read, by the name of the file."""
-
-    def name_of(self, number: int) -> str:
-        """Returns the name, for errors, of the record with an id of the first call."""
-
-
 @dataclasses.dataclass(kw_only=True)
 class DatasetCall:
     """A call of `indices`, `records` or `resident`: what it makes."""
@@ -88,7 +59,7 @@ class DatasetCall:
     steps: int | tf.Tensor | None  # how many batches it makes of an evaluation; None for a training
     batches: tf.data.Dataset | None = None  # the data set that it returned
     ids: tf.data.Dataset | None = None  # the ids of each batch, int64 `[b]`, if each example has one; else None
-    in_turn: bool = False  # whether the ids of each batch follow one another
+    sequential: bool = False  # whether the ids of each batch follow one another
     # Makes the ids in ops that XLA compiles: a function from the number of batches of this pipeline before (int64
     # scalar tensor) and how many to make, to int64 `[batches, b]`; None for other data.
     draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
@@ -106,7 +77,7 @@ class DatasetRequests:
     arrays: Any = None  # the argument of `resident`, or None
     examples: int | None = None  # the most examples of all calls; None without a call
     epoch: Epoch | None = None  # how many examples come in an epoch; None where that is not known
-    reader: Reader | None = None  # what reads records, once `records` was called
+    reader: "RecordReader | None" = None  # what reads records, once `records` was called
     calls: list[DatasetCall] = dataclasses.field(default_factory=list)  # in their order
 
     @property
@@ -137,10 +108,10 @@ class InputContext:
         such as one that repeats other data. None where it is not known.
       global_batches: whether the task makes global batches, see `Trainer.batches`.
       bad_records: the damaged records that `records` may leave out.
-      places: makes the positions of the batches. For workers that read by themselves (parameter servers) its `numbers`
-        are a data set of int64 scalars: the positions of the batches to make, in their order; `dataset` is called in a
-        `tf.function` then, and `pipeline_index` may be an int64 tensor.
-      asked: what `dataset` has asked.
+      positions: makes the positions of the batches. For workers that read by themselves (parameter servers) its
+        `numbers` are a data set of int64 scalars: the positions of the batches to make, in their order; `dataset` is
+        called in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
+      requests: what `dataset` has asked.
     """
 
     def __init__(
@@ -162,28 +133,19 @@ class InputContext:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
         self.num_replicas, self.num_pipelines = num_replicas, num_pipelines
-        self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
         self.seed, self.training, self.global_batches = seed, training, global_batches
         self.bad_records = bad_records or BadRecords()
-        sizes, replicas = Batches(self.global_batch_size, tuple(earlier)), self.replicas_per_pipeline
-        self.places = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, replicas, numbers, only)
-        self.asked = DatasetRequests()
+        sizes = Batches(self.global_batch_size, tuple(earlier))
+        self.positions = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, numbers, only)
+        self.replicas_per_pipeline = self.positions.replicas_per_pipeline
+        self.requests = DatasetRequests()
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
         """Returns a new context of the same pipeline; `only`, int64 `[n]`, are positions, each a batch of its own."""
-        return InputContext(
-            global_batch_size=self.global_batch_size,
-            num_replicas=self.num_replicas,
-            pipeline_index=self.places.pipeline_index,
-            num_pipelines=self.num_pipelines,
-            seed=self.seed,
-            training=self.training,
-            start_step=start_step,
-            global_batches=self.global_batches,
-            bad_records=self.bad_records,
-            only=only,
-            earlier=self.places.sizes.earlier,
-        )
+        context = copy.copy(self)
+        context.positions = dataclasses.replace(self.positions, start_step=start_step, numbers=None, only=only)
+        context.requests = DatasetRequests()
+        return context
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
@@ -192,8 +154,8 @@ class InputContext:
         On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
         Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
         """
-        self.asked.part = True
-        return self.places.pipeline_index
+        self.requests.part = True
+        return self.positions.pipeline_index
 
     @property
     def start_step(self) -> int:
@@ -201,19 +163,19 @@ class InputContext:
 
         A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
         """
-        self.asked.start = True
-        return self.places.sizes.whole(self.places.start_step)
+        self.requests.start = True
+        return self.positions.sizes.whole(self.positions.start_step)
 
     @property
     def steps_per_epoch(self) -> float | None:
         """The steps of one pass over the data; None if not known."""
-        return self.asked.epoch.steps(self.global_batch_size) if self.asked.epoch else None
+        return self.requests.epoch.steps(self.global_batch_size) if self.requests.epoch else None
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: float | None) -> None:
         if steps is not None and not (math.isfinite(steps) and steps > 0):
             raise DatasetError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
-        self.asked.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
+        self.requests.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
 
     def indices(
         self,
@@ -283,22 +245,22 @@ class InputContext:
         most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
         chunks, call = self.positions_of(plan, "indices", whole_epochs, repeat, most)
         ordered = isinstance(plan, Ids) and not seeds
-        call.in_turn = ordered and not self.training  # then the positions are the ids
-        call.batches = (chunks if call.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
+        call.sequential = ordered and not self.training  # then the positions are the ids
+        call.batches = (chunks if call.sequential else chunks.map(examples, **_PARALLEL)).unbatch()
         call.ids = call.batches if plan.width == 1 else None
         epoch = Epoch(plan.size, whole_epochs)
-        if ordered and self.training and self.places.sizes.full(epoch):
-            call.draw = functools.partial(_draw, plan, seed, self.places, epoch)
+        if ordered and self.training and self.positions.sizes.full(epoch):
+            call.draw = functools.partial(_draw, plan, seed, self.positions, epoch)
         return call.batches
 
     def order_seed(self, plan: Plan, name: str | None) -> int:
         """Returns the seed of the order of the next call; for the name see `indices`."""
         if name is None:
-            number = self.asked.unnamed = self.asked.unnamed + 1
+            number = self.requests.unnamed = self.requests.unnamed + 1
             return self.seed if number == 1 else derived_seed(self.seed, f"call {number}")
         if not isinstance(name, str) or not name:
             raise OrderError(f"the name of an order of examples is {name!r}; expected a text")
-        others = self.asked.named.setdefault(name, plan.size)
+        others = self.requests.named.setdefault(name, plan.size)
         if others != plan.size:
             raise OrderError(
                 f"two calls for {others} and for {plan.size} examples have the name {name!r}, by which they would "
@@ -308,7 +270,7 @@ class InputContext:
 
     def located(self, plan: Plan, seed: int) -> Locate:
         """Returns `Plan.located` for this training, in the order of a seed, or for this evaluation."""
-        return plan.located(OrderKey(seed, self.places.sizes) if self.training else None)
+        return plan.located(OrderKey(seed, self.positions.sizes) if self.training else None)
 
     def records(
         self,
@@ -353,11 +315,11 @@ class InputContext:
           UsageError: if no file matches, a file is damaged, or there is no record, or fewer than a global batch of a
             training.
         """
-        if self.asked.reader is None:
+        if self.requests.reader is None:
             from looplib.data.records.reader import RecordReader  # here, as it imports this, and few data sets need it
 
-            self.asked.reader = RecordReader(self)
-        return self.asked.reader.batches(
+            self.requests.reader = RecordReader(self)
+        return self.requests.reader.batches(
             source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
         )
 
@@ -370,19 +332,19 @@ class InputContext:
         may be smaller is a chunk of its own.
         """
         self._check(plan, f"context.{method}", whole_epochs, repeat)
-        asked, epoch, steps = self.asked, Epoch(plan.size, whole_epochs), None
-        asked.positioned = asked.part = True
-        asked.examples = max(asked.examples or 0, plan.size)
+        requests, epoch, steps = self.requests, Epoch(plan.size, whole_epochs), None
+        requests.positioned = requests.part = True
+        requests.examples = max(requests.examples or 0, plan.size)
         if self.training:
-            positions = self.places.training_batches(epoch, most)
-            if plan.comes_in_epochs and (asked.epoch is None or asked.epoch.examples < plan.size):
-                asked.epoch = epoch
+            positions = self.positions.training_batches(epoch, most)
+            if plan.comes_in_epochs and (requests.epoch is None or requests.epoch.examples < plan.size):
+                requests.epoch = epoch
         else:
-            positions, steps = self.places.evaluation_batches(plan.size)
+            positions, steps = self.positions.evaluation_batches(plan.size)
         call = DatasetCall(positions=positions, steps=steps)  # not in the next line: AutoGraph takes no walrus
-        asked.calls.append(call)
-        if self.places.only is not None:
-            positions = tf.data.Dataset.from_tensor_slices(self.places.only[:, None, None])
+        requests.calls.append(call)
+        if self.positions.only is not None:
+            positions = tf.data.Dataset.from_tensor_slices(self.positions.only[:, None, None])
         return positions, call
 
     def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
@@ -404,11 +366,11 @@ class InputContext:
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
                 "pass repeat=True if that is intended"
             )
-        if self.training and plan.chosen_by_batch and self.places.sizes.earlier:
+        if self.training and plan.chosen_by_batch and self.positions.sizes.earlier:
             raise BatchSizeError(
                 f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
                 "together, so that its order depends on the batch size, and this run had batches of "
-                f"{self.places.sizes}; continue with {self.places.sizes.original}, or start a new "
+                f"{self.positions.sizes}; continue with {self.positions.sizes.original}, or start a new "
                 "run from the weights (--warm_start)"
             )
 
@@ -449,7 +411,7 @@ class InputContext:
                 f"context.resident was given arrays of {', '.join(map(str, lengths)) or 'no'} rows; expected the same "
                 "number in each, that of the examples"
             )
-        self.asked.arrays = arrays
+        self.requests.arrays = arrays
         return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs, name=name, repeat=repeat)
 
 

@@ -178,9 +178,13 @@ class Positions:
     num_replicas: int  # replicas that step together, over all workers
     pipeline_index: int | tf.Tensor  # see `InputContext`
     num_pipelines: int  # the number of input pipelines
-    replicas_per_pipeline: int  # replicas that this pipeline feeds
     numbers: tf.data.Dataset | None  # the numbers of the batches to make, see `InputContext`; None for all
     only: np.ndarray | None = None  # positions int64 `[n]` to make batches of one of, in place of all others
+
+    @property
+    def replicas_per_pipeline(self) -> int:
+        """The replicas that this pipeline feeds."""
+        return max(1, self.num_replicas // self.num_pipelines)
 
     @property
     def _batch(self) -> int:

@@ -10,14 +10,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.diagnosis import diagnosis
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import KINDS, Share
 from looplib.compat import tensorflow as _tf
 from looplib.config.run_config import RunConfig
-from looplib.data import rows
+from looplib.data import causes, rows
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
-from looplib.data.context import BadRecords, InputContext, per_replica_batch_size
+from looplib.data.context import BadRecords, DatasetRequests, InputContext, per_replica_batch_size
 from looplib.data.order import Batches, BatchSizePeriod
 from looplib.data.streams import BatchProperties, HostStream, ShareLengths, Stream
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, ShardingError, TaskError
@@ -38,13 +37,6 @@ class PipelineTask(Protocol):
         """Makes the batches of one pipeline."""
 
 
-def makes_global_batches(task: PipelineTask) -> bool:
-    """Returns whether a task makes global batches; raises `UsageError` if its `batches` is of no kind."""
-    if task.batches not in KINDS:
-        raise TaskError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
-    return task.batches == "global"
-
-
 @dataclasses.dataclass(frozen=True)
 class BuiltPipeline:
     """Facts about a pipeline that was built."""
@@ -54,71 +46,106 @@ class BuiltPipeline:
     share: int  # batches from the beginning of the data, as tf.data says it
     sure: int  # steps that it is certain to have
     sized: bool  # whether the size of its batches need not be checked in each step
-    in_turn: bool  # whether the ids of each batch, as a replica gets it, follow one another
+    sequential: bool  # whether the ids of each batch, as a replica gets it, follow one another
     skipped: int  # steps that it leaves out to begin where the run is; 0 if it begins there by itself
 
 
+@dataclasses.dataclass(eq=False)
 class Pipelines:
-    """Builds the pipelines of one task, and notes what is known of each.
+    """The pipelines of one task, each for a worker of a strategy, and what is known of each that was built.
 
-    Args:
-      task: the trainer or evaluator.
-      settings: the arguments of `InputContext` that all pipelines share.
-      start_step: global batches that the run has consumed.
-      sizes: of the run's global batches.
-      workers: the workers of the strategy.
-      on_host: whether plain iterators read the batches, and not those of tf.distribute.
-      whole: whether each pipeline makes global batches, which are then divided among the replicas.
-      overfit_batch: whether each step gets the first batch.
+    Raises:
+      UsageError: for a batch that does not divide, or `batches` of no kind.
     """
 
-    def __init__(
-        self,
-        task: PipelineTask,
-        settings: dict[str, Any],
-        start_step: int,
-        sizes: Batches,
-        workers: Workers,
-        on_host: bool,
-        whole: bool,
-        overfit_batch: bool,
-    ) -> None:
-        self.who = type(task).__name__
-        self._task, self._settings, self._start_step, self._sizes = task, settings, start_step, sizes
-        self._workers, self._on_host, self._whole = workers, on_host, whole
-        self._overfit_batch = overfit_batch
-        self.built: list[BuiltPipeline] = []
-        self.newest: tf.data.Dataset | None = None  # the pipeline that was built last
+    strategy: tf.distribute.Strategy  # runs the steps
+    task: PipelineTask
+    config: RunConfig  # the settings of the controller; of an evaluator, with its own global batch size
+    left_out: BadRecords | None = None  # the damaged records that the run has left out
+    _: dataclasses.KW_ONLY
+    training: bool  # whether the data is for a training
+    start_step: int = 0  # global batches that were consumed before
+    earlier: Sequence[BatchSizePeriod] = ()  # batches of other sizes
+    in_blocks: bool = False  # whether the loop takes the batches of several steps at once, on one replica
+    # makes the stream where workers read by themselves, of the arguments of a `Stream` and `make`, which makes the
+    # pipeline of a worker there
+    remote: Callable[..., Stream] | None = None
+
+    def __post_init__(self) -> None:
+        self._who, kind = type(self.task).__name__, self.task.batches
+        if kind not in KINDS:
+            raise TaskError(f"{self._who}.batches is {kind!r}; expected one of {', '.join(KINDS)}")
+        self._whole = kind == "global" and self.remote is None  # remote workers each read batches of their own
+        self._replicas, self._workers = self.strategy.num_replicas_in_sync, Workers(self.strategy)
+        self._batch_size = per_replica_batch_size(self.config.global_batch_size, self._replicas)
+        self._sizes = Batches(self.config.global_batch_size, tuple(self.earlier))
+        plain = self.config.distribute == "auto" and self.remote is None
+        self._local = local_devices(self.strategy) if plain else None
+        # Whether plain iterators read the batches, and not those of tf.distribute.
+        self._on_host = self.remote is not None or self._local is not None
+        self._built: list[BuiltPipeline] = []
+        self._newest: tf.data.Dataset | None = None  # the pipeline that was built last
         self._warned: set[str] = set()  # the formats of the warnings so far
 
-    @property
-    def replicas(self) -> int:
-        """The number of replicas of the strategy."""
-        return self._settings["num_replicas"]
+    def distribute(self) -> Stream:
+        """Builds `task.dataset` for every input pipeline of the strategy.
+
+        Raises:
+          UsageError: for something that is not a data set, or an empty data set.
+        """
+        dataset, on_cpus = self._make(), runs_on_host(self.strategy)
+        context, newest = self._built[0].context, self._built[-1]
+        properties = self._properties(context.requests, newest.sized, newest.sequential and on_cpus)
+        stream, arrays = Stream, context.requests.arrays
+        if self.remote is not None:
+            stream = functools.partial(self.remote, make=self.build_on_worker)
+        elif self._on_host and self.in_blocks and on_cpus and self.training and self._workers.count == 1:
+            stream, dataset, arrays = _in_blocks(dataset, context, self._batch_size)
+        elif self._on_host:
+            stream = functools.partial(HostStream, devices=() if on_cpus else self._local)
+        return stream(
+            strategy=self.strategy,
+            dataset=dataset,
+            renew=self._make if self.training else None,
+            properties=properties,
+            context=lambda: self._built[-1].context,
+            start_step=self.start_step,
+            positioned=context.requests.positioned,
+            skipped=newest.skipped * max(1, self._replicas // self._workers.count),
+            arrays=arrays,
+        )
+
+    def _make(self) -> tf.data.Dataset | tf.distribute.DistributedDataset:
+        if self.remote is not None:  # each worker builds its own; the coordinator looks at one
+            return self.build(tf.distribute.InputContext())
+        distributed = self.strategy.distribute_datasets_from_function(self.build)
+        # The default strategy hands back the pipeline itself. Of the others, CPUs and GPUs read the one pipeline that
+        # the call has built for this process by a plain iterator: see `HostStream`.
+        return self._newest if self._on_host else distributed
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
-        context, dataset = self._build(tf_context, 0 if self._overfit_batch else self._start_step)
-        if self._overfit_batch:
+        context, dataset = self._build(tf_context, 0 if self.config.overfit_batch else self.start_step)
+        if self.config.overfit_batch:
             dataset = _first_again(dataset, context)
-        if self._workers.count > 1 and not context.asked.part and not self._whole:
+        if self._workers.count > 1 and not context.requests.part and not self._whole:
             raise ShardingError(
-                f"{self.who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
+                f"{self._who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
             )
         training, replicas = context.training, context.replicas_per_pipeline
-        call = context.asked.last
-        in_turn = call is not None and call.in_turn and dataset is call.ids and not self._whole
+        call = context.requests.last
+        sequential = call is not None and call.sequential and dataset is call.ids and not self._whole
         fixed = have_size(dataset, context.per_replica_batch_size)
         sized = True
-        if training and not self._task.batch_size_varies:
-            sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
-        _check_resident(self.who, context, dataset)
+        if training and not self.task.batch_size_varies:
+            sized = _check_batch_size(self._who, dataset, context.per_replica_batch_size)
+        _check_resident(self._who, context, dataset)
         share = int(dataset.cardinality())
         if training and not self._on_host and self._workers.count > 1:
             dataset = self._ended_together(dataset, share)
-        skipped = 0 if context.asked.positioned else self._to_skip()
+        skipped = 0 if context.requests.positioned else self._to_skip()
         if skipped and not self._on_host:
             dataset = dataset.skip(skipped * replicas)
         cardinality = int(dataset.cardinality())
@@ -128,68 +155,95 @@ class Pipelines:
         in_steps = training and context.num_replicas > 1 and cardinality > 0
         cardinality = cardinality // replicas if in_steps else cardinality
         sure = max(0, known // replicas)
-        self.built.append(BuiltPipeline(context, cardinality, share, sure, sized, in_turn, skipped))
-        if self._whole and self.replicas > 1:
-            local_replicas = self.replicas // self._workers.count
+        self._built.append(BuiltPipeline(context, cardinality, share, sure, sized, sequential, skipped))
+        if self._whole and self._replicas > 1:
+            local_replicas = self._replicas // self._workers.count
             first = tf_context.input_pipeline_id * local_replicas
-            who, uneven = f"{self.who}.dataset", self._task.uneven_parts
-            dataset = to_replicas(who, dataset, first, local_replicas, self.replicas, shares=not fixed, uneven=uneven)
-        if self.replicas > 1 and not endless and not self._on_host:
+            who, uneven = f"{self._who}.dataset", self.task.uneven_parts
+            dataset = to_replicas(who, dataset, first, local_replicas, self._replicas, shares=not fixed, uneven=uneven)
+        if self._replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
-        self.newest = dataset
+        self._newest = dataset
         return dataset
 
-    def gather_lengths(self) -> tuple[list[int], list[int]]:
-        """Returns the cardinalities and the first share of all workers, in their order."""
-        cardinalities, shares = [built.cardinality for built in self.built], [self.built[0].share]
+    def _properties(self, requests: DatasetRequests, sized: bool, sequential: bool) -> BatchProperties:
+        """Returns what is known of the batches; raises `UsageError` if there is none to begin with."""
+        cardinalities, shares = [built.cardinality for built in self._built], [self._built[0].share]
         if self._workers.count > 1:
             cardinalities = self._workers.gather(np.int64(cardinalities)).ravel().tolist()
             shares = self._workers.gather(np.int64(shares)).ravel().tolist()
-        return cardinalities, shares
+        per_worker = max(1, self._replicas // len(shares))
+        divides = self.training and self.remote is None
+        lengths = ShareLengths(shares, 1 if self._whole else per_worker) if divides else None
+        if self.start_step == 0:
+            self._refuse_without_batches(cardinalities, lengths)
+        infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
+        return BatchProperties(
+            who=self._who,
+            infinite=infinite,
+            unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
+            may_be_empty=not self.training and not infinite and self._replicas > 1 and not self._whole,
+            sure=min(built.sure for built in self._built),
+            batch_size=self._batch_size,
+            sized=sized,
+            sequential=sequential,
+            epoch=requests.epoch,
+            examples=requests.examples,
+            fingerprint=requests.reader.fingerprint() if self.training and requests.reader else {},
+            lengths=lengths,
+        )
+
+    def _refuse_without_batches(self, cardinalities: list[int], lengths: ShareLengths | None) -> None:
+        """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
+        if not any(cardinalities):
+            raise EmptyDataError(
+                f"the {'training' if self.training else 'evaluation'} data set is empty: {self._who}.dataset has no "
+                f"batch{f', or not one for each of {self._replicas} replicas' * (self._replicas > 1)}; check where the "
+                "data is read from, and that drop_remainder does not drop the only batch"
+            )
+        if lengths is not None and lengths.steps == 0:
+            raise EmptyDataError(
+                f"the training data has no batch for the first step of all workers: the shares of {self._who}.dataset "
+                f"have {', '.join(map(str, lengths.batches))} batches, in the order of the workers; divide the data "
+                "evenly, such as by dataset.shard before batch, or repeat() it"
+            )
 
     def _ended_together(self, dataset: tf.data.Dataset, share: int) -> tf.data.Dataset:
         """Ends this worker's share where the shortest one ends; tf.distribute would go on with empty batches."""
         shares = self._workers.gather(np.int64(share))
         if (shares == tf.data.UNKNOWN_CARDINALITY).any():
             raise DatasetError(
-                f"the length of {self.who}.dataset is not known, and tf.distribute trains on empty batches where a "
+                f"the length of {self._who}.dataset is not known, and tf.distribute trains on empty batches where a "
                 "worker's share ends before the others; repeat() the data, give it a length with "
                 'tf.data.experimental.assert_cardinality, or leave out distribute="tf"'
             )
         return dataset.take(shares[shares >= 0].min()) if (shares >= 0).any() else dataset
 
     def _build(self, tf_context: tf.distribute.InputContext, start_step: int) -> tuple[InputContext, tf.data.Dataset]:
-        # A pipeline of global batches is one for all workers and replicas, so that it needs to know of none.
-        settings = {**self._settings, "num_replicas": 1} if self._whole else self._settings
-        context = InputContext(
-            pipeline_index=0 if self._whole else tf_context.input_pipeline_id,
-            num_pipelines=1 if self._whole else tf_context.num_input_pipelines,
-            start_step=start_step,
-            earlier=self._sizes.earlier if start_step else (),
-            **settings,
-        )
-        dataset = self._task.dataset(context)
+        index, count = tf_context.input_pipeline_id, tf_context.num_input_pipelines
+        context = self._context(index, count, start_step, self._sizes.earlier if start_step else ())
+        dataset = self.task.dataset(context)
         if not isinstance(dataset, tf.data.Dataset):
             raise DatasetError(
-                f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
+                f"{self._who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        rows.check_structure(f"{self.who}.dataset", (dataset.element_spec, context.asked.arrays))
-        if context.training and context.asked.unnamed > 1:
+        rows.check_structure(f"{self._who}.dataset", (dataset.element_spec, context.requests.arrays))
+        if context.training and context.requests.unnamed > 1:
             self._warn_once(
                 "%s.dataset asks context for examples %d times without a name, and each time they come in another "
                 "order; those of inputs and targets that belong together need one name=, others may have one of their "
                 "own",
-                self.who,
-                context.asked.unnamed,
+                self._who,
+                context.requests.unnamed,
             )
-        asked, made = context.asked, [call.batches for call in context.asked.calls]
-        positioned = context.training and asked.positioned
-        if positioned and not _tf.is_by_element(dataset, made, any_other=asked.start):
+        requests, made = context.requests, [call.batches for call in context.requests.calls]
+        positioned = context.training and requests.positioned
+        if positioned and not _tf.is_by_element(dataset, made, any_other=requests.start):
             # A shuffle or the like behind `indices` depends on the batches before: its position is not that of the ids.
-            asked.positioned, asked.calls[-1].ids = False, None
+            requests.positioned, requests.calls[-1].ids = False, None
             return (context, dataset) if start_step == 0 else self._build(tf_context, 0)
-        if start_step and not asked.positioned and asked.start:
+        if start_step and not requests.positioned and requests.start:
             # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return self._build(tf_context, 0)
@@ -201,31 +255,30 @@ class Pipelines:
         """Returns the steps that a pipeline without positions leaves out; says so for batches of another size."""
         sizes, size = self._sizes, self._sizes.size
         if not sizes.earlier:
-            return self._start_step
-        if self._task.batch_size_varies:
+            return self.start_step
+        if self.task.batch_size_varies:
             raise BatchSizeError(
-                f"the run had batches of {sizes}, and those of {self.who}.dataset vary, so that it is not known which "
+                f"the run had batches of {sizes}, and those of {self._who}.dataset vary, so that it is not known which "
                 f"examples it has read; continue with {sizes.original}, make the data with context.indices or "
                 "context.records, or start a new run from the weights (--warm_start)"
             )
-        steps = sizes.whole(self._start_step)
+        steps = sizes.whole(self.start_step)
         self._warn_once(
             "the run had batches of %s: %s.dataset leaves out the first %d examples, as %d batches of %d; these are "
             "the ones that were read if all batches are full and the order of the examples does not depend on their "
             "size",
-            sizes, self.who, steps * size, steps, size,
+            sizes, self._who, steps * size, steps, size,
         )  # fmt: skip
         return steps
 
     def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
         """Warns once if maps may not repeat their results at a resume; without a resume, only of random numbers."""
         ops = ops if resumes else ops & _tf.RANDOM_OPS
-        condition = functools.partial(diagnosis().condition, by_skipping=False)
-        conditions = {op: found for op in sorted(ops) if (found := condition(op))}
+        conditions = {op: found for op in sorted(ops) if (found := causes.condition(op, by_skipping=False))}
         if conditions:
             self._warn_once(
                 "%s.dataset has %s in a map; a resume from the position of its ids is exact only if %s",
-                self.who,
+                self._who,
                 ", ".join(conditions),
                 ", and ".join(dict.fromkeys(conditions.values())),
             )
@@ -240,15 +293,25 @@ class Pipelines:
         self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None
     ) -> tf.data.Dataset:
         """Builds the pipeline of a worker that reads by itself; for the arguments see `InputContext`."""
-        return self._task.dataset(
-            InputContext(
-                pipeline_index=pipeline_index,
-                num_pipelines=num_pipelines,
-                numbers=numbers,
-                start_step=0,
-                earlier=self._sizes.earlier,
-                **self._settings,
-            )
+        return self.task.dataset(self._context(pipeline_index, num_pipelines, 0, self._sizes.earlier, numbers))
+
+    @tf.autograph.experimental.do_not_convert
+    def _context(
+        self, index: Any, count: int, start_step: int, earlier: Sequence[BatchSizePeriod], numbers: Any = None
+    ) -> InputContext:
+        """Makes the context of a pipeline; one of global batches is for all replicas, and needs to know of none."""
+        return InputContext(
+            global_batch_size=self.config.global_batch_size,
+            num_replicas=1 if self._whole else self._replicas,
+            pipeline_index=0 if self._whole else index,
+            num_pipelines=1 if self._whole else count,
+            seed=self.config.seed,
+            training=self.training,
+            start_step=start_step,
+            global_batches=self.task.batches == "global",
+            numbers=numbers,
+            bad_records=self.left_out,
+            earlier=earlier,
         )
 
 
@@ -257,7 +320,7 @@ def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dat
     first = dataset.take(context.replicas_per_pipeline)
     if 0 <= first.cardinality() < context.replicas_per_pipeline:
         return first
-    context.asked.positioned = True  # every step has the same batch
+    context.requests.positioned = True  # every step has the same batch
     return first.cache().repeat()
 
 
@@ -275,7 +338,7 @@ def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool
 
 def _check_resident(who: str, context: InputContext, dataset: tf.data.Dataset) -> None:
     spec = dataset.element_spec
-    if context.asked.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
+    if context.requests.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
         raise DatasetError(
             f"{who}.dataset changed what context.resident returned to elements of {spec}; return it unchanged, "
             "and process batches in step_fn"
@@ -400,132 +463,11 @@ def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
     return devices is not None and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
 
 
-def distribute(
-    strategy: tf.distribute.Strategy,
-    task: PipelineTask,
-    config: RunConfig,
-    left_out: BadRecords | None = None,
-    *,
-    training: bool,
-    start_step: int = 0,
-    earlier: Sequence[BatchSizePeriod] = (),
-    in_blocks: bool = False,
-    remote: Callable[..., Stream] | None = None,
-) -> Stream:
-    """Builds `task.dataset` for every input pipeline of a strategy; for the other arguments see `Specification`.
-
-    Args:
-      strategy: runs the steps.
-      task: has the `dataset`.
-      config: the settings of the controller; of an evaluator, with its own global batch size.
-      left_out: the damaged records that the run has left out.
-      training: whether the data is for a training.
-      start_step: global batches that were consumed before.
-      earlier: batches of other sizes.
-      in_blocks: whether the loop takes the batches of several steps at once, on one replica.
-      remote: makes the stream where workers read by themselves, of the arguments of a `Stream` and `make`, which makes
-        the pipeline of a worker there.
-
-    Raises:
-      UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
-    """
-    replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
-    local = local_devices(strategy) if config.distribute == "auto" and remote is None else None
-    on_host = remote is not None or local is not None
-    settings = dict(
-        global_batch_size=config.global_batch_size,
-        num_replicas=replicas,
-        seed=config.seed,
-        training=training,
-        global_batches=makes_global_batches(task),
-        bad_records=left_out,
-    )
-    batch_size = per_replica_batch_size(config.global_batch_size, replicas)
-    whole = settings["global_batches"] and remote is None  # remote workers each read batches of their own
-    sizes = Batches(config.global_batch_size, tuple(earlier))
-    pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, config.overfit_batch)
-
-    def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
-        if remote is not None:  # each worker builds its own; the coordinator looks at one
-            return pipelines.build(tf.distribute.InputContext())
-        distributed = strategy.distribute_datasets_from_function(pipelines.build)
-        # The default strategy hands back the pipeline itself. Of the others, CPUs and GPUs read the one pipeline that
-        # the call has built for this process by a plain iterator: see `HostStream`.
-        return pipelines.newest if on_host else distributed
-
-    dataset, on_cpus = make(), runs_on_host(strategy)
-    properties = _properties(pipelines, training, batch_size, whole, start_step, remote)
-    context, newest = pipelines.built[0].context, pipelines.built[-1]
-    properties = dataclasses.replace(properties, in_turn=newest.in_turn and on_cpus)
-    stream, arrays = Stream, context.asked.arrays
-    if remote is not None:
-        stream = functools.partial(remote, make=pipelines.build_on_worker)
-    elif on_host and in_blocks and on_cpus and training and workers.count == 1:
-        stream, dataset, arrays = _in_blocks(dataset, context, batch_size)
-    elif on_host:
-        stream = functools.partial(HostStream, devices=() if on_cpus else local)
-    return stream(
-        strategy=strategy,
-        dataset=dataset,
-        renew=make if training else None,
-        properties=properties,
-        context=lambda: pipelines.built[-1].context,
-        start_step=start_step,
-        positioned=context.asked.positioned,
-        skipped=newest.skipped * max(1, replicas // workers.count),
-        arrays=arrays,
-    )
-
-
-def _properties(
-    pipelines: Pipelines, training: bool, batch_size: int, whole: bool, start_step: int, remote: Any
-) -> BatchProperties:
-    """Returns what is known of the batches of built pipelines; raises `UsageError` if there is none to begin with."""
-    asked, replicas = pipelines.built[0].context.asked, pipelines.replicas
-    cardinalities, shares = pipelines.gather_lengths()
-    per_worker = max(1, replicas // len(shares))
-    lengths = ShareLengths(shares, 1 if whole else per_worker) if training and remote is None else None
-    if start_step == 0:
-        _refuse_without_batches(pipelines, training, cardinalities, lengths)
-    infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    return BatchProperties(
-        who=pipelines.who,
-        infinite=infinite,
-        unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
-        may_be_empty=not training and not infinite and replicas > 1 and not whole,
-        sure=min(built.sure for built in pipelines.built),
-        batch_size=batch_size,
-        sized=pipelines.built[-1].sized,
-        epoch=asked.epoch,
-        examples=asked.examples,
-        fingerprint=asked.reader.fingerprint() if training and asked.reader else {},
-        lengths=lengths,
-    )
-
-
-def _refuse_without_batches(
-    pipelines: Pipelines, training: bool, cardinalities: list[int], lengths: ShareLengths | None
-) -> None:
-    """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
-    if not any(cardinalities):
-        raise EmptyDataError(
-            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch"
-            f"{f', or not one for each of {pipelines.replicas} replicas' * (pipelines.replicas > 1)}; check where the "
-            "data is read from, and that drop_remainder does not drop the only batch"
-        )
-    if lengths is not None and lengths.steps == 0:
-        raise EmptyDataError(
-            f"the training data has no batch for the first step of all workers: the shares of {pipelines.who}.dataset "
-            f"have {', '.join(map(str, lengths.batches))} batches, in the order of the workers; divide the data "
-            "evenly, such as by dataset.shard before batch, or repeat() it"
-        )
-
-
 def _in_blocks(
     dataset: tf.data.Dataset, context: InputContext, batch_size: int
 ) -> tuple[Callable[..., Stream], tf.data.Dataset, Any]:
     """Returns the stream of a training on one CPU, its pipeline, and the arrays whose rows a step has to gather."""
-    call, arrays, block = context.asked.last, context.asked.arrays, block_size(dataset.element_spec)
+    call, arrays, block = context.requests.last, context.requests.arrays, block_size(dataset.element_spec)
     if block == 1:
         return HostStream, dataset, arrays
     if call is None or dataset is not call.ids or call.draw is None:

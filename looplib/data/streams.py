@@ -11,10 +11,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.diagnosis import diagnosis
 from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
-from looplib.data import iterator_state, rows
+from looplib.data import causes, iterator_state, rows
 from looplib.data.context import InputContext
 from looplib.data.iterator_state import SavedPosition
 from looplib.data.order import Epoch
@@ -76,10 +75,10 @@ class BatchProperties:
     sure: int = 0  # number of steps, from the first on, that certainly have a batch of full size for each replica
     batch_size: int = 0  # examples of a batch of full size
     sized: bool = True  # whether batches need no check of their size: it is static, or it may vary
-    in_turn: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
+    sequential: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples there are; None where that is not known
-    # of the files of a training, see `dataset_requests.Reader`
+    # of the files of a training, see `RecordReader.fingerprint`
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     lengths: ShareLengths | None = None  # of the workers' shares of a training; None where each reads by itself
 
@@ -459,7 +458,7 @@ class HostStream(Stream):
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
         """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
-        if condition := diagnosis().condition(self._saved.obstacle, by_skipping=True):
+        if condition := causes.condition(self._saved.obstacle, by_skipping=True):
             logging.warning(
                 "%s.dataset has no position that can be saved (%s), so the data already used is read again and "
                 "skipped; this is exact only if %s",

@@ -210,7 +210,7 @@ def _predict_into(
     task = Prediction(evaluator, folder.take if chief else lambda records, examples: None)
     loops.attach(evaluator)
     loop = loops.prediction_loop(name, task, start)
-    with loops.lending(loop), evaluator.evaluating():
+    with loops.borrowing(loop), evaluator.evaluating():
         task_loop.check_evaluation({name: loop}, -1)
         in_order = loop.data.stream.positioned or task.batches == "global"
         if not in_order and workers.count > 1:

@@ -3,6 +3,5 @@
 Names that other rooms may use, by file:
     guards: check_loss, check_skipped, Diverged, Guards
     non_finite: GRADIENT_OF, measure_gradients, StateCheck
-    preemption: notice
     watchdog: Watchdog
 """

@@ -20,7 +20,7 @@ _LARGE = 8192  # elements; from here on a product of matrices is faster than one
 
 @tf.autograph.experimental.do_not_convert
 def measure_gradients(gradients: list[tuple[str, Any]]) -> tuple[list[str], list[tf.Tensor]]:
-    """Measures the gradients that a step has computed, by `replicas.watching`; in replica context.
+    """Measures the gradients that a step has computed, by `updates.watching`; in replica context.
 
     Returns:
       `(names, measures)`: the names of the gradients that are visible outside of the step, those inside of a condition

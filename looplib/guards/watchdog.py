@@ -1,9 +1,7 @@
 """The watchdog: a run that makes no progress says where it hangs, and ends."""
 
 import contextlib
-import gc
 import os
-import sys
 import threading
 import time
 import traceback
@@ -12,69 +10,13 @@ from typing import Any, Protocol
 
 from looplib.base import console
 from looplib.cluster import peers
+from looplib.cluster.preemption import RunningTime, debugger_holds_a_thread, innermost_frames
 from looplib.errors import EXIT_STALLED
 
 _OFTEN = 20  # times the longest time that was seen between two signs of progress in a phase
 # The minimum timeout of each phase, in seconds.
 _GENEROUS = {"train": 900.0, "evaluate": 900.0, "save": 1800.0}
 _GENEROUS_ELSE = 3600.0
-# Packages with a frame on the stack of a thread in a debugger, or in a console, which a step may open.
-_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
-_CONSOLES = {"code", "IPython"}
-_AROUND_STEPS = "looplib.controller"
-
-
-class RunningTime:
-    """Seconds that this process ran, without the time it or its machine was suspended (SIGSTOP, Ctrl-Z).
-
-    Args:
-      interval: the planned seconds between two calls. More than twice as many were a suspension.
-    """
-
-    def __init__(self, interval: float) -> None:
-        self._interval = interval
-        self._seen = time.monotonic(), 0.0  # the last look, and the seconds suspended by then; replaced as one
-
-    def since_last(self) -> float:
-        """Returns the seconds since the last call, or since this was made."""
-        (before, suspended), now = self._seen, time.monotonic()
-        ran = min(now - before, 2 * self._interval)
-        self._seen = now, suspended + now - before - ran
-        return ran
-
-    @property
-    def suspended(self) -> float:
-        """The seconds that the process was suspended so far; may be read by another thread."""
-        looked, suspended = self._seen
-        return suspended + max(0.0, time.monotonic() - looked - 2 * self._interval)
-
-
-def _frames() -> dict[int, Any]:
-    """Returns each thread's innermost frame. Garbage collected meanwhile may wait forever (CPython issue 106883)."""
-    collects = gc.isenabled()
-    gc.disable()
-    frames = sys._current_frames()
-    if collects:
-        gc.enable()
-    return frames
-
-
-def debugger_holds_a_thread() -> bool:
-    """Returns whether a debugger, or a console inside of a step, holds one of this process's threads.
-
-    This recognizes `pdb` and other debuggers built on `bdb`, debugpy and PyCharm's debugger (pydevd), `code.interact`
-    and `IPython.embed`. It does not recognize a plain `input()`, which leaves no frame.
-    """
-    for innermost in _frames().values():
-        console = False
-        for frame, _ in traceback.walk_stack(innermost):
-            module = frame.f_globals.get("__name__") or ""
-            root = module.partition(".")[0]
-            console = console or root in _CONSOLES
-            # The console that a run was started in is further out on the stack than the run, and holds nothing.
-            if root in _DEBUGGERS or (console and module == _AROUND_STEPS):
-                return True
-    return False
 
 
 class Phases(Protocol):
@@ -171,7 +113,7 @@ def _stacks() -> Iterator[str]:
     Not by `faulthandler`, which holds Python's lock while it writes, possibly to a pipe without a reader.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in _frames().items():
+    for ident, frame in innermost_frames().items():
         yield f"Thread {names.get(ident, ident)} (most recent call first):"
         for each, line in traceback.walk_stack(frame):
             yield f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}'

@@ -17,7 +17,7 @@ from looplib.compat.tensorflow import converted
 from looplib.errors import LossError, UsageError, VariableError
 from looplib.keras.data import KerasData
 from looplib.loop.step import raise_refusal
-from looplib.task.state import unheld, variables_of
+from looplib.task.state import unheld, values_kept, variables_of
 
 
 def build(model: Any, data: KerasData, trains: bool) -> None:
@@ -148,12 +148,8 @@ def explain(error: Exception) -> None:
 def _unchanged(model: Any) -> Iterator[None]:
     """Gives the state of a model that a test step may change its values back."""
     held = [variable for _, variable in variables_of(state_of_model(model)) if not variable.trainable]
-    before = [variable.read_value() for variable in held]
-    try:
+    with values_kept(held):
         yield
-    finally:
-        for variable, value in zip(held, before):
-            variable.assign(value)
 
 
 def state_of_model(model: Any) -> dict[str, Any]:

@@ -262,11 +262,12 @@ class PythonBatches(abc.ABC):
           context: the context.
           shuffle: whether each epoch of a training has an order of its own, if the batches have numbers.
         """
-        if context.training and context.places.sizes.earlier:
+        sizes = context.positions.sizes
+        if context.training and sizes.earlier:
             raise BatchSizeError(
                 f"{self._format.who} makes the batches, so that their numbers mean other examples with another size, "
-                f"and this run had batches of {context.places.sizes}; continue with {context.places.sizes.original}, "
-                "or start a new run from the weights (--warm_start)"
+                f"and this run had batches of {sizes}; continue with {sizes.original}, or start a new run from the "
+                "weights (--warm_start)"
             )
         plan = _BatchNumbers(self.count, context.global_batch_size, self.order(shuffle))
         found = context.located(plan, context.order_seed(plan, None))

@@ -2,7 +2,6 @@
 
 Names that other rooms may use, by file:
     additions: ExampleChecksum, hash_of_each, METRIC
-    causes: Causes
     contracts: Loop, LoopResult, Request, Schedule, Specification, StepAddition, TrainingLoop
     coordinator: none
     device_loop: none
@@ -10,12 +9,10 @@ Names that other rooms may use, by file:
     host_loop: as_shown
     loops: Loops
     packing: batch_size
-    parameter_servers: none
     phased_loop: PhasedLoop
     reducer: Accumulator, State, UnknownOutputsError
-    speed: none
+    speed: of_training, with_share
     step: now, raise_refusal, Step, StepFn
-    step_additions: none
     step_checks: none
     task_loop: as_numbers, check_evaluation, TaskLoop, Window
     xla: none

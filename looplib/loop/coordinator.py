@@ -9,37 +9,26 @@ import collections
 import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import gist
-from looplib.cluster.runtime import RemoteStrategy
+from looplib.cluster import parameter_servers
+from looplib.cluster.preemption import notice
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.data.order import Batches
 from looplib.data.streams import Stream
 from looplib.errors import ParameterServerError, UsageError
-from looplib.guards.preemption import notice
-from looplib.loop import parameter_servers as processes
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.engines import Backend, Decorator
-from looplib.loop.parameter_servers import counts
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
 from looplib.task.trainer import Trainer
-
-
-class MakesPipeline(Protocol):
-    """Makes the pipeline of a worker; for the arguments see `InputContext`."""
-
-    def __call__(
-        self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None
-    ) -> tf.data.Dataset:
-        """Makes the pipeline."""
 
 
 @dataclasses.dataclass
@@ -62,18 +51,17 @@ class RemoteStream(Stream):
     `dataset` was made on the coordinator, which reads only its properties.
 
     Attributes:
-      make: makes the pipeline of a worker, in a `tf.function` there.
+      make: `Pipelines.build_on_worker`, which makes the pipeline of a worker, in a `tf.function` there.
       by_number: whether that makes a batch for each number it is given.
     """
 
-    make: MakesPipeline
+    make: Callable[..., tf.data.Dataset]
 
     def __post_init__(self) -> None:
-        context, cardinality = self.context(), int(self.dataset.cardinality())
-        endless_or_all = (
-            tf.data.INFINITE_CARDINALITY if self.training else context.asked.last.steps if context.asked.last else None
-        )
-        self.by_number = context.asked.positioned and cardinality == endless_or_all
+        requests, cardinality = self.context().requests, int(self.dataset.cardinality())
+        steps = requests.last.steps if requests.last else None
+        endless_or_all = tf.data.INFINITE_CARDINALITY if self.training else steps
+        self.by_number = requests.positioned and cardinality == endless_or_all
 
     @property
     def training(self) -> bool:
@@ -271,7 +259,7 @@ class RemoteLoop(InnerLoop):
         self._reducer: RemoteReducer = step.reducer
         self._who = who
         self._counter = counter
-        self._workers = counts()[0]
+        self._workers = parameter_servers.counts()[0]
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._seconds_per_step = _LONGEST
         self._place: DataPosition | None = None
@@ -518,13 +506,13 @@ def _count_exactly(optimizer: Any) -> None:
 def _check_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for data that workers cannot read by themselves."""
     context, who = stream.context(), stream.properties.who
-    if context.asked.reader is not None:
+    if context.requests.reader is not None:
         raise ParameterServerError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
             "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
             "strategy"
         )
-    if stream.training and context.asked.calls and not stream.by_number:
+    if stream.training and context.requests.calls and not stream.by_number:
         raise ParameterServerError(
             f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
             "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "
@@ -563,42 +551,3 @@ def _dequeue(queue: tf.Tensor) -> tf.Tensor:
 
 def _int64(*numbers: int) -> list[tf.Tensor]:
     return [tf.constant(number, tf.int64) for number in numbers]
-
-
-class _ParameterServerStrategy(RemoteStrategy):
-    """See `RemoteStrategy`."""
-
-    backend = ParameterServers
-
-    def check_setup(self, *, num_virtual_devices: int, deterministic: bool) -> None:
-        """See `RemoteStrategy`."""
-        if deterministic:
-            raise ParameterServerError(
-                "deterministic is asked for, and with the strategy parameter_server workers update the weights in no "
-                "fixed order; leave out --deterministic, or use another strategy"
-            )
-        if num_virtual_devices != 1:
-            raise ParameterServerError(
-                f"num_virtual_devices is {num_virtual_devices}, and with the strategy parameter_server each worker is "
-                "a process; start more workers instead"
-            )
-
-    def connect(self) -> tf.distribute.Strategy:
-        """See `RemoteStrategy`."""
-        return processes.connect()
-
-    def describe(self) -> str:
-        """See `RemoteStrategy`."""
-        workers, parameter_servers = processes.counts()
-        return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
-
-    def check_variable(self, what: str, device: str) -> None:
-        """See `RemoteStrategy`."""
-        if tf.DeviceSpec.from_string(device).job != "ps":
-            raise ParameterServerError(
-                f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
-                "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
-            )
-
-
-STRATEGY = _ParameterServerStrategy()

@@ -12,8 +12,8 @@ from absl import logging
 
 from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.compat.tensorflow import converted
-from looplib.guards.preemption import notice
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, StreamIterator
 from looplib.loop.step import Step, now, timed
 from looplib.loop.xla import XlaChunk

@@ -12,8 +12,8 @@ from absl import logging
 
 from looplib.base.messages import gist
 from looplib.cluster import runtime
-from looplib.data import pipelines
 from looplib.data.order import Batches
+from looplib.data.pipelines import runs_on_host
 from looplib.data.streams import Stream
 from looplib.errors import EngineError
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, Specification, StreamIterator
@@ -232,7 +232,7 @@ class LocalReplicas(Backend):
     def tables(self, arrays: Any) -> Any:
         """See `Backend`."""
         strategy = self._spec.strategy
-        if pipelines.runs_on_host(strategy):
+        if runs_on_host(strategy):
             return tf.nest.map_structure(tf.constant, arrays)
         with strategy.scope():
             return tf.nest.map_structure(lambda array: tf.Variable(array, trainable=False), arrays)
@@ -251,7 +251,7 @@ class LocalReplicas(Backend):
         before = spec.clock.of("compile")
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter, spec.skips)
         tracing = spec.clock.of("compile") - before
-        if reducer.hands_over:
+        if reducer.collects_examples:
             return HostLoop(step, collect)
         # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
         steps_per_loop = spec.config.steps_per_loop if spec.training else min(stream.properties.sure, 1000)
@@ -266,9 +266,12 @@ class LocalReplicas(Backend):
 
 
 def backend_of(spec: Specification) -> Backend:
-    """Returns the backend of a loop: from a plug-in for the strategy if there is one, else `LocalReplicas`."""
-    plugin = runtime.plugin_of(spec.strategy)
-    return LocalReplicas(spec) if plugin is None else plugin.backend(spec)
+    """Returns what makes the parts of a loop on its strategy."""
+    if runtime.is_remote(spec.strategy):
+        from looplib.loop.coordinator import ParameterServers  # here, as it imports this, and few runs need it
+
+        return ParameterServers(spec)
+    return LocalReplicas(spec)
 
 
 def _xla_loop(step: Step, steps_per_loop: int) -> DeviceLoop:

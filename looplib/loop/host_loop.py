@@ -12,10 +12,10 @@ from absl import logging
 
 from looplib.base.messages import gist, join_names
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import MetricError, StepError
-from looplib.guards.preemption import notice
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, StreamIterator
 from looplib.loop.reducer import UnknownOutputsError
 from looplib.loop.step import Step, raise_refusal
@@ -141,7 +141,7 @@ class HostLoop(InnerLoop):
                 lambda leaf: self._step.strategy.experimental_local_results(leaf)[0],
                 (had_examples, {name: values[name] for name in shows}),
             )
-        if self._reducer.hands_over:
+        if self._reducer.collects_examples:
             each = had_examples, {name: values[name] for name in values if name not in shows}
             parts = [self._step.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(each)]
             replicas = self._workers.gather_tensors(list(zip(*parts)))  # of all workers, in order

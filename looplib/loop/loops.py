@@ -27,7 +27,7 @@ from looplib.report.clock import Clock
 from looplib.task import checks
 from looplib.task.averages import refuse_in_use
 from looplib.task.record import EngineChoice, RunRecord
-from looplib.task.state import no_weights, state_of
+from looplib.task.state import no_weights, state_of, values_kept
 from looplib.task.trainer import Adapter, Evaluator, Trainer
 
 # The newest loops of each trainer, by the trainer's id: a trainer that is a dataclass has no hash.
@@ -56,9 +56,9 @@ class Loops:
         self.evaluations: dict[str, Loop] = {}  # by name
         self.closed = False
         self.step = 0  # what the controller has counted, or restored
-        self.lent_to = ""  # the evaluator that has the training's variables now
-        self.torn = False  # whether a step has failed, which may have updated only a part of the variables
-        self._lendings: weakref.WeakKeyDictionary[Loop, LentState] = weakref.WeakKeyDictionary()
+        self.borrower = ""  # the evaluator that has the training's variables now
+        self.half_updated = False  # whether a step has failed, which may have updated only a part of the variables
+        self._borrowings: weakref.WeakKeyDictionary[Loop, BorrowedState] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
     def build(
@@ -210,7 +210,7 @@ class Loops:
             request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step, show=boundary.shows)
             ran = self.training.run(request, "train")
         except BaseException as error:
-            self.torn = not self.training.failed_between_steps(error)
+            self.half_updated = not self.training.failed_between_steps(error)
             raise
         self.step = step + ran.done
         self.check_count(ran.counted)
@@ -225,7 +225,7 @@ class Loops:
             raise ClosedError(
                 f"{what} was called on a closed controller; another one may own its run directory; build a new one"
             )
-        if self.torn:
+        if self.half_updated:
             cure = (
                 f"call controller.restore_checkpoint(), which goes back to {kept}"
                 if kept
@@ -287,7 +287,7 @@ class Loops:
         if name in self._unread:
             loop.reducer.clear()
         self._unread.add(name)
-        with self.lending(loop), loop.task.evaluating():
+        with self.borrowing(loop), loop.task.evaluating():
             try:
                 ran = loop.run(Request(steps, read=True, show=True), "evaluate")
             finally:
@@ -302,31 +302,31 @@ class Loops:
         raise task_loop.no_batch(name, loop.who)
 
     @contextlib.contextmanager
-    def lending(self, loop: Loop) -> Iterator[None]:
-        """Returns a context manager for an evaluation or a prediction, see `LentState`."""
+    def borrowing(self, loop: Loop) -> Iterator[None]:
+        """Returns a context manager for an evaluation or a prediction, see `BorrowedState`."""
         if self.training is None:
             yield
             return
-        if loop not in self._lendings or self._lendings[loop].step is not self.training.traced:
-            self._lendings[loop] = LentState(self.strategy, self.training, loop)
-        before, self.lent_to = self.lent_to, loop.who
+        if loop not in self._borrowings or self._borrowings[loop].step is not self.training.traced:
+            self._borrowings[loop] = BorrowedState(self.strategy, self.training, loop)
+        before, self.borrower = self.borrower, loop.who
         try:
-            with self._lendings[loop].lent():
+            with self._borrowings[loop].borrowed():
                 yield
         finally:
-            self.lent_to = before
+            self.borrower = before
 
-    def refuse_if_lent(self, what: str) -> None:
+    def refuse_if_borrowed(self, what: str) -> None:
         """Raises `UsageError` if an evaluation or a prediction has changed variables that the call `what` needs."""
-        if self.lent_to:
+        if self.borrower:
             raise ClosedError(
-                f"{what} was called while {self.lent_to} evaluates or predicts, which may have other values in the "
+                f"{what} was called while {self.borrower} evaluates or predicts, which may have other values in the "
                 "variables, such as averages of the weights; call it afterwards, such as in an action of the Controller"
             )
 
     def retrace(self, layers: str) -> None:
         """Traces all steps again, because constants of layers have changed; see `Loop.retrace`."""
-        self._lendings.clear()
+        self._borrowings.clear()
         for loop in self.by_name.values():
             loop.retrace(layers)
 
@@ -341,7 +341,7 @@ class Loops:
 _Variables = dict[int, tf.Variable]  # by their `identity_of`
 
 
-class LentState:
+class BorrowedState:
     """State that a training lends to an evaluation or a prediction.
 
     Moving statistics and the like may differ between replicas: each of them evaluates with the values that an export
@@ -369,10 +369,9 @@ class LentState:
         self._reducer = evaluation.reducer
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def borrowed(self) -> Iterator[None]:
         """Returns a context manager that an evaluation runs in; workers wait for each other."""
-        before = [part.read_value() for part in self._kept]
-        try:
+        with values_kept(self._kept):
             if self._differing:
                 values = [tf.identity(variable) for variable, _ in self._differing]
                 from_chief = self._workers.gather_tensors([values])[0]  # which writes an export
@@ -382,9 +381,6 @@ class LentState:
             if self._kept:
                 self._reducer.clear()  # of metrics that the training has too
             yield
-        finally:
-            for part, value in zip(self._kept, before):
-                part.assign(value)
 
 
 def _uses(strategy: tf.distribute.Strategy, loop: Loop, every: Iterable[tf.Variable]) -> tuple[_Variables, _Variables]:

@@ -36,7 +36,7 @@ class PhasedLoop(TaskLoop):
     """
 
     def __init__(self, spec: Specification) -> None:
-        if runtime.plugin_of(spec.strategy) is not None:
+        if runtime.is_remote(spec.strategy):
             raise ParameterServerError(
                 "the trainer has phases, and the steps of parameter servers follow no common count; train each phase "
                 "as a run of its own (--warm_start), or use another strategy"

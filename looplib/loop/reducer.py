@@ -6,18 +6,17 @@ does not depend on how examples are divided over steps, replicas and workers.
 """
 
 import abc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from looplib.cluster import runtime, updates
+from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat.tensorflow import converted
 from looplib.guards import non_finite
-from looplib.loop.packing import Packer, batch_size
+from looplib.loop.packing import Packer
 from looplib.task.record import RunningTotals
 from looplib.task.reductions import Media, Reduction
 
@@ -54,7 +53,7 @@ class UnknownOutputsError(Exception):
 class Reducer(Accumulator):
     """Accumulates and reduces the outputs of one `step_fn`.
 
-    `run_step` runs in the replica and learns the structure when it is first traced or called. Then `create` makes the
+    `packed` runs in the replica and learns the structure when it is first traced or called. Then `create` makes the
     variable, `add` runs once per step and `read` once per loop, both across replicas.
 
     Args:
@@ -86,31 +85,29 @@ class Reducer(Accumulator):
         self.joins = False
         self.collects: dict[str, Any] = {}
 
-    @tf.autograph.experimental.do_not_convert
-    def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
-        """Runs one step on one replica and packs its outputs; in replica context.
+    @property
+    def watches(self) -> bool:
+        """Returns whether losses and gradients are watched."""
+        return bool(self._watched_loss)
 
-        With `may_be_empty`, the step is left out where the batch has no example, unless it joins the replicas. Means of
-        no example are NaN, and TensorFlow 2.20 fails on some convolutions of an empty batch (CPU, fused with their
-        activation).
+    @tf.autograph.experimental.do_not_convert
+    def packed(self, outputs: Any, inputs: Any, gradients: list[tuple[str, Any]] | None = None) -> Any:
+        """Packs the outputs of a step on a batch; in replica context.
+
+        In a step that is watched, what `updates.watching` has collected is the gradients, and the contribution ends
+        with [1 (steps), each of the watched values].
 
         Returns:
-          float64 tensor `[n]`, a step's contribution, zeros for an empty batch. If the step returns media or a
-          `looplib.each`, the tensor and `(whether there was an example, dict of these values)`; see `divided`.
+          float64 tensor `[n]`, a step's contribution. If the step returns media or a `looplib.each`, the tensor and
+          `(whether there was an example, dict of these values)`; see `divided`.
         """
-        batch = batch_size(inputs)
-        if self._watched_loss:
-            with updates.watching() as gradients:
-                outputs = step_fn(inputs)
-            return self._watch(inputs, outputs, *non_finite.measure_gradients(gradients))
-        if not may_be_empty or batch is None or self.joins:
-            return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
-        return tf.cond(
-            batch[1] > 0, lambda: self._with_collected(*self.packer.pack(step_fn(inputs), inputs)), self._nothing
-        )
-
-    @tf.autograph.experimental.do_not_convert
-    def _with_collected(self, contribution: tf.Tensor, collected: dict[str, Reduction | Media]) -> Any:
+        names, measures = non_finite.measure_gradients(gradients or [])
+        contribution, collected = self.packer.pack(outputs, inputs)
+        if self.watches:
+            losses = self.packer.losses(self._watched_loss)
+            self._watched = [slot.name for slot in losses] + names
+            parts = [tf.gather(contribution, [slot.start for slot in losses])] if losses else []
+            contribution = tf.concat([contribution, tf.ones([1], tf.float64), *parts, *measures], axis=0)
         if not collected:
             return contribution
         values = {name: each.tensors if isinstance(each, Media) else each.value for name, each in collected.items()}
@@ -119,8 +116,8 @@ class Reducer(Accumulator):
         return contribution, (tf.reduce_all(counts) if counts else tf.constant(True), values)
 
     @tf.autograph.experimental.do_not_convert
-    def _nothing(self) -> Any:
-        """Makes the outputs of a replica without examples, once a step was traced or called."""
+    def nothing(self) -> Any:
+        """Makes what `packed` returns, of a replica without examples, once a step was traced or called."""
         if self.packer.slots is None:
             raise UnknownOutputsError
         contribution = tf.zeros([self.packer.size], tf.float64)
@@ -132,27 +129,17 @@ class Reducer(Accumulator):
 
         return contribution, (tf.constant(False), tf.nest.map_structure(empty, self.collects))
 
-    @tf.autograph.experimental.do_not_convert
-    def _watch(self, inputs: Any, outputs: Any, names: list[str], measures: list[tf.Tensor]) -> Any:
-        """Adds to a contribution [1 (steps), each of the watched values]."""
-        contribution, collected = self.packer.pack(outputs, inputs)
-        losses = self.packer.losses(self._watched_loss)
-        self._watched = [slot.name for slot in losses] + names
-        parts = [tf.gather(contribution, [slot.start for slot in losses])] if losses else []
-        watch = [tf.ones([1], tf.float64), *parts, *measures]
-        return self._with_collected(tf.concat([contribution, *watch], axis=0), collected)
-
     def divided(self, outputs: Any) -> tuple[Any, Any]:
-        """Returns what `run_step` returned as (the contribution, what is collected or None)."""
+        """Returns what `packed` returned as (the contribution, what is collected or None)."""
         return outputs if self.collects else (outputs, None)
 
     @property
-    def hands_over(self) -> bool:
+    def collects_examples(self) -> bool:
         """Returns whether `looplib.each` is among the outputs, so that each step's values go to the host."""
         return self.collects.keys() != self.packer.media.keys()
 
     def gradient_norms(self, contribution: np.ndarray) -> dict[str, float]:
-        """Returns the norms of the gradients by variable, from what `run_step` returned in an eager step: `[n]`."""
+        """Returns the norms of the gradients by variable, from what `packed` returned in an eager step: `[n]`."""
         halves = dict(zip(self._watched, contribution[self.packer.size + 1 :]))  # of the squares
         prefix = non_finite.GRADIENT_OF
         return {
@@ -170,7 +157,7 @@ class Reducer(Accumulator):
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self.packer.keras.items():
             runtime.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
-        size = self.packer.size + (1 + len(self._watched) if self._watched_loss else 0)
+        size = self.packer.size + (1 + len(self._watched) if self.watches else 0)
         self._totals = self._make_totals(size)
         replaced = self.packer.replaced()
         self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
@@ -329,7 +316,7 @@ class Reducer(Accumulator):
     @property
     def steps(self) -> int:
         """The finite steps that a watching reducer has added up, for `first_bad`; 0 for any other."""
-        return int(self._totals_by_replica()[0, self.packer.size]) if self._watched_loss and self.created else 0
+        return int(self._totals_by_replica()[0, self.packer.size]) if self.watches and self.created else 0
 
     def load(self, state: State, steps: int = 0) -> None:
         """Continues from a `state()` of some `steps`; from zero if that has metrics which are not here.

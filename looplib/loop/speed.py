@@ -45,17 +45,6 @@ class Speed:
     peak: float | None = None
     share_of_peak: float | None = None
 
-    def after(self, steps_per_second: float, device: str, devices: int) -> "Speed":
-        """Returns the speed of a training that has ended, and measures the peak if that was not done.
-
-        Args:
-          steps_per_second: of the training.
-          device: the name of one of its devices.
-          devices: how many such devices there are on all workers.
-        """
-        peak = devices * measured_peak(device, self.dtype)
-        return dataclasses.replace(self, peak=peak, share_of_peak=self.flops_per_step * steps_per_second / peak)
-
     def __str__(self) -> str:
         text = f"a step takes {_short(self.flops_per_step)}FLOPs"
         if self.share_of_peak is None:
@@ -104,8 +93,15 @@ def of_training(loop: TrainingLoop, strategy: tf.distribute.Strategy) -> Speed |
     return Speed(workers * sum(counted.values()), max(counted, key=counted.get)) if counted else None
 
 
-def with_share(speed: Speed, strategy: tf.distribute.Strategy, steps: int, seconds: float) -> Speed:
-    """See `Diagnosis.speed_of_ended`; without the peak if that cannot be measured."""
+def with_share(speed: Speed, steps: int, seconds: float, strategy: tf.distribute.Strategy) -> Speed:
+    """Returns the speed of a training that has ended with the share of the devices' peak; unchanged after a short one.
+
+    Args:
+      speed: what `of_training` returned.
+      steps: number of steps.
+      seconds: duration of these steps.
+      strategy: the strategy that the training ran on.
+    """
     if seconds < SHORT_TRAINING:
         return speed
     try:
@@ -114,7 +110,8 @@ def with_share(speed: Speed, strategy: tf.distribute.Strategy, steps: int, secon
         devices = [device.name for device in tf.config.list_logical_devices("GPU")][:1] or ["CPU:0"]
     count = len(devices) if "GPU" in devices[0] else 1  # replicas on a CPU share it
     try:
-        return speed.after(steps / seconds, devices[0], count * Workers(strategy).count)
+        peak = count * Workers(strategy).count * measured_peak(devices[0], speed.dtype)
+        return dataclasses.replace(speed, peak=peak, share_of_peak=speed.flops_per_step * steps / seconds / peak)
     except Exception as error:  # what is only shown never ends a run
         logging.warning("the peak of %s cannot be measured (%s)", devices[0], gist(error))
         return speed

@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import gist
+from looplib.cluster import updates
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.data.streams import Stream
 from looplib.errors import StepError, UsageError
+from looplib.loop.packing import batch_size
 from looplib.loop.reducer import Reducer
 
 StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
@@ -26,7 +28,7 @@ class Step:
 
     Args:
       strategy: `tf.distribute.Strategy`.
-      step_fn: one step on one replica; `replica_step` is the same with its outputs packed.
+      step_fn: one step on one replica.
       reducer: reduces what it returns.
       stream: reads the iterators that a loop is called with.
       counter: int64 `tf.Variable` that counts finished steps, or None.
@@ -34,6 +36,7 @@ class Step:
 
     Attributes:
       function: the traced step.
+      replica_step: `on_replica` of this step, as a function of the batch.
     """
 
     def __init__(
@@ -42,11 +45,7 @@ class Step:
     ) -> None:  # fmt: skip
         self.strategy, self.reducer, self.stream = strategy, reducer, stream
         self._counter, self._skip_bad = counter, skip_bad
-
-        def replica_step(inputs: Any) -> Any:
-            return reducer.run_step(step_fn, inputs, stream.properties.may_be_empty)
-
-        self.replica_step = replica_step
+        self.replica_step = functools.partial(on_replica, step_fn, reducer, stream.properties.may_be_empty)
         self._trace()
 
     def _trace(self) -> None:
@@ -123,10 +122,10 @@ class Step:
         """Does and counts one step. In a `tf.function`, across replicas.
 
         Returns:
-          What the replicas collect, see `Reducer.run_step`; None for nothing.
+          What the replicas collect, see `Reducer.packed`; None for nothing.
         """
-        run = self._undone_if_bad if self._skip_bad else self.contribution
-        contributions, collected = self.reducer.divided(run(inputs))
+        run = self._undone_if_bad if self._skip_bad else self._done
+        contributions, collected = run(inputs)
         self.reducer.add(contributions)
         # A step counts only once it had its data: without this, one that finds none is counted as it fails.
         with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)[:1]):
@@ -136,7 +135,7 @@ class Step:
     @tf.autograph.experimental.do_not_convert
     def added_to(self, totals: Any, inputs: Any) -> Any:
         """Does one step; returns totals of the replicas with its contributions. In a `tf.function`, across replicas."""
-        contributions, _ = self.reducer.divided(self.contribution(inputs))
+        contributions, _ = self._done(inputs)
         return self.reducer.sum_of(totals, contributions)
 
     @tf.autograph.experimental.do_not_convert
@@ -150,10 +149,13 @@ class Step:
         """Returns the counter, int64 scalar tensor; 0 without one. In a `tf.function`, across replicas."""
         return tf.constant(0, tf.int64) if self._counter is None else self._counter.read_value()
 
-    def _undone_if_bad(self, inputs: Any) -> Any:
+    def _done(self, inputs: Any) -> tuple[Any, Any]:
+        return self.reducer.divided(self.contribution(inputs))
+
+    def _undone_if_bad(self, inputs: Any) -> tuple[Any, Any]:
         """Does one step; if a value in it is not finite, undoes it, so that it contributes nothing."""
         before = [variable.read_value() for variable in self.function.variables]
-        contributions, collected = self.reducer.divided(self.contribution(inputs))
+        contributions, collected = self._done(inputs)
         with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
             after = [variable.read_value() for variable in self.function.variables]
         finite = self.reducer.all_finite(contributions)
@@ -163,8 +165,25 @@ class Step:
         finite = tf.logical_not(Workers(self.strategy).any(tf.logical_not(finite)))
         for variable, old, new in zip(self.function.variables, before, after):
             variable.assign(tf.where(finite, new, old))
-        contributions = self.reducer.skip_unless(finite, contributions)
-        return (contributions, collected) if self.reducer.collects else contributions
+        return self.reducer.skip_unless(finite, contributions), collected
+
+
+@tf.autograph.experimental.do_not_convert
+def on_replica(step_fn: StepFn, reducer: Reducer, may_be_empty: bool, inputs: Any) -> Any:
+    """Does one step on one replica, and returns what `Reducer.packed` does; in replica context.
+
+    With `may_be_empty`, the step is left out where the batch has no example, unless it joins the replicas. Means of no
+    example are NaN, and TensorFlow 2.20 fails on some convolutions of an empty batch (CPU, fused with their
+    activation).
+    """
+    batch = batch_size(inputs)
+    if reducer.watches:
+        with updates.watching() as gradients:
+            outputs = step_fn(inputs)
+        return reducer.packed(outputs, inputs, gradients)
+    if not may_be_empty or batch is None or reducer.joins:
+        return reducer.packed(step_fn(inputs), inputs)
+    return tf.cond(batch[1] > 0, lambda: reducer.packed(step_fn(inputs), inputs), reducer.nothing)
 
 
 def raise_refusal(error: Exception) -> None:
@@ -188,7 +207,7 @@ def raise_refusal(error: Exception) -> None:
     if _tf.is_across_replicas(error):
         raise StepError(
             "the step calls a method of the strategy (reduce, gather, run, scope) that only code around the replicas "
-            f"can call ({diagnosis().place_of(error)}), and a step is the code of one replica: return the value, which "
+            f"can call ({places.place_of(error)}), and a step is the code of one replica: return the value, which "
             "looplib reduces (looplib.mean, looplib.total), or sum it within the step by "
             "tf.distribute.get_replica_context().all_reduce; enter the scope where models are made"
         ) from error
@@ -196,7 +215,7 @@ def raise_refusal(error: Exception) -> None:
         raise StepError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
             "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts, micro_batches), which "
-            f"TensorFlow cannot do ({diagnosis().place_of(error)}); call it outside, in every step. For an update in "
+            f"TensorFlow cannot do ({places.place_of(error)}); call it outside, in every step. For an update in "
             "every n-th step, give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device "
             "without a strategy"
         ) from error

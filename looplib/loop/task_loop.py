@@ -11,14 +11,16 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import OURS, gist, join_names, parse_error, whole_number
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
+from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.compat.tensorflow import converted
-from looplib.data import pipelines
+from looplib.data import causes
 from looplib.data.order import Batches, Epoch
+from looplib.data.pipelines import Pipelines
 from looplib.data.streams import Stream
 from looplib.errors import (
     DataError,
@@ -32,13 +34,12 @@ from looplib.errors import (
     UsageError,
 )
 from looplib.guards.guards import Diverged, Guards, check_loss, check_skipped
-from looplib.guards.preemption import notice
 from looplib.loop import additions
+from looplib.loop.additions import add_share, check_share, count_examples_alone
 from looplib.loop.contracts import Loop, LoopResult, Request, Specification, StepAddition, StreamIterator, TrainingLoop
 from looplib.loop.engines import Backend, Decorator, backend_of
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
-from looplib.loop.step_additions import add_share, check_share, count_examples_alone
 from looplib.loop.step_checks import TracedValues, check_metrics, check_own_updates
 from looplib.report.clock import Clock
 from looplib.report.writers.contract import Shown
@@ -111,7 +112,7 @@ class TaskData:
 
     def _distribute(self, start_step: int) -> Stream:
         spec = self._spec
-        return pipelines.distribute(
+        return Pipelines(
             spec.strategy,
             spec.task,
             spec.config,
@@ -121,7 +122,7 @@ class TaskData:
             earlier=self.batches.earlier,
             in_blocks=spec.may_compile,
             remote=self._backend.remote_stream,
-        )
+        ).distribute()
 
     def iterate(self) -> None:
         """Makes an iterator, from the position of the last `rewind`."""
@@ -206,7 +207,7 @@ class TaskLoop(TrainingLoop):
         added = [functools.partial(addition.add_to_step, task=self.task) for addition in self._additions]
         decorators: list[Decorator] = [refuse, *added]
         if self._tables is not None:
-            rows = _rows_in_turn if self.data.stream.properties.in_turn else tf.gather
+            rows = _rows_in_sequence if self.data.stream.properties.sequential else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(add_share, task=self.task))
@@ -311,7 +312,7 @@ class TaskLoop(TrainingLoop):
             )
         if isinstance(error, tf.errors.OpError) and _tf.is_of_the_input(error):
             steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self.data.counted_before
-            if (named := diagnosis().refused_record(self.task.dataset, self.data.stream.context(), steps)) is not None:
+            if (named := causes.find(self.task.dataset, self.data.stream.context(), steps)) is not None:
                 return DataError(
                     f"{named}, is refused by {self.who}.dataset: {found}; restore the file if it is damaged, or "
                     f"fix {self.place_of(error) or 'the functions of its maps'}"
@@ -411,16 +412,17 @@ class TaskLoop(TrainingLoop):
         if self.data.iterator is None:
             return None
         stream = self.data.stream
-        reader = stream.context().asked.reader
-        return diagnosis().slowest_stage(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
+        reader = stream.context().requests.reader
+        found = causes.of(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
+        return (str(found), found.advice) if found else None
 
     def place_of(self, error: BaseException) -> str:
         """See `Loop`."""
         if error is not self._failed:
             return ""
-        place = diagnosis().place_of(error, [self._inner.step.function] if self._inner.step else [])
+        place = places.place_of(error, [self._inner.step.function] if self._inner.step else [])
         if not place and _tf.is_of_the_input(error):
-            place = diagnosis().place_of_function(type(self.task).dataset)
+            place = places.place_of_function(type(self.task).dataset)
         return place
 
     def failed_between_steps(self, error: BaseException) -> bool:
@@ -561,7 +563,7 @@ def _gathering(step_fn: StepFn, tables: Any, rows: Callable[[Any, tf.Tensor], tf
     return lambda ids: step_fn(tf.nest.map_structure(lambda table: rows(table, ids), tables))
 
 
-def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
+def _rows_in_sequence(table: Any, ids: tf.Tensor) -> tf.Tensor:
     """Returns consecutive rows as a slice, which is no copy on a CPU."""
     first = tf.reduce_sum(ids[:1])  # 0 for a batch without examples
     count = tf.shape(ids, tf.int64)[0]

@@ -13,11 +13,11 @@ from absl import logging
 
 from looplib.base.messages import join_names
 from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
 from looplib.cluster.updates import TrainingOptimizers
 from looplib.compat import keras as _keras
 from looplib.data.order import Batches
 from looplib.errors import MetricError, OrbitError
-from looplib.guards.preemption import notice
 from looplib.loop.contracts import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.reducer import Accumulator, State
 from looplib.loop.step import Step

@@ -234,7 +234,7 @@ class Player:
         if not stream.has_value(optional):
             raise ReplayError(f"the data ends at step {moment.step}; name an earlier step")
         batch, ids = stream.get_value(optional), None
-        if (call := stream.context().asked.last) is not None and (given := call.ids) is not None:
+        if (call := stream.context().requests.last) is not None and (given := call.ids) is not None:
             parts = self.loop.step.strategy.num_replicas_in_sync if stream.start_step == moment.data_step else 0
             found = [tf.nest.flatten(element)[0] for element in given.take(parts)]  # without seeds and the like
             ids = tf.concat(found, axis=0) if found else None

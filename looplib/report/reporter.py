@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
 from absl import logging
 
 from looplib.base import plugins
-from looplib.base.diagnosis import diagnosis
 from looplib.base.messages import gist
 from looplib.base.numbers import Progress
 from looplib.errors import MissingPartError, PluginError, SettingError, WriterError
@@ -301,13 +299,17 @@ class Reporter:
         if step != self.ended_at:
             self.report.write("done")
 
-    def note_speed(self, strategy: tf.distribute.Strategy) -> None:
-        """Notes the share of the devices' peak that the steps of this start have reached, unless they were short."""
+    def note_speed(self, with_share: Callable[[Any, int, float], Any]) -> None:
+        """Notes the share of the devices' peak that the steps of this start have reached.
+
+        `with_share` is a function of the computation per step, the number of steps and their seconds, which returns the
+        first with that share.
+        """
         seconds = self.clock.of("train") + self.clock.of("input")
         facts = self.report.facts
         if facts.speed and self._is_chief and self.trained:
             with self.clock.phase("report"):
-                facts.speed = diagnosis().speed_of_ended(facts.speed, strategy, self.trained, seconds)
+                facts.speed = with_share(facts.speed, self.trained, seconds)
 
     def close(self) -> None:
         """Closes the writers, and then writes the page, also where a writer fails."""

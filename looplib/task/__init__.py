@@ -8,7 +8,6 @@ Names that other rooms may use, by file:
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     micro_batches: none
     model_table: note, variables
-    own_losses: none
     parts: none
     phases: Phase, PhasedTraining
     plain: as_array, as_bytes, as_json, as_number, gaps, is_number
@@ -16,6 +15,6 @@ Names that other rooms may use, by file:
     reductions: all_gather, each, global_positions, histogram, image, last, mean, Media, Reduction, text, total,
         weighted_sum
     state: Constants, differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, starting,
-        state_of, tables_of, unheld, variables_of
+        state_of, tables_of, unheld, values_kept, variables_of
     trainer: Adapter, Evaluator, Exported, of_model, OwnLoop, rates_of, Trainer
 """

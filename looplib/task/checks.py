@@ -171,8 +171,7 @@ def _trace_update(optimizer: Any, variables: Sequence[tf.Variable], strategy: tf
 
 
 def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> None:
-    elsewhere = runtime.plugin_of(strategy) is not None
-    if engine == "eager" or strategy.num_replicas_in_sync > 1 or elsewhere:
+    if engine == "eager" or strategy.num_replicas_in_sync > 1 or runtime.is_remote(strategy):
         raise VariableError(
             f"{what} has no variables yet; on several replicas or workers, and in the eager loop, a model must have "
             "them before the first step: give it an Input layer, or call it once in __init__"

@@ -15,7 +15,7 @@ from looplib.compat import optimizers as _optimizers
 from looplib.compat.tensorflow import converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.task import micro_batches as splitting
-from looplib.task import own_losses, parts, reductions
+from looplib.task import parts, reductions
 from looplib.task.averages import WeightAverages
 from looplib.task.learning_rates import learning_rate
 from looplib.task.reductions import Reduction
@@ -237,9 +237,7 @@ class GradientTrainer(Trainer):
             self.training_phases = PhasedTraining(phases, model, trained)
             trained = self.training_phases.trained
         if rematerialize:
-            from looplib.task.parts import rematerialize as recompute  # here, as few trainers need it
-
-            recompute(model, rematerialize)
+            parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
         self.update_plan = UpdatePlan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
         parts.leave_out_of_decay(self.update_plan.parts, no_decay)
@@ -272,9 +270,7 @@ class GradientTrainer(Trainer):
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
         _check_trainable(type(self).__name__, self.model, self.update_plan.trainable)
         if self.micro_batches is None:
-            from looplib.task.micro_batches import fitting  # here, as few trainers need it
-
-            self.micro_batches = fitting(self._probe, inputs)
+            self.micro_batches = splitting.fitting(self._probe, inputs)
         backward = self._computed(inputs)
         reported = self._update(backward)
         if both := sorted(backward.metrics.keys() & reported.keys()):
@@ -324,7 +320,7 @@ class GradientTrainer(Trainer):
     ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None, dict[str, Any]]:
         """Returns (sum of losses over the global batch size, their weight, own losses), scaled, and metrics."""
         weight, share = None, updates.current()
-        examples = own_losses.examples_of(losses.value if isinstance(losses, Reduction) else losses, inputs)
+        examples = splitting.examples_of(losses.value if isinstance(losses, Reduction) else losses, inputs)
         examples = updates.counted(examples)
         if isinstance(losses, Reduction):
             values = _at_least_float32(losses.value)
@@ -360,7 +356,7 @@ class GradientTrainer(Trainer):
 
         if not self._own_losses_checked and tf.distribute.get_strategy().num_replicas_in_sync * self.micro_batches > 1:
             self._own_losses_checked = True
-            own_losses.check_means(type(self).__name__, losses_of, own, inputs)
+            splitting.check_means(type(self).__name__, losses_of, own, inputs)
 
     def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
         """Computes the gradients in `count` parts, for `fitting`."""

@@ -5,7 +5,7 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -248,6 +248,17 @@ def _variables_below(objects: Mapping[str, Any]) -> Iterator[tuple[str, tf.Varia
         elif isinstance(value, SlotOptimizer):
             for variable in value.variables():
                 yield variable.name, variable
+
+
+@contextlib.contextmanager
+def values_kept(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Gives variables, after a `with` block, the values from before it."""
+    before = [variable.read_value() for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before):
+            variable.assign(value)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ class Adapter:
 class OwnLoop(abc.ABC, Generic[Specification, Loop]):
     """A trainer or evaluator whose steps run in its own loop, which looplib calls.
 
-    Its type parameters are classes of `loop.base`, a room above this one.
+    Its type parameters are classes of `loop.contracts`, in a room above this one.
     """
 
     @abc.abstractmethod

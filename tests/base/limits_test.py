@@ -17,8 +17,8 @@ from paths import PYTHONPATH
 
 import looplib
 from looplib.base.messages import duration
+from looplib.cluster.preemption import notice
 from looplib.errors import EmptyDataError, SettingError
-from looplib.guards.preemption import notice
 from looplib.task import model_table
 
 ROOT = pathlib.Path(__file__).parents[2]

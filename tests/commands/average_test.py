@@ -92,6 +92,8 @@ def test_an_average_goes_to_no_file_and_among_no_checkpoints(saved, tmp_path, ca
     for name, sentence in cases.items():
         assert main(["average", str(saved), str(tmp_path / name), "--last=3"]) == 2
         assert sentence in capsys.readouterr().err
+    assert main(["average", str(saved), str(tmp_path / "more"), "--last=4"]) == 2
+    assert "has 3 intact checkpoints, and --last is 4" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     assert main(["average", str(saved), str(tmp_path / "link"), "--last=3"]) == EXIT_DONE

@@ -43,7 +43,7 @@ ELSEWHERE = {
     "compat/tensorflow.py": {"_functions", "_inputs", "_map_func"},
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
     "exports/predictions.py": {"_lock"},
-    "guards/watchdog.py": {"_pydevd_bundle"},
+    "cluster/preemption.py": {"_pydevd_bundle"},
 }
 OF_TUPLES = ("_asdict", "_fields", "_replace")  # of a NamedTuple, public in spite of their names
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "replace")
@@ -399,9 +399,14 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
         ) from error
 
 
+def test_tensorflow_is_imported_without_the_collector() -> None:
+    text = pathlib.Path(_tf.__file__).read_text()
+    assert text.index("gc.disable()") < text.index("import tensorflow as tf") < text.index("gc.enable()")
+
+
 def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert places._graph_of(object(), "f") is None
-    monkeypatch.setattr(places, "_graph_of", lambda graph, name: None)
+    assert _tf.graph_of(object(), "f") is None
+    monkeypatch.setattr(_tf, "graph_of", lambda graph, name: None)
     assert "Sin" not in {op.type for op in places.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
     monkeypatch.setattr(preflight, "_fields", lambda message: [])
     assert preflight.temporary_bytes(tf.function(lambda x: tf.sin(x), jit_compile=True), [tf.TensorSpec([2])]) is None

@@ -84,7 +84,7 @@ def stream(strategy, make, start_step=0, training=True, how="auto"):
         {"dataset": lambda self, context: make(context), "batch_size_varies": False, "batches": "per_replica"},
     )()
     config = looplib.RunConfig(global_batch_size=GLOBAL_BATCH, seed=3, distribute=how)
-    return pipelines.distribute(strategy, task, config, training=training, start_step=start_step)
+    return pipelines.Pipelines(strategy, task, config, training=training, start_step=start_step).distribute()
 
 
 def plain(value):

@@ -88,7 +88,7 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_ids_that_xla_draws_are_those_of_the_pipeline(n):
     c = context(seed=2**31 + 5, num_replicas=2, start_step=n // 3)
     expected = np.stack(list(c.indices(n, repeat=True).take(6).as_numpy_iterator()))
-    drawn = tf.function(lambda first: c.asked.last.draw(first, 6), jit_compile=True, autograph=False)
+    drawn = tf.function(lambda first: c.requests.last.draw(first, 6), jit_compile=True, autograph=False)
     np.testing.assert_array_equal(drawn(tf.constant(2 * (n // 3), tf.int64)), expected)
 
 
@@ -126,7 +126,7 @@ def test_seeds_and_what_xla_draws_are_those_of_the_call():
     (_, first), (_, second) = (next(iter(c.indices(24, seeds=True))) for _ in range(2))
     assert not np.isin(first, second).any()
     expected = np.stack(list(c.indices(24).take(6).as_numpy_iterator()))
-    drawn = tf.function(lambda first: c.asked.last.draw(first, 6), jit_compile=True, autograph=False)
+    drawn = tf.function(lambda first: c.requests.last.draw(first, 6), jit_compile=True, autograph=False)
     np.testing.assert_array_equal(drawn(tf.constant(0, tf.int64)), expected)
     records = [b"%d" % i for i in range(480)]
     one, other, shared, again = (

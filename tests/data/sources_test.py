@@ -320,7 +320,8 @@ def stream(make, start_step=0):
     tf.random.set_seed(0)  # as runtime.setup does in each process
     task = types.SimpleNamespace(dataset=lambda context: make(), batches="per_replica", batch_size_varies=True)
     config = RunConfig(global_batch_size=2, seed=3)
-    return pipelines.distribute(tf.distribute.get_strategy(), task, config, training=True, start_step=start_step)
+    found = pipelines.Pipelines(tf.distribute.get_strategy(), task, config, training=True, start_step=start_step)
+    return found.distribute()
 
 
 def read(iterator, count):

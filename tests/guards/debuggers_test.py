@@ -109,7 +109,7 @@ def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, py
 @pytest.mark.slow
 def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(python, tmp_path):
     terminal = Terminal(
-        "from looplib.guards import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path, python
+        "from looplib.cluster import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path, python
     )
     terminal.read_until("(Pdb)")
     terminal.process.send_signal(signal.SIGINT)
@@ -163,7 +163,7 @@ def test_a_process_that_was_suspended_continues(tmp_path):
 # With all garbage collected at once, the call of Python 3.11 that gives the frames of threads waits for itself.
 COLLECTING = """
 import gc, threading
-from looplib.guards import watchdog
+from looplib.cluster import preemption
 
 for _ in range(3):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
@@ -174,7 +174,7 @@ for _ in range(500):
     ring = [local]
     ring.append(ring)
     del local, ring
-    assert not watchdog.debugger_holds_a_thread()
+    assert not preemption.debugger_holds_a_thread()
 print("garbage is collected:", gc.isenabled())
 """
 

@@ -19,8 +19,8 @@ from conftest import make_strategy
 from paths import PYTHONPATH
 
 import looplib
-from looplib.guards import preemption, watchdog
-from looplib.guards.preemption import Preempted, notice
+from looplib.cluster import preemption
+from looplib.cluster.preemption import Preempted, notice
 from looplib.loop import device_loop
 from looplib.run import commits
 
@@ -219,7 +219,7 @@ import sys, time
 sys.path[:0] = {path!r}
 import tensorflow as tf
 import toy, looplib
-from looplib.guards import preemption
+from looplib.cluster import preemption
 preemption.GRACE_SECONDS = {grace}
 
 class Stalling(toy.Regression):
@@ -318,7 +318,7 @@ import os, pathlib, signal, sys, threading, time
 sys.path[:0] = {path!r}
 import tensorflow as tf
 import toy, looplib
-from looplib.guards import preemption
+from looplib.cluster import preemption
 preemption.GRACE_SECONDS = {grace}
 sys.ps1 = {ps1!r}  # as a console and a notebook have it
 if sys.ps1 is None:
@@ -493,8 +493,8 @@ def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
 
 def test_more_than_two_intervals_between_two_looks_are_a_suspension(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(watchdog, "time", types.SimpleNamespace(monotonic=lambda: now))
-    running, ran = watchdog.RunningTime(0.2), []
+    monkeypatch.setattr(preemption, "time", types.SimpleNamespace(monotonic=lambda: now))
+    running, ran = preemption.RunningTime(0.2), []
     for pause in (0.2, 0.3, 3.5, 0.2):
         now += pause
         ran.append(running.since_last())

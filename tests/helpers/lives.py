@@ -30,7 +30,7 @@ MODULES = (
     "faulty", "toy", "wrong", "divided", "asynchronous", "recorded", "replayed", "repeated", "swept", "unreliable", "keras", "tf_keras",
     "trainers.image_classification", "sklearn.datasets", "sklearn.model_selection", "looplib.sweep.sweep",
     "alembic.command", "alembic.migration", "looplib.report.page.html",
-    "looplib.loop.parameter_servers", "looplib.replay.preflight", "looplib.replay.step_view",
+    "looplib.cluster.parameter_servers", "looplib.replay.preflight", "looplib.replay.step_view",
     "tensorboard.plugins.hparams.api", *(["s3fs"] if find_spec("s3fs") else []),
 )  # fmt: skip
 

@@ -256,20 +256,6 @@ class Noisy(Images):
         return super().step_fn((x + tf.random.stateless_normal(tf.shape(x), self.step_seed()), y))
 
 
-@pytest.mark.slow  # below is one that also reads many batches at once
-def test_an_interrupted_run_of_chunks_resumes_bit_by_bit(tmp_path):
-    whole = Noisy()
-    settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
-    with flat_config.controller(trainer=whole, model_dir=tmp_path / "whole", **settings) as controller:
-        controller.train(30)
-        shutil.copytree(tmp_path / "whole", tmp_path / "stopped")  # what a process that is killed now leaves behind
-        controller.train(60)
-    resumed = train("xla", 60, Noisy(), model_dir=tmp_path / "stopped")[1]
-    assert resumed.losses == whole.losses[3:] and len(set(whole.losses)) == 6
-    for a, b in zip(whole.model.get_weights(), resumed.model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 class Shuffled(Images):
     """Batches of a pipeline whose position is its iterator's state, and which are read many at once."""
 

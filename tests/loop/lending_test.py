@@ -195,5 +195,5 @@ def test_a_training_without_such_state_lends_nothing_to_an_evaluation(monkeypatc
     )
     run.train(1)
     run.evaluate()
-    (lending,) = run._loops._lendings.values()
-    assert not lending._kept
+    (borrowing,) = run._loops._borrowings.values()
+    assert not borrowing._kept

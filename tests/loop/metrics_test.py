@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import looplib
 from looplib.errors import EmptyDataError, EndlessDataError, MetricError
+from looplib.loop import step as loop_step
 from looplib.loop.coordinator import RemoteReducer
 from looplib.loop.reducer import Reducer
 from looplib.task.record import RunningTotals
@@ -51,7 +52,7 @@ class Sums:
         def on_replica(values, weights, ends):
             number = tf.distribute.get_replica_context().replica_id_in_sync_group
             own = slice(ends[number], ends[number + 1])
-            return self.reducer.run_step(self.step_fn, (values[own], weights[own]), may_be_empty=True)
+            return loop_step.on_replica(self.step_fn, self.reducer, True, (values[own], weights[own]))
 
         kinds = (tf.TensorSpec([None], tf.float64), tf.TensorSpec([None], tf.float64), tf.TensorSpec([None], tf.int32))
         self.step = tf.function(lambda *inputs: strategy.run(on_replica, inputs), kinds, autograph=False)
@@ -389,7 +390,7 @@ def test_what_a_reducer_reads_of_keras_metrics_is_from_before_the_reset(kind):
         return {"several": several, "one": one}
 
     reducer = kind(make_strategy("default"), "step_fn", count_examples=True)
-    contribution = reducer.run_step(step_fn, tf.constant([1.0, 2.0, 4.0]), may_be_empty=False)
+    contribution = loop_step.on_replica(step_fn, reducer, False, tf.constant([1.0, 2.0, 4.0]))
     reducer.create()
     reducer.add(contribution)
     expected = {"examples": 3, "several_values": 7.0, "several_count": 3.0, "one": 14.0}
@@ -399,8 +400,8 @@ def test_what_a_reducer_reads_of_keras_metrics_is_from_before_the_reset(kind):
 
 def test_a_metric_that_is_new_leaves_the_sums_of_others_in_a_checkpoint_alone():
     reducer = Reducer(make_strategy("default"), "step_fn", count_examples=False)
-    step = lambda values: {"new": values, "old": values}
-    contribution = reducer.run_step(step, tf.constant([1.0, 2.0]), may_be_empty=False)
+    values = tf.constant([1.0, 2.0])
+    contribution = reducer.packed({"new": values, "old": values}, values)
     reducer.create()
     for names, old in ((["old"], (7.0 + 3.0) / (2 + 2)), (["gone", "old"], 1.5)):
         reducer.clear()

@@ -22,8 +22,8 @@ from conftest import make_strategy, more
 from orbit_tasks import Classifier, ClassifierEvaluator, data
 
 import looplib
+from looplib.cluster.preemption import Preempted
 from looplib.errors import EndlessDataError, MetricError, OrbitError, StepError
-from looplib.guards.preemption import Preempted
 from looplib.orbit import adapters
 from looplib.run import commits
 from looplib.run.records import read_jsonl

@@ -168,7 +168,7 @@ class Faulty(looplib.Trainer):
         last = context.pipeline_index == context.num_pipelines - 1
 
         def fail(x):
-            number = next(batches) + (context.start_step if context.asked.positioned else 0) if last else 0
+            number = next(batches) + (context.start_step if context.requests.positioned else 0) if last else 0
             if last and number == self.config.fail_at:
                 raise RuntimeError("this example is broken")
             return x * np.nan if last and number == self.config.nan_at else x

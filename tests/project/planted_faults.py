@@ -196,7 +196,7 @@ FAULTS = [
     Fault("an overflow ends a row of good steps", "task/gradient_trainer.py",
           "tf.where(finite, self._good_steps + 1, tf.zeros_like(self._good_steps))", "self._good_steps + 1",
           "gradient_trainer"),
-    Fault("a time limit does not end the next training", "guards/preemption.py",
+    Fault("a time limit does not end the next training", "cluster/preemption.py",
           '                self.requested = ""\n                self.flag.assign(False)\n', '                self.requested = ""\n',
           "limits"),
     Fault("a saved position has the batches that were read ahead", "data/block_stream.py",

@@ -21,7 +21,7 @@ from paths import PYTHONPATH
 import looplib
 from looplib import __main__ as tools
 from looplib.commands import check as checks
-from looplib.compat import places
+from looplib.compat import tensorflow as _tf
 from looplib.errors import CheckError
 from looplib.replay import preflight
 
@@ -302,8 +302,8 @@ def test_a_lookup_table_is_found():
 
 def test_where_tensorflow_has_hidden_what_is_not_public_less_is_reported(monkeypatch):
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
-    assert places._graph_of(object(), "f") is None
-    monkeypatch.setattr(places, "_graph_of", lambda graph, name: None)
+    assert _tf.graph_of(object(), "f") is None
+    monkeypatch.setattr(_tf, "graph_of", lambda graph, name: None)
     monkeypatch.setattr(preflight, "_fields", lambda message: [])
     result = look(train)
     assert result["steps"]["train"]["lowered"] and kinds(result) == set()

@@ -15,7 +15,6 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib import UsageError
-from looplib.__main__ import main as looplib_main
 from looplib.base.messages import parse_error
 from looplib.compat import keras as _keras
 from looplib.errors import DatasetError, EngineError, LossError, OptimizerError, StaleTraceError, StepError
@@ -582,14 +581,6 @@ def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
     assert again.loss_scale.scale.numpy() == 2.0**14
 
 
-@pytest.mark.slow
-def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr("looplib.task.gradient_trainer._GROWS_AFTER", 3)
-    trainer = made(make_strategy("default"), loss_scale="dynamic")
-    train(trainer, 7)
-    assert trainer.loss_scale.scale.numpy() == 2.0**17
-
-
 def test_the_loss_scale_follows_overflows_and_rows_of_good_steps_as_a_plain_loop_does(monkeypatch):
     monkeypatch.setattr("looplib.task.gradient_trainer._GROWS_AFTER", 3)
     found, scale, row = DynamicLossScale(), 2.0**15, 0
@@ -1095,39 +1086,6 @@ def test_toy_regression_as_a_loss_equals_its_step_of_ones_own():
             controller.train(5)
     for a, b in zip(own.weights(), loss.weights()):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.slow
-def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path, capsys):
-    run, mean = tmp_path / "run", tmp_path / "mean"
-    seen, trainer = [], Tagger(average_decay=0.9)
-    policy = looplib.CheckpointPolicy(every_steps=2, keep=(looplib.KeepLast(3),))
-    train(
-        trainer, 8, model_dir=run, checkpoints=policy, actions=[lambda event: seen.append(trainer.model.get_weights())]
-    )
-    assert looplib_main(["average", str(run), str(mean), "--last=3"]) == 0
-    assert "ckpt-4, ckpt-6, ckpt-8" in capsys.readouterr().out
-
-    class Weights(looplib.Evaluator):
-        def __init__(self, model):
-            self.model = model
-
-        def dataset(self, context):
-            return context.indices(1)
-
-        def step_fn(self, inputs):
-            kernel, bias = (tf.convert_to_tensor(variable) for variable in self.model.trainable_variables)
-            return {"kernel": looplib.last(kernel[0, 0]), "bias": looplib.last(bias[0])}
-
-    settings = dict(global_batch_size=1, writers=[], model_dir=mean)
-    with flat_config.controller(evaluator=Weights(Tagger().model), **settings) as controller:
-        found = controller.evaluate()["eval"]
-    assert found["kernel"] == pytest.approx(np.mean([weights[0][0, 0] for weights in seen[1:]]), rel=1e-6)
-    assert found["bias"] == pytest.approx(np.mean([weights[1][0] for weights in seen[1:]]), rel=1e-6)
-    assert looplib_main(["average", str(run), str(mean), "--last=3"]) == 2
-    assert "is not empty" in capsys.readouterr().err
-    assert looplib_main(["average", str(run), str(tmp_path / "more"), "--last=4"]) == 2
-    assert "has 3 intact checkpoints, and --last is 4" in capsys.readouterr().err
 
 
 PROBED = """

@@ -14,9 +14,8 @@ from ordered import NOTHING
 
 import looplib
 from looplib import UsageError
-from looplib.cluster import runtime
+from looplib.cluster import parameter_servers, runtime
 from looplib.errors import ParameterServerError
-from looplib.loop import parameter_servers
 from looplib.processes.group import hold_ports
 
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from absl import logging
 
@@ -21,6 +21,7 @@ from looplib.errors import RecordsError, StoreError, UsageError
 from looplib.stores.ranges import Ranges, ReplacedError
 
 _MOST_OPEN = 256  # files at once
+Argument, Result = TypeVar("Argument"), TypeVar("Result")
 ByteRange = tuple[int, int, int]  # the number of a file, a first byte, and the byte after the last one
 THREADS = 16  # that wait for files
 # If the first ones of many spans take longer than from memory, the disk gets all others at once, to read in an order of
@@ -54,14 +55,13 @@ class Files:
         self._open: dict[int, BinaryIO] = {}
         self._checked: dict[int, float] = {}
         self._lock = threading.Lock()
-        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "looplib-files")
         self._ranges = None
         if remote:
             try:
                 self._ranges = Ranges([self.paths[index] for index in remote])
             except FileNotFoundError as error:
                 raise RecordsError(f"{error} is not there any more; restore it, or check the path") from None
-        found = list(self._pool.map(self._size_and_time, range(len(self.paths))))
+        found = in_threads(self._size_and_time, range(len(self.paths)))
         self.sizes = [size for size, _ in found]
         self.times = [time for _, time in found]
         if empty := [path for path, size in zip(self.paths, self.sizes) if not size]:
@@ -178,6 +178,19 @@ class Files:
                 self._open.pop(next(iter(self._open)))  # closed when no thread reads it any more
             self._open[index] = file
         return file
+
+
+def new_pool(threads: int = THREADS) -> concurrent.futures.ThreadPoolExecutor:
+    """Returns threads that wait for files."""
+    return concurrent.futures.ThreadPoolExecutor(threads, "looplib-files")
+
+
+def in_threads(
+    function: Callable[[Argument], Result], arguments: Iterable[Argument], threads: int = THREADS
+) -> list[Result]:
+    """Calls a function with each argument, some at once; returns the results in the order of the arguments."""
+    with new_pool(threads) as pool:
+        return list(pool.map(function, arguments))
 
 
 def absolute(paths: Sequence[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """Formats of records: TFRecord, lines of text, records of fixed length, ArrayRecord, Parquet."""
 
-import concurrent.futures
 import functools
 import struct
 import threading
@@ -12,7 +11,7 @@ import numpy as np
 
 from looplib.base.files import is_remote
 from looplib.base.messages import gist, join_names, whole_number
-from looplib.data.records.files import THREADS, Files, refuse_compressed
+from looplib.data.records.files import Files, in_threads, refuse_compressed
 from looplib.data.records.index import MOST_BYTES, IndexedFiles, Layout, Numbered, ReadElsewhere, find_offsets
 from looplib.errors import PluginError, RecordsError, UsageError
 
@@ -334,8 +333,7 @@ class ArrayRecords(ReadElsewhere):
             return count
 
         files = Files(paths)
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            counts = list(pool.map(count_of, paths))
+        counts = in_threads(count_of, paths)
         whole = [f"{path}[0:{count}]" for path, count in zip(paths, counts)]  # so that they are not counted once more
         source = _imported(f"{package}data_source", "array_record").ArrayRecordDataSource(whole)
         super().__init__(source, files, counts)

@@ -5,9 +5,9 @@ read than the data files can need, and one that does not fit them is made again.
 """
 
 import abc
-import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -24,7 +24,7 @@ from looplib.base import files as whole_files
 from looplib.base import folders
 from looplib.base.files import is_remote, safe_name
 from looplib.base.messages import gist, join_names
-from looplib.data.records.files import Files, absolute
+from looplib.data.records.files import Files, absolute, in_threads
 from looplib.errors import RecordsError, UsageError
 from looplib.stores import stores
 
@@ -65,8 +65,7 @@ def find_offsets(files: Files, layout: Layout) -> list[np.ndarray]:
     with _one_process_at_a_time(places, _WAIT_STORED if files.is_stored else _WAIT):
         if (found := _first(places, head, files, layout, says=True)) is not None:
             return found
-        with concurrent.futures.ThreadPoolExecutor(files.threads) as pool:
-            found = list(pool.map(lambda index: layout.scan(files, index), range(len(files.paths))))
+        found = in_threads(functools.partial(layout.scan, files), range(len(files.paths)), files.threads)
         _write(places, head, found)
     return found
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from looplib.base import files, folders
 from looplib.base.messages import join_names, whole_number, with_cure
 from looplib.data.context import BadRecords, InputContext
 from looplib.data.order import Ids, Plan, as_plan, seeds_at
-from looplib.data.records.files import THREADS, Files
+from looplib.data.records.files import Files, in_threads
 from looplib.data.records.index import BadRecordError, Numbered
 from looplib.data.records.plans import BlockOrder, Kept, RecordPlan, RecordSelection
 from looplib.data.records.reading import RecordReads, read_records
@@ -209,8 +208,7 @@ def _of_files(files: Files) -> list[tuple[str, str]]:
         starts = {part * max(0, size - _PIECE_BYTES) // (_PIECES - 1) for part in range(_PIECES)}
         return _hash(size, files.read_at([(index, at, min(at + _PIECE_BYTES, size)) for at in sorted(starts)]))
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(zip(files.paths, pool.map(digest, range(len(files.paths)))))
+    return list(zip(files.paths, in_threads(digest, range(len(files.paths)))))
 
 
 def _any_digests(source: Source) -> list[tuple[str, str]]:
@@ -251,7 +249,7 @@ _LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 
 
 class RecordReader:
-    """Reads the records of one `InputContext`; see `looplib.data.context.Reader`.
+    """Reads the records of one `InputContext`.
 
     Args:
       context: the context.
@@ -325,7 +323,7 @@ class RecordReader:
 
     def _blocks(self, source: Source, seed: int, block: int | None) -> BlockOrder | None:
         """Returns the order by blocks of neighbouring records; None if each is read by itself."""
-        ordered = functools.partial(BlockOrder, len(source), seed, batch_size=self._context.places.sizes.original)
+        ordered = functools.partial(BlockOrder, len(source), seed, batch_size=self._context.positions.sizes.original)
         if block is not None:
             block = whole_number("block of context.records", block)
         elif isinstance(source, Blocked):
@@ -337,11 +335,11 @@ class RecordReader:
         return ordered(block=block) if block > 1 else None
 
     def fingerprint(self) -> dict[str, str]:
-        """See `looplib.data.context.Reader`."""
+        """Returns checksums of a part of what is read, by the name of the file."""
         return fingerprint([reads.source for reads in self.reads])
 
     def name_of(self, number: int) -> str:
-        """See `looplib.data.context.Reader`."""
+        """Returns the name, for errors, of the record with an id of the first call."""
         source = self.reads[0].source
         if isinstance(source, Subset):
             number = int(np.flatnonzero(source.ids == number)[0])

@@ -15,7 +15,7 @@ from absl import logging
 
 from looplib.base import files
 from looplib.base.messages import join_names, with_cure
-from looplib.data.records.files import THREADS
+from looplib.data.records.files import THREADS, new_pool
 from looplib.data.records.index import Numbered
 from looplib.data.records.plans import RecordSelection
 from looplib.data.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
@@ -31,7 +31,7 @@ _Piece = tuple[int, int]  # its first record, and the one after its last
 
 @dataclasses.dataclass
 class RecordReads:
-    """How the records of a data set are read; see `looplib.data.context.Reads`.
+    """How the records of a data set are read; tf.data itself shows only a map. `str` names the reader.
 
     Attributes:
       source: the records.
@@ -237,7 +237,7 @@ class _Pieces:
         self._waiting: collections.Counter[_Piece] = collections.Counter()  # chunks that were announced, of each piece
         self._given: collections.Counter[_Piece] = collections.Counter()  # records, of each piece
         self._lock = threading.Lock()
-        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "looplib-records")
+        self._pool = new_pool()
 
     def announce(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Starts to read the pieces that are not there."""

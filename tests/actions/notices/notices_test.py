@@ -25,9 +25,9 @@ from looplib.__main__ import main as cli
 from looplib.actions import notices
 from looplib.actions.notices import Announcement, AwsNotices, GcpNotices, NoticeListener
 from looplib.binary.flag_groups import NoticesFlag
+from looplib.cluster.preemption import notice as preemption
 from looplib.commands.compare import compare
 from looplib.errors import FlagError
-from looplib.guards.preemption import notice as preemption
 from looplib.run.report import TerminationNotice
 
 SMALL = ("--config.state_mb=0.01", "--checkpoint_interval=1000000", "--mode=train", "--steps_per_loop=5")

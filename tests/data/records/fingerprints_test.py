@@ -148,7 +148,7 @@ def test_plans_and_sources_of_any_kind_have_fingerprints(tmp_path, caplog):
             global_batch_size=4, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=True, start_step=0
         )
         context.records(source)
-        return context.asked.reader.fingerprint()
+        return context.requests.reader.fingerprint()
 
     mixed = of(looplib.Mixture({"one": one, "other": other}, {"one": 1, "other": 1}))
     assert list(mixed) == [f"{folder}/part-{shard}.jsonl" for folder in "ab" for shard in range(3)]

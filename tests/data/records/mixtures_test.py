@@ -433,7 +433,7 @@ def test_records_that_a_filter_keeps_may_be_read_by_blocks(files):
     np.testing.assert_array_equal(batches, list(expected.as_numpy_iterator()))
     assert sorted(np.concatenate(batches)[: len(ids)]) == sorted(kept)
     np.testing.assert_array_equal(
-        batches, [[texts["web"][i].encode() for i in step] for step in c.asked.last.ids.take(12)]
+        batches, [[texts["web"][i].encode() for i in step] for step in c.requests.last.ids.take(12)]
     )
     once = context(training=False).records(looplib.Kept(ids, names["web"]), block=4)
     assert np.concatenate(list(once.as_numpy_iterator())).tolist() == kept

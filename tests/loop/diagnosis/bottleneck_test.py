@@ -175,7 +175,7 @@ def test_a_slow_source_of_records_is_named_and_the_advice_helps():
         start = time.perf_counter()
         for _ in range(100):  # several chunks of 32
             next(iterator)
-        return causes.of(iterator, reads=context.asked.reader.reads), time.perf_counter() - start
+        return causes.of(iterator, reads=context.requests.reader.reads), time.perf_counter() - start
 
     found, before = read(Own(), 1)
     assert "of the pipeline's time is read (Own.__getitem__: " in str(found) and "record, 1 at once" in str(found)

@@ -17,7 +17,7 @@ import toy
 import looplib
 from looplib.binary import outcome
 from looplib.binary.flag_groups import TrackersFlag
-from looplib.guards.preemption import Preempted
+from looplib.cluster.preemption import Preempted
 from looplib.report import reporter
 from looplib.report.writers import trackers as tracked_ids
 from looplib.run.records import read_jsonl

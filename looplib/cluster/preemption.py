@@ -9,12 +9,15 @@ loops on the device read between steps.
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import math
 import os
 import select
 import signal
 import sys
 import threading
+import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +28,6 @@ from absl import logging
 from looplib.base import console
 from looplib.cluster import collectives, peers
 from looplib.errors import EXIT_PREEMPTED, Preempted
-from looplib.guards.watchdog import RunningTime, debugger_holds_a_thread
 
 _USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # a program, or a library in C, may have a use of its own for them
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, *_USER_SIGNALS)
@@ -35,6 +37,63 @@ _REPEATED = (signal.SIGHUP, signal.SIGXCPU, *_USER_SIGNALS)
 GRACE_SECONDS = 15.0
 _LIBC = ctypes.CDLL(None)
 _TICK = 0.2  # seconds between checks whether a step has ended
+# Packages with a frame on the stack of a thread in a debugger, or in a console, which a step may open.
+_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
+_CONSOLES = {"code", "IPython"}
+_AROUND_STEPS = "looplib.controller"
+
+
+class RunningTime:
+    """Seconds that this process ran, without the time it or its machine was suspended (SIGSTOP, Ctrl-Z).
+
+    Args:
+      interval: the planned seconds between two calls. More than twice as many were a suspension.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._seen = time.monotonic(), 0.0  # the last look, and the seconds suspended by then; replaced as one
+
+    def since_last(self) -> float:
+        """Returns the seconds since the last call, or since this was made."""
+        (before, suspended), now = self._seen, time.monotonic()
+        ran = min(now - before, 2 * self._interval)
+        self._seen = now, suspended + now - before - ran
+        return ran
+
+    @property
+    def suspended(self) -> float:
+        """The seconds that the process was suspended so far; may be read by another thread."""
+        looked, suspended = self._seen
+        return suspended + max(0.0, time.monotonic() - looked - 2 * self._interval)
+
+
+def innermost_frames() -> dict[int, Any]:
+    """Returns each thread's innermost frame. Garbage collected meanwhile may wait forever (CPython issue 106883)."""
+    collects = gc.isenabled()
+    gc.disable()
+    frames = sys._current_frames()
+    if collects:
+        gc.enable()
+    return frames
+
+
+def debugger_holds_a_thread() -> bool:
+    """Returns whether a debugger, or a console inside of a step, holds one of this process's threads.
+
+    This recognizes `pdb` and other debuggers built on `bdb`, debugpy and PyCharm's debugger (pydevd), `code.interact`
+    and `IPython.embed`. It does not recognize a plain `input()`, which leaves no frame.
+    """
+    for innermost in innermost_frames().values():
+        console = False
+        for frame, _ in traceback.walk_stack(innermost):
+            module = frame.f_globals.get("__name__") or ""
+            root = module.partition(".")[0]
+            console = console or root in _CONSOLES
+            # The console that a run was started in is further out on the stack than the run, and holds nothing.
+            if root in _DEBUGGERS or (console and module == _AROUND_STEPS):
+                return True
+    return False
 
 
 @dataclasses.dataclass

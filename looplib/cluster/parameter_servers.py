@@ -15,8 +15,8 @@ from absl import logging
 
 from looplib.base.messages import gist
 from looplib.cluster import environment
+from looplib.cluster.preemption import notice
 from looplib.errors import CoordinatorGone, ParameterServerError, Preempted
-from looplib.guards.preemption import notice
 
 # A coordinator counts as gone when its port has not answered this often, with this many seconds in between.
 _TRIES, _PAUSE = 3, 1.0
