@@ -11,7 +11,6 @@ from looplib.base.messages import gist
 from looplib.errors import UsageError
 from looplib.masks import masked
 from looplib.report.page import curves, marks
-from looplib.report.page.exports import read_int8
 from looplib.report.page.run import Change, Mark, Op, Run, SavedCheckpoint, ShownStart, ShownWarning, Variable
 from looplib.report.page.samples import FILE, read_samples
 from looplib.run import commits, phases, program, run_json, values
@@ -97,7 +96,6 @@ def read_run(directory: str, name: str) -> Run:
         ops=[_op(one) for one in values.items(profile.get("ops"))[:_MOST_OPS] if isinstance(one, dict)],
         profiled=_profiled(profile),
         samples=read_samples(directory, _records(directory, FILE, notes)),
-        int8=read_int8(directory),
         copy=seen.copy,
         notes=notes,
     )

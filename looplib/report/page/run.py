@@ -3,7 +3,6 @@
 import dataclasses
 
 from looplib.report.page.curves import Curve
-from looplib.report.page.exports import ShownInt8
 from looplib.report.page.samples import Samples
 from looplib.run.phases import TimeSpan
 from looplib.run.slow_workers import Straggler
@@ -112,7 +111,6 @@ class Run:
       spans: where the time went, step by step.
       life: seconds since the first start by cause, see `goodput.Goodput`; {} for a run of one start without rollbacks.
       stragglers: the workers that were slower than the others at the end of the newest start, the slowest first.
-      int8: its int8 exports.
       copy: how far the copy in an object store is; None without one.
       notes: what could not be read, in sentences.
     """
@@ -151,7 +149,6 @@ class Run:
     ops: list[Op] = dataclasses.field(default_factory=list)
     profiled: str = ""
     samples: Samples = Samples([], [], [], 0)
-    int8: list[ShownInt8] = dataclasses.field(default_factory=list)
     copy: Standing | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
