@@ -7,6 +7,7 @@ higher one, or its own is another's, before each commit and each deletion, and b
 has renewed its own just before; it ends if that is so.
 """
 
+import functools
 import json
 import math
 import os
@@ -83,7 +84,7 @@ class Lease:
             if number and self._holder(number) != self.before:  # it was renewed after the last look, so its writer is
                 self.withdraw(PATIENCE)  # alive, and may not have seen this one
                 continue
-            store.delete(self._name(old) for old in range(number - _KEPT, number - _KEPT + 1) if old > 0)
+            store.delete([self._name(number - _KEPT)] if number > _KEPT else [])
             return
 
     def _wait_for_end_of(self, number: int) -> dict[str, Any]:
@@ -346,8 +347,9 @@ class HeldFolders:
     def sent(self, patience: float) -> None:
         """Ends a copy: deletes what the store had of a folder before, where this process has replaced the index."""
         for folder, index in self._whole.items():
-            self._leases[folder].check(patience, surely=True)
-            self._store.delete(self._replaced[folder] - self._copy.note.known.keys(), patience)
+            check = functools.partial(self._leases[folder].check, patience)
+            check(surely=True)
+            self._store.delete(self._replaced[folder] - self._copy.note.known.keys(), patience, check)
             self._replaced[folder].clear()
             self._copy.note.versions[folder] = self._store.look_up(index, patience).version
         if self._whole:

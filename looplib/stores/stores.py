@@ -393,13 +393,13 @@ class Store:
             time.sleep(pause)
         raise AssertionError
 
-    def delete(self, names: Iterable[str], patience: float = PATIENCE) -> None:
-        """Deletes objects; one that is not there is no error."""
+    def delete(
+        self, names: Iterable[str], patience: float = PATIENCE, before: Callable[[], object] = lambda: None
+    ) -> None:
+        """Deletes objects; one that is not there is no error. For `before` see `put`."""
         for name in names:
-            try:
-                self.ask(lambda name=name: self._files.rm_file(self._at(name)), f"delete {name}", patience)
-            except FileNotFoundError:
-                pass
+            with contextlib.suppress(FileNotFoundError):
+                self.ask(lambda name=name: self._files.rm_file(self._at(name)), f"delete {name}", patience, before)
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
