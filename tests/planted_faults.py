@@ -231,7 +231,7 @@ FAULTS = [
           "lambda gradient: gradient * tf.cast(factor, gradient.dtype)", "lambda gradient: gradient", "keras_replicas"),
     Fault("a step on replicas is tried with other weights, too", "keras/means.py", "            trial.move(number)\n", "", "keras_replicas"),
     Fault("a step on replicas is tried as it trains", "keras/losses.py",
-          "_part_of_batch.on = several", "_part_of_batch.on = False", "keras_replicas"),
+          "if not weighs_collectives() or", "if True or", "keras_replicas"),
     Fault("data in Python: a loader continues within its pass", "keras/python_data.py",
           "itertools.islice(self._begun(epoch), index, None)", "self._begun(epoch)", "python_data"),
     Fault("data in Python: a batch has its number", "keras/python_data.py",

@@ -1,4 +1,4 @@
-"""Whether a compiled model trains on several replicas as on one device: its step is tried both ways on one batch.
+"""Whether a compiled model has on several replicas the loss and metrics of one device: both are tried on one batch.
 
 What the configuration of Keras's losses says is done, see `losses`. Whether the rest of a step is a mean over examples
 is in the user's code, so the step runs as in a training: on a batch whole, and on its parts by the replicas, equal and
@@ -22,6 +22,7 @@ from looplib.loop.step import raise_refusal
 EXAMPLES = 32  # that are enough to try
 _MOVES = 3  # of the weights, as conditions on values may hold in some states only
 _DRAWS = 12  # of the random numbers of a model that draws some
+_ORDERS = 8  # of the examples, for the metrics of a step of a fixed batch size
 _SURE, _NOISY = 4, 0.1  # standard errors, and the least difference, that stand out of such noise
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _OR = (
@@ -234,9 +235,109 @@ def _stands_out(wholes: tuple[Computed, ...], parts: tuple[Computed, ...]) -> fl
         far = np.sum(np.square(apart.mean(axis=0)))
         if far > max(_SURE**2 * noise, _NOISY**2 * square):
             return float(np.sqrt(far / square))
-    losses = np.stack([one.losses - other.losses for one, other in zip(wholes, parts)])
-    mean = np.abs(np.mean([one.losses for one in wholes], axis=0))
-    noise = _SURE * losses.std(axis=0, ddof=1) / np.sqrt(count)
-    relative = np.abs(losses.mean(axis=0)) / np.maximum(mean, 1e-30)
-    standing = relative[np.abs(losses.mean(axis=0)) > np.maximum(_NOISY * mean, noise)]
-    return float(standing.max(initial=0.0))
+    losses = [np.stack([each.losses for each in some]) for some in (parts, wholes)]
+    return float(_differing(*losses, least=1e-30).max(initial=0.0))
+
+
+def _differing(parts: np.ndarray, whole: np.ndarray, least: float) -> np.ndarray:
+    """Returns by how much of their size, or of `least`, the means of draws `[draws, n]` differ; 0 for noise."""
+    apart, size = parts - whole, np.maximum(np.abs(whole).mean(axis=0), least)
+    far, noise = np.abs(apart.mean(axis=0)), _SURE * apart.std(axis=0, ddof=1) / np.sqrt(len(apart))
+    return np.where(far > np.maximum(_NOISY * size, noise), far / size, 0.0)
+
+
+def warn_of_metrics(model: Any, batch: Any) -> None:
+    """Warns of metrics that replicas compute otherwise than one device, and says which were not looked at.
+
+    A function that returns a number for each example passes, and so does a metric that keeps sums. A function that
+    returns a scalar, such as a maximum or an F1 score, is computed by each replica for its own examples, so that the
+    reported mean depends on the number of replicas.
+
+    What is tried is the test step, or a `train_step` of the model's own: its metrics after a batch as a whole, and
+    after its parts. For a fixed batch size it is its parts, in several orders.
+
+    Args:
+      model: a compiled model, whose variables exist, on several replicas.
+      batch: examples, as arguments x, y and sample_weight.
+    """
+    every = (one for outer in model.metrics for one in _keras.inner_metrics(outer))
+    metrics = [one for one in every if len(_keras.inner_metrics(one)) < 2]
+    if not metrics:
+        return
+    named, replicas = f"metrics of {type(model).__name__}", model.distribute_strategy.num_replicas_in_sync
+    try:
+        if min(rows.sizes(batch)) < 2:
+            raise ValueError("the first batch has one example")
+        parts, whole = _metrics_of(model, metrics, batch)
+    except Exception as error:  # of the user's code
+        logging.warning(
+            "whether the %s have on %d replicas the values of one device could not be tried, and is not known (%s); "
+            "`python -m looplib check replicas` compares whole trainings", named, replicas, gist(error),
+        )  # fmt: skip
+        return
+    unknown = [metric.name for metric, one in zip(metrics, whole) if not np.isfinite(one).all()]
+    if unknown:
+        logging.warning(
+            "whether %s of the %s have on %d replicas the values of one device is not known: they are not finite for "
+            "the examples that were tried", join_names(unknown), named, replicas,
+        )  # fmt: skip
+    limit = 0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3
+    apart = [_is_other(one, other, limit) for one, other in zip(parts, whole)]
+    found = [
+        f"{metric.name} ({_shown(parts[i])} for {_shown(whole[i])})" for i, metric in enumerate(metrics) if apart[i]
+    ]
+    if found:
+        logging.warning(
+            "metrics of the parts of a batch are not the values for the batch of %s: reports on %d replicas differ "
+            "from those on one device; have the function return a number for each example, or use a keras Metric "
+            "that keeps sums", join_names(found), replicas,
+        )  # fmt: skip
+
+
+def _metrics_of(model: Any, metrics: list[Any], batch: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the results of each metric by parts and as a whole, float64 `[draws, n]`; one draw without noise."""
+    step = model.train_step if _keras.has_own_step(model) else model.test_step
+    fixed, batch = _keras.fixed_batch(model), ordered(model, batch)
+    with StepTrial(model, step, metrics) as trial:
+        trial.sized = trial.sized or fixed is not None
+        if fixed is not None:
+            return _least_and_greatest(trial, batch)
+
+        def pair() -> tuple[list[np.ndarray], list[np.ndarray]]:
+            whole = trial.whole(batch)
+            return trial.in_parts(batch).results, whole.results
+
+        pairs = [pair(), pair()]
+        draws = not _are_close(pairs[0][1], pairs[1][1])
+        pairs = [*pairs, *(pair() for _ in range(_DRAWS - 2))] if draws else pairs[:1]
+    parts, whole = ([np.stack(of_metric) for of_metric in zip(*side)] for side in zip(*pairs))
+    return parts, whole
+
+
+def _least_and_greatest(trial: StepTrial, batch: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the least and the greatest results of parts of a batch in several orders, which are equal for sums."""
+    if not _are_close(trial.in_parts(batch).results, trial.in_parts(batch).results):
+        raise ValueError("the step draws random numbers, and is made for batches of one size")
+    chance, size = np.random.default_rng(0), rows.sizes(batch)[0]
+    orders = [range(size), *(chance.permutation(size) for _ in range(_ORDERS))]
+    found = [trial.in_parts(rows.take(batch, order)).results for order in orders]
+    by_metric = [np.stack(results) for results in zip(*found)]
+    return [each.min(axis=0)[None] for each in by_metric], [each.max(axis=0)[None] for each in by_metric]
+
+
+def _are_close(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
+    return all(np.allclose(one, other, rtol=1e-6, equal_nan=True) for one, other in zip(some, others))
+
+
+def _is_other(parts: np.ndarray, whole: np.ndarray, limit: float) -> bool:
+    """Returns whether results, float64 `[draws, n]`, differ by more than rounding, or than the noise of the draws."""
+    if not (np.isfinite(parts).all() and np.isfinite(whole).all()):
+        return bool(np.isfinite(whole).all())  # what is known of the whole alone is another value
+    if len(parts) == 1:
+        return bool((np.abs(parts - whole) > limit * np.maximum(np.abs(whole), 1e-3)).any())
+    return bool(_differing(parts, whole, least=1e-3).any())
+
+
+def _shown(values: np.ndarray) -> str:
+    mean = values.mean(axis=0)
+    return f"{mean[0]:.4g}" if mean.size == 1 else str(mean.round(4).tolist())
