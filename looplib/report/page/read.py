@@ -11,7 +11,7 @@ from looplib.base.messages import gist
 from looplib.errors import UsageError
 from looplib.masks import masked
 from looplib.report.page import curves, marks
-from looplib.report.page.run import Change, Mark, Op, Run, SavedCheckpoint, ShownStart, ShownWarning, Variable
+from looplib.report.page.run import Change, Mark, Run, SavedCheckpoint, ShownStart, ShownWarning, Variable
 from looplib.report.page.samples import FILE, read_samples
 from looplib.run import commits, phases, program, run_json, values
 from looplib.run.goodput import goodput, restored_step
@@ -21,7 +21,6 @@ from looplib.run.slow_workers import stragglers_of
 
 _MOST_RECORD_BYTES = 1 << 29  # of metrics.jsonl; a million steps with ten metrics have 300 MB
 _MOST_DIFF = 100_000  # characters
-_MOST_OPS = 30
 _MOST_WARNINGS = 100  # of a start
 _MOST_TRACEBACK = 20_000  # characters
 
@@ -58,7 +57,6 @@ def read_run(directory: str, name: str) -> Run:
     wall = seconds.pop("wall", sum(seconds.values()))
     model, speed = values.mapping(report.get("model")), values.mapping(report.get("speed"))
     changed = report.get("not_default")
-    profile = _json(directory, "profile.json")
     marked = [*marks.of_starts(starts), *marks.of_phases(values.mapping(report.get("flags")).get("phases"))]
     marked += [*marks.of_curves(found), *marks.of_checkpoints(saved, metric)]
     return Run(
@@ -93,8 +91,6 @@ def read_run(directory: str, name: str) -> Run:
         versions={key: values.text(item, 100) for key, item in values.mapping(report.get("versions")).items()},
         program=_program(report),
         diff=_text(directory, program.DIFF)[:_MOST_DIFF],
-        ops=[_op(one) for one in values.items(profile.get("ops"))[:_MOST_OPS] if isinstance(one, dict)],
-        profiled=_profiled(profile),
         samples=read_samples(directory, _records(directory, FILE, notes)),
         copy=seen.copy,
         notes=notes,
@@ -112,13 +108,6 @@ def _text(directory: str, name: str) -> str:
         return files.read_text(os.path.join(directory, name))
     except (ValueError, OSError):
         return ""
-
-
-def _json(directory: str, name: str) -> dict[str, Any]:
-    try:
-        return values.mapping(files.parse_json(_text(directory, name)))
-    except ValueError:
-        return {}
 
 
 def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
@@ -216,13 +205,3 @@ def _variable(row: dict[str, Any]) -> Variable:
     shape = " × ".join(f"{size}" for size in map(values.whole, values.items(row.get("shape"))) if size is not None)
     count = values.whole(row.get("parameters"))
     return Variable(values.text(row.get("name"), 300), shape, count, row.get("trainable") is True)
-
-
-def _op(row: dict[str, Any]) -> Op:
-    name, kind = values.text(row.get("name"), 200), values.text(row.get("type"), 100)
-    return Op(name, kind, values.number(row.get("time_ms")), values.number(row.get("share")))
-
-
-def _profiled(profile: dict[str, Any]) -> str:
-    start, steps = values.whole(profile.get("start")), values.whole(profile.get("steps"))
-    return "" if start is None or steps is None else f"steps {start + 1:,} to {start + steps:,}"

@@ -80,16 +80,6 @@ class Variable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
-    """An operation of a profile, and its time in the profiled steps in milliseconds."""
-
-    name: str
-    type: str
-    time_ms: float | None
-    share: float | None
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """A run directory, as the page shows it.
 
@@ -146,8 +136,6 @@ class Run:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     program: dict[str, str] = dataclasses.field(default_factory=dict)
     diff: str = ""
-    ops: list[Op] = dataclasses.field(default_factory=list)
-    profiled: str = ""
     samples: Samples = Samples([], [], [], 0)
     copy: Standing | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
