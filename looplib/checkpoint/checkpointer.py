@@ -80,15 +80,7 @@ class Checkpointer:
         for name in objects.keys() & {*own, "save_counter"}:
             raise StateError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
         if directory.checkpoints:
-            self._saver = Checkpoints(
-                directory.checkpoints,
-                {**objects, **own},
-                directory.policy,
-                directory.workers,
-                check=directory.check_lock,
-                mirror=directory.mirror,
-                sync=reporter.writers.sync,
-            )
+            self._saver = Checkpoints(directory, {**objects, **own}, reporter.writers.sync)
         if directory.starts_from:
             self._restore_start(directory.starts_from.path)
         else:

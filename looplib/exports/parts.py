@@ -23,7 +23,7 @@ from looplib.exports import int8
 from looplib.exports.int8 import Int8Cost
 from looplib.exports.samples import ModelInputs
 from looplib.task.plain import gaps
-from looplib.task.state import variables_of
+from looplib.task.state import state_kept, variables_of
 from looplib.task.trainer import Exported
 from looplib.weights.layers import ComputedValue, LayerWalk
 from looplib.weights.opening import SafetensorsFile
@@ -80,7 +80,7 @@ class Parts:
         batch = tf.nest.map_structure(random_batch, self._exported.signature)
         self._inputs = dict(zip([spec.name for spec in specs], tf.nest.flatten(batch)))
         self._batch = batch
-        with _state_kept(self._exported.model):
+        with state_kept(self._exported.model):
             self._expected = tf.nest.flatten(self._exported.function(batch))
         self._serve: Any = None  # of the SavedModel, once it is loaded
 
@@ -144,7 +144,7 @@ class Parts:
             model.save(path)
             doing = "load what it has written, as where a class lacks register_keras_serializable or get_config"
             loaded = sys.modules[_keras.family(model)].models.load_model(path, compile=False)
-            with _state_kept(model), _state_kept(loaded):
+            with state_kept(model), state_kept(loaded):
                 found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
             loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
         except Exception as error:  # a layer without a configuration raises errors of many types
@@ -261,21 +261,6 @@ def _save(exported: Exported, path: str) -> None:
     module.model = exported.model
     module.serve = tf.function(exported.function, input_signature=[exported.signature])
     tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
-
-
-@contextlib.contextmanager
-def _state_kept(model: Any) -> Iterator[None]:
-    """Gives the values back that a call of a model changes, such as the states of stateful recurrent layers."""
-    trained = {id(_keras.tf_variable(variable)) for variable in getattr(model, "trainable_variables", ())}
-    held = {"model": model, "untracked": _keras.untracked_variables(model)}
-    others = [variable for _, variable in variables_of(held) if id(variable) not in trained]
-    before = [tf.identity(variable) for variable in others]
-    try:
-        yield
-    finally:
-        for variable, value in zip(others, before):
-            if not tf.reduce_all(tf.equal(variable, value)):
-                variable.assign(value)
 
 
 def _of_converter(error: Exception) -> str:

@@ -17,10 +17,9 @@ from looplib.compat.optimizers import Replacement
 from looplib.compat.patches import alone
 from looplib.compat.tensorflow import converted
 from looplib.keras import rows
-from looplib.keras.building import state_of_model
 from looplib.keras.losses import part_of_batch
 from looplib.task.plain import gaps
-from looplib.task.state import unheld, variables_of
+from looplib.task.state import state_of_model, unheld, variables_of
 
 _ELEMENTS = 2**16  # of each gradient that are compared, or rows of a sparse one
 _LATER = 1000  # steps that a counter is moved by
@@ -255,10 +254,7 @@ class StepTrial:
 
     def _takes_pairs(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         given = updates.weighted([gradient for gradient, _ in grads_and_vars])
-        sums_itself = (
-            kwargs.get("skip_gradients_aggregation") or kwargs.get("experimental_aggregate_gradients") is False
-        )
-        factor = tf.constant(1 / self._replicas) if sums_itself else None
+        factor = tf.constant(1 / self._replicas) if updates.sums_itself(kwargs) else None
         self._given.gradients += [updates.times(each, factor) for each in given]
 
     def _kept_apart(self) -> list[str]:

@@ -14,12 +14,12 @@ from looplib.compat.tensorflow import converted
 from looplib.data.context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.keras import means, rows
-from looplib.keras.building import build, state_of_model
+from looplib.keras.building import build
 from looplib.keras.callbacks import KerasCallbacks
 from looplib.keras.data import KerasData
 from looplib.keras.losses import part_of_batch
 from looplib.keras.results import BatchLogs, KerasResults
-from looplib.task.state import variables_of
+from looplib.task.state import state_of_model, variables_of
 from looplib.task.trainer import Adapter, Evaluator, Exported, Trainer, of_model
 
 _ELSEWHERE = {  # arguments that have another place: of `fit`, and of `GradientTrainer`

@@ -5,10 +5,10 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint.saving import Checkpoints
 from looplib.errors import MismatchError, UsageError
 from looplib.task.record import RunState
 from looplib.task.state import state_of
@@ -94,7 +94,7 @@ class Saved:
         self.fill()
         if self.optimizer is not None:
             self.state.record.optimizers = {"optimizer": type(self.optimizer).__name__}
-        checkpoints = Checkpoints(str(folder), self.objects)
+        checkpoints = toy.checkpoints(folder, self.objects)
         if names:
             checkpoints.note_in(self.state.record)
         else:
@@ -102,7 +102,7 @@ class Saved:
         return checkpoints.save(0, wait=True)
 
     def restore(self, path, mode=RestoreMode.INTERSECTION):
-        Checkpoints(path.rpartition("/")[0], self.objects).restore(path, mode)
+        toy.checkpoints(path.rpartition("/checkpoints/")[0], self.objects).restore(path, mode)
 
     def kernels(self):
         return {name: np.vstack(layer.get_weights()) for name, layer in layers_in(self.model).items()}
@@ -393,8 +393,8 @@ def test_a_warm_start_takes_the_weights_of_models_wherever_they_are_and_no_optim
     models, optimizer, objects = state("ab")
     optimizer.iterations.assign(7)
     record = RunState()
-    checkpoints = Checkpoints(
-        str(tmp_path), {**objects, "global_step": tf.Variable(0, dtype=tf.int64), "run_state": record}
+    checkpoints = toy.checkpoints(
+        tmp_path, {**objects, "global_step": tf.Variable(0, dtype=tf.int64), "run_state": record}
     )
     checkpoints.note_in(record.record)
     path = checkpoints.save(0, wait=True)
