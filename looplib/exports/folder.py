@@ -402,10 +402,8 @@ class PredictionFolder:
         """
         if self._resumes:
             self._refuse()
-        if self._buffer:
-            self._write_piece()
-        self._complete = True
-        self._write_index()
+        self._complete = True  # in one with the last piece, which may be smaller
+        self._write_piece() if self._buffer else self._write_index()
         if others := self._others():
             raise PredictionError(
                 f"{self.path} has {ascii(join_names(others))} besides the {len(self._pieces)} pieces of the "
