@@ -316,14 +316,14 @@ def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, capl
         strategy = make_strategy(name)
         with strategy.scope():
             trainer = Phase(keras, **settings)
-        with looplib.Controller(
-            looplib.RunConfig(global_batch_size=16, steps_per_loop=2),
-            trainer=trainer,
-            strategy=strategy,
+        with toy.controller(
+            strategy,
+            trainer,
+            global_batch_size=16,
+            steps_per_loop=2,
             model_dir=tmp_path,
             start=looplib.Start(partial=until > 4),
-            writers=[],
-        ) as controller:  # fmt: skip
+        ) as controller:
             controller.train(until)
             assert controller.global_step == until
     np.testing.assert_allclose(trainer.model.get_weights()[0], encoder, rtol=1e-4, atol=1e-6)
