@@ -8,6 +8,6 @@ Names that other rooms may use, by file:
     pages: none
     reporter: Metrics, Reporter
     run_page: none
-    run_report: Computation, RunProgress, RunReport, RunSettings, settings_of
+    run_report: Computation, RunProgress, RunReport, RunSettings
     sending: check_url, Sender
 """

@@ -12,6 +12,5 @@ Names that other rooms may use, by file:
     restoring: contents_of, objects_of, peek, read_position, restore, RestoreMode
     rules: apply, given, RuledName, WarmStart, WeightRule
     sources: StoredTensor
-    suggestions: suggest
     taking: named_weights, unique_names, write_safetensors
 """

@@ -2,7 +2,6 @@
 
 Names that other rooms may use, by file:
     curves: none
-    exports: none
     fields: none
     html: page, shell_of
     marks: none

@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     console_writer: ConsoleWriter
-    contract: DEFAULT_WRITERS, Setting, Writer
+    contract: DEFAULT_WRITERS, Writer
     csv_writer: CsvWriter
     jsonl_writer: JsonlWriter
     media_writer: none
