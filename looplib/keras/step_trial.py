@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -180,21 +181,24 @@ class StepTrial:
 
     def _results(self, whole: bool) -> list[np.ndarray]:
         """Returns what the metrics are after a run: of the first replica, or of all together."""
-
-        def read() -> list[tf.Tensor]:
-            each = [tf.nest.flatten(metric.result()) for metric in self._metrics]
-            flat = [[tf.reshape(tf.cast(_keras.value_now(one), tf.float64), [-1]) for one in some] for some in each]
-            return [tf.concat(some, axis=0) for some in flat]
-
-        @tf.function(autograph=False)
-        def of_one() -> list[tf.Tensor]:
-            with alone():
-                return read()
-
         if not whole or not self._metrics:
-            return [result.numpy() for result in read()]
-        found = self._strategy.run(of_one)
+            return [result.numpy() for result in self._read()]
+        found = self._strategy.run(self._read_alone)
         return [self._strategy.experimental_local_results(result)[0].numpy() for result in found]
+
+    def _read(self) -> list[tf.Tensor]:
+        each = [tf.nest.flatten(metric.result()) for metric in self._metrics]
+        flat = [[tf.reshape(tf.cast(_keras.value_now(one), tf.float64), [-1]) for one in some] for some in each]
+        return [tf.concat(some, axis=0) for some in flat]
+
+    @functools.cached_property
+    def _read_alone(self) -> Callable[[], list[tf.Tensor]]:
+        @tf.function(autograph=False)
+        def read() -> list[tf.Tensor]:
+            with alone():
+                return self._read()
+
+        return read
 
     def _trace(self, batch: Any, flat: list[Any], bounds: np.ndarray, whole: bool) -> Any:
         counts = bounds[:, :, 1] - bounds[:, :, 0]

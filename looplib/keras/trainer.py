@@ -126,7 +126,6 @@ class KerasTrainer(Adapter, Trainer):
             sample = self._keras_data.sample(means.EXAMPLES)
             means.check(model, sample)
             self.uneven_parts = len(set(rows.sizes(sample))) > 1  # each part is divided by its own, which was tried
-            means.warn_of_metrics(model, sample)
         self.metrics = [*model.metrics, *_keras.unlisted_metrics(model)]
         held = {id(variable) for _, variable in variables_of(state_of_model(model))}
         self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in held]
