@@ -26,7 +26,7 @@ from looplib.run import choice, commits
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
 from looplib.weights.names import stable_names
-from looplib.weights.restoring import RestoreMode, peek, read_position
+from looplib.weights.restoring import peek, read_position
 
 # What a changed setting does, by its field of the run record.
 _CONSEQUENCES = {
@@ -311,8 +311,7 @@ class Checkpointer:
             self.directory.check_intact(path)
             step, record = peek(path)
             self._check_optimizers(path, record)
-            mode = RestoreMode.STRICT if self.directory.trains else RestoreMode.SUBSET
-            self._saver.restore(path, RestoreMode.INTERSECTION if partial else mode)
+            self._saver.restore(path, partial)
             if self._replica_state:
                 self._replica_state.apply()
             if self.directory.trains:

@@ -36,7 +36,7 @@ from looplib.task import averages
 from looplib.task.plain import as_bytes, as_number
 from looplib.task.record import Contents, RunRecord, VariableNames
 from looplib.weights.names import LiveVariables
-from looplib.weights.restoring import RestoreMode, contents_of, objects_of, restore
+from looplib.weights.restoring import contents_of, objects_of, restore
 
 _ABSENT = bytes(hashlib.sha256().digest_size)
 
@@ -61,7 +61,7 @@ class Checkpoints:
 
     def __init__(self, run: RunDirectory, objects: Mapping[str, Any], sync: Callable[[], None]) -> None:
         self.directory, self._check, self._sync = run.checkpoints, run.check_lock, sync
-        self._workers, self._mirror, self._policy = run.workers, run.mirror, run.policy
+        self._workers, self._mirror, self._policy, self._trains = run.workers, run.mirror, run.policy, run.trains
         self._checkpoint = tf.train.Checkpoint(**objects)
         self._objects = objects
         _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
@@ -229,11 +229,21 @@ class Checkpoints:
             if done.step not in wanted:
                 commits.remove(done)
 
-    def restore(self, path: str, mode: RestoreMode = RestoreMode.STRICT) -> None:
-        """Restores the state, see `restoring.restore`; waits for a save under way."""
+    def restore(self, path: str, partial: bool = False) -> None:
+        """Restores the state; waits for a save under way.
+
+        Args:
+          path: the checkpoint.
+          partial: whether it and the objects here may both hold more; else it may, for a job that does not train.
+        """
         self.wait()
         with averages.at_rest():
-            restore(self._checkpoint, self._objects, path, mode, _own_files())
+            if partial:
+                from looplib.weights.loading import take_what_fits  # here, as few restores need it
+
+                take_what_fits(self._objects, path)
+            else:
+                restore(self._checkpoint, self._objects, path, self._trains, _own_files())
 
     def differs(self, step: int) -> bool:
         """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""

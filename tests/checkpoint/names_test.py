@@ -13,7 +13,6 @@ from looplib.errors import MismatchError, UsageError
 from looplib.task.record import RunState
 from looplib.task.state import state_of
 from looplib.weights.loading import warm_start
-from looplib.weights.restoring import RestoreMode
 
 WIDTH = 4
 
@@ -101,8 +100,8 @@ class Saved:
             self.state.record.names = None
         return checkpoints.save(0, wait=True)
 
-    def restore(self, path, mode=RestoreMode.INTERSECTION):
-        toy.checkpoints(path.rpartition("/checkpoints/")[0], self.objects).restore(path, mode)
+    def restore(self, path, partial=True):
+        toy.checkpoints(path.rpartition("/checkpoints/")[0], self.objects).restore(path, partial)
 
     def kernels(self):
         return {name: np.vstack(layer.get_weights()) for name, layer in layers_in(self.model).items()}
@@ -159,7 +158,7 @@ def test_momenta_stay_with_their_variables_where_others_are_frozen(build, optimi
     path = first.save(tmp_path)
     second = Saved(build(keras, "abc"), optimizer(keras), frozen=after)
     with pytest.raises(MismatchError):
-        second.restore(path, RestoreMode.STRICT)
+        second.restore(path, partial=False)
     second.restore(path)
     saved, now = first.momenta(), second.momenta()
     for name, kernel in first.kernels().items():
@@ -176,7 +175,7 @@ def test_a_strict_restore_refuses_names_in_another_order(build, keras, tmp_path)
     second = Saved(build(keras, "bac"))
     start = second.kernels()
     with pytest.raises(MismatchError, match="a/kernel.*b/kernel") as error:
-        second.restore(path, RestoreMode.STRICT)
+        second.restore(path, partial=False)
     assert "\n" not in str(error.value)
     np.testing.assert_array_equal(second.kernels()["a"], start["a"])
 
@@ -188,9 +187,9 @@ def test_names_that_keras_counts_in_each_process_are_no_difference(build, keras,
         keras.layers.Dense(1)  # as another program makes them before
     first = Saved(build(keras, [None] * 3), keras.optimizers.Adam())
     path = first.save(tmp_path)
-    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+    for partial in (False, True):
         second = Saved(build(keras, [None] * 3), keras.optimizers.Adam())
-        second.restore(path, mode)
+        second.restore(path, partial)
         for one, other in zip(first.model.weights, second.model.weights, strict=True):
             np.testing.assert_array_equal(one, other)
         for one, other in zip(first.optimizer.variables, second.optimizer.variables, strict=True):
@@ -254,9 +253,9 @@ def test_averages_stay_with_their_variables(keras, tmp_path):
 def test_a_checkpoint_without_recorded_names_is_restored_where_the_structure_is_the_same(build, keras, tmp_path):
     first = Saved(build(keras, "abc"), keras.optimizers.Adam())
     path = first.save(tmp_path, names=False)
-    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+    for partial in (False, True):
         second = Saved(build(keras, "abc"), keras.optimizers.Adam())
-        second.restore(path, mode)
+        second.restore(path, partial)
         for name, kernel in first.kernels().items():
             np.testing.assert_array_equal(second.kernels()[name], kernel)
     assert second.model.weights
@@ -340,9 +339,9 @@ def test_layers_of_a_bidirectional_continue_where_keras_has_counted_on(keras, tm
 
     first = build()
     path = first.save(tmp_path)
-    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+    for partial in (False, True):
         second = build()
-        second.restore(path, mode)
+        second.restore(path, partial)
         for one, other in zip(first.model.weights, second.model.weights, strict=True):
             np.testing.assert_array_equal(one, other)
 

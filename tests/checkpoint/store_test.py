@@ -32,7 +32,6 @@ from looplib.run import commits
 from looplib.run.policy import KeepBest, KeepEvery, KeepLast
 from looplib.task.state import ReplicaState
 from looplib.weights.loading import warm_start
-from looplib.weights.restoring import RestoreMode
 
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 
@@ -585,7 +584,7 @@ def test_another_tensorflow_waits_for_saves_and_refuses_a_partial_restore_in_a_s
     restored.restore(path)
     assert float(other) == 1
     with pytest.raises(WarmStartError, match=f"TensorFlow.*{tf.__version__}"):
-        restored.restore(path, RestoreMode.INTERSECTION)
+        restored.restore(path, partial=True)
 
 
 @pytest.mark.slow(spread=3)
