@@ -109,7 +109,7 @@ class Lease:
             time.sleep(SECONDS / 10)
 
     def _holder(self, number: int, patience: float = PATIENCE) -> dict[str, Any]:
-        return read(self._store, number, patience, self._folder)
+        return read_with_age(self._store, number, patience, self._folder)[0]
 
     def _content(self, released: bool) -> bytes:
         note = {
@@ -196,15 +196,10 @@ def _name(folder: str, number: int) -> str:
     return f"{folder}/{number:08d}"
 
 
-def read(store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER) -> dict[str, Any]:
-    """Returns what a lease says; empty if there is none."""
-    return read_with_age(store, number, patience, folder)[0]
-
-
 def read_with_age(
     store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER
 ) -> tuple[dict[str, Any], float | None]:
-    """Returns what a lease says, and how many seconds ago it was renewed, see `Store.read_with_age`."""
+    """Returns what a lease says, empty for none, and its age in seconds, see `Store.read_with_age`."""
     try:
         content, age = store.read_with_age(_name(folder, number), patience)
     except FileNotFoundError:

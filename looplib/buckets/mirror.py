@@ -84,7 +84,7 @@ class StoreMirror(Mirror):
         """
         if not trains:
             listed = self._look()
-            newest = leases.read(self._store, leases.highest_of(listed))
+            newest, _ = leases.read_with_age(self._store, leases.highest_of(listed))
             known = [leases.text_of(newest, "jobs"), leases.text_of(newest, "since"), newest_job(of_jobs(listed))]
             self._outputs = Outputs(self._store, self._copy, self._held, known)
             return
