@@ -61,7 +61,7 @@ def check(model: Any, batch: Any) -> None:
     Raises:
       UsageError: if they do not, or if it cannot be tried.
     """
-    fixed, batch = _keras.fixed_batch(model), ordered(model, batch)
+    fixed, sample, batch = _keras.fixed_batch(model), batch, ordered(model, batch)
     own, every = _keras.has_own_step(model), (one for outer in model.metrics for one in _keras.inner_metrics(outer))
     metrics, compare = [one for one in every if len(_keras.inner_metrics(one)) < 2], _exchanged if fixed else _tried
     try:
@@ -100,7 +100,7 @@ def check(model: Any, batch: Any) -> None:
             "known of it; `python -m looplib check replicas` compares whole trainings",
             join_names(found.without_effect), type(model).__name__,
         )  # fmt: skip
-    _warn_of_metrics(model, metrics, batch, found.pairs)
+    _warn_of_metrics(model, metrics, sample, found.pairs)
 
 
 def _graphs(batch: Any) -> str:
