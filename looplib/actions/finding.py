@@ -1,7 +1,6 @@
 """LearningFinding: what a check has found, for the log, `run.json` and the report page."""
 
 import dataclasses
-from collections.abc import Collection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,3 @@ class LearningFinding:
 def key(kind: str, subject: str) -> str:
     """Returns the key of a kind of finding about a subject."""
     return f"{kind}: {subject}"
-
-
-def is_new(kind: str, subject: str, known: Collection[str]) -> bool:
-    """Returns whether the keys of earlier findings lack a kind of finding about a subject."""
-    return key(kind, subject) not in known

@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import logging
 
-from looplib.actions.finding import LearningFinding, is_new, key
+from looplib.actions.finding import LearningFinding, key
 from looplib.actions.output_checks import ConstantOutputs
 from looplib.actions.weight_checks import EXPLODING, TrainedVariables, WeightChecks
 from looplib.base.messages import gist, whole_number
@@ -86,7 +86,7 @@ class MetricNorms:
                 continue
             steps = self._high.setdefault(name, [])
             steps.append(step)
-            if len(steps) == _IN_A_ROW and is_new(EXPLODING, name, known):
+            if len(steps) == _IN_A_ROW and key(EXPLODING, name) not in known:
                 found.append(_finding(name, norm, usual, len(history), steps[0]))
         return found
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.actions.finding import LearningFinding, is_new
+from looplib.actions.finding import LearningFinding, key
 from looplib.base.messages import gist
 from looplib.cluster import runtime
 from looplib.cluster.updates import Share
@@ -114,7 +114,7 @@ class ConstantOutputs:
           ending: whether no evaluation follows.
           known: the keys of earlier findings.
         """
-        if not is_new(CONSTANT, name, known):
+        if key(CONSTANT, name) in known:
             return []
         if name not in self._predictors or self._predictors[name][0] is not loop:
             self._predictors[name] = loop, _predictor(name, loop)

@@ -82,8 +82,9 @@ class _MetricWatcher(Action):
 
     def _since(self) -> str:
         """Returns what the action has seen, as a clause."""
-        best = "has had no finite value" if self._best is None else f"was best at step {self._best_step}"
-        return f"{self.metric} {best}" + ("" if self._best is None else f" ({self._best:.6g})")
+        if self._best is None:
+            return f"{self.metric} has had no finite value"
+        return f"{self.metric} was best at step {self._best_step} ({self._best:.6g})"
 
     def state(self) -> list[Any]:
         """See `Action`."""

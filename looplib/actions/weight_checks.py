@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.actions.finding import LearningFinding, is_new
+from looplib.actions.finding import LearningFinding, key
 from looplib.base.messages import join_names
 from looplib.cluster import runtime
 from looplib.compat import keras as _keras
@@ -189,7 +189,7 @@ class WeightChecks:
         groups: dict[tuple[int, bool], list[TrainedVariable]] = {}
         for one in still:
             track = self._tracks[one.name]
-            if track.checks < _STILL or not is_new(NO_CHANGE, one.name, known):
+            if track.checks < _STILL or key(NO_CHANGE, one.name) in known:
                 continue
             others = [other for other in moved if other.group == one.group]
             if others and (track.scaled or any(_smallest(other) * _FINER >= _smallest(one) for other in others)):
@@ -207,7 +207,7 @@ class WeightChecks:
         if len(history) < _FEWEST or not math.isfinite(norm) or norm / math.sqrt(size) <= _LEAST_RMS:
             return []
         usual = statistics.median(history)
-        if norm <= _RATIO * usual or not is_new(EXPLODING, one.name, known):
+        if norm <= _RATIO * usual or key(EXPLODING, one.name) in known:
             return []
         since = self._step or 0
         return [

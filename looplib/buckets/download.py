@@ -22,7 +22,7 @@ from looplib.stores.stores import PATIENCE, Store, StoredFile
 
 # Files that no later start adds to, or that come otherwise; all others have to be here before a run writes them.
 _NOT_ADDED_TO = (f"{CHECKPOINTS}/", f"{leases.FOLDER}/", f"{LEASES}/", f"{FOLDER}/", *FOLDERS, "train/", "eval/",
-                 "events.out.tfevents.", "media/", "wandb/", "report.html", "profile.")  # fmt: skip
+                 "events.out.tfevents.", "media/", "wandb/", "report.html")  # fmt: skip
 _PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds before it is believed that an object which a start needs is not there
 
 

@@ -8,6 +8,7 @@ has renewed its own just before; it ends if that is so.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -113,7 +114,7 @@ class Lease:
             if number and self._holder(number) != self.before:  # it was renewed after the last look, so its writer is
                 self.withdraw(PATIENCE)  # alive, and may not have seen this one
                 continue
-            store.delete(self._name(old) for old in range(number - _KEPT, number - _KEPT + 1) if old > 0)
+            store.delete([self._name(number - _KEPT)] if number > _KEPT else [])
             return
 
     def _wait_for_end_of(self, number: int) -> LeaseHolder | None:
@@ -138,7 +139,7 @@ class Lease:
             time.sleep(SECONDS / 10)
 
     def _holder(self, number: int, patience: float = PATIENCE) -> LeaseHolder | None:
-        return read(self._store, number, patience, self._folder)
+        return read_with_age(self._store, number, patience, self._folder)[0]
 
     def _content(self, released: bool) -> bytes:
         self._renewed += 1  # counted, and no time: the clocks of two machines differ
@@ -218,15 +219,10 @@ def _name(folder: str, number: int) -> str:
     return f"{folder}/{number:08d}"
 
 
-def read(store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER) -> LeaseHolder | None:
-    """Returns what a lease says; None if there is none."""
-    return read_with_age(store, number, patience, folder)[0]
-
-
 def read_with_age(
     store: Store, number: int, patience: float = PATIENCE, folder: str = FOLDER
 ) -> tuple[LeaseHolder | None, float | None]:
-    """Returns what a lease says, and how many seconds ago it was renewed, see `Store.read_with_age`."""
+    """Returns what a lease says, None for none, and its age in seconds, see `Store.read_with_age`."""
     try:
         content, age = store.read_with_age(_name(folder, number), patience)
     except FileNotFoundError:
@@ -342,8 +338,9 @@ class HeldFolders:
     def sent(self, patience: float) -> None:
         """Ends a copy: deletes what the store had of a folder before, where this process has replaced the index."""
         for folder, index in self._whole.items():
-            self._leases[folder].check(patience, surely=True)
-            self._store.delete(self._replaced[folder] - self._copy.note.known.keys(), patience)
+            check = functools.partial(self._leases[folder].check, patience)
+            check(surely=True)
+            self._store.delete(self._replaced[folder] - self._copy.note.known.keys(), patience, check)
             self._replaced[folder].clear()
             self._copy.note.versions[folder] = self._store.look_up(index, patience).version
         if self._whole:

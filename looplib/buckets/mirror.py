@@ -84,7 +84,7 @@ class StoreMirror(Mirror):
         """
         if not trains:
             listed = self._look()
-            newest = leases.read(self._store, leases.highest_of(listed)) or LeaseHolder()
+            newest = leases.read_with_age(self._store, leases.highest_of(listed))[0] or LeaseHolder()
             known = [newest.jobs, newest.since, newest_job(of_jobs(listed))]
             self._outputs = Outputs(self._store, self._copy, self._held, known)
             return

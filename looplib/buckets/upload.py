@@ -72,8 +72,7 @@ class Copier:
                 return
             new = [name for name in linked if name != marker and self._copy.has_changed(name, linked[name])]
             if new and marker in self._copy.note.known:  # saved again after a rollback
-                self._check(patience)
-                self._store.delete([marker], patience)
+                self._store.delete([marker], patience, functools.partial(self._check, patience))
                 del self._copy.note.known[marker]
             for name in new:
                 self._send(name, linked[name], patience, deletions)
@@ -131,8 +130,7 @@ class Copier:
         markers = {name for name in gone if name.endswith(MARKER)}
         self._lease.steps = [step for step in self._lease.steps if marker_of(step) not in markers]
         for name in sorted(gone, key=lambda name: name not in markers):  # no marker without its files
-            self._check(patience)  # again, as this process may have been stopped since the last one
-            self._store.delete([name], patience)
+            self._store.delete([name], patience, functools.partial(self._check, patience))
             del known[name]
         self._copy.write_note()
         deletions.forget(known, count)

@@ -26,7 +26,7 @@ from looplib.run.report import RunReport
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
 from looplib.weights.names import stable_names
-from looplib.weights.restoring import RestoreMode, peek, read_position
+from looplib.weights.restoring import peek, read_position
 
 # What a changed setting does, by its field of the run record.
 _CONSEQUENCES = {
@@ -80,15 +80,7 @@ class Checkpointer:
         for name in objects.keys() & {*own, "save_counter"}:
             raise StateError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
         if directory.checkpoints:
-            self._saver = Checkpoints(
-                directory.checkpoints,
-                {**objects, **own},
-                directory.policy,
-                directory.workers,
-                check=directory.check_lock,
-                mirror=directory.mirror,
-                sync=reporter.writers.sync,
-            )
+            self._saver = Checkpoints(directory, {**objects, **own}, reporter.writers.sync)
         if directory.starts_from:
             self._restore_start(directory.starts_from.path)
         else:
@@ -323,8 +315,7 @@ class Checkpointer:
             self.directory.check_intact(path)
             step, record = peek(path)
             self._check_optimizers(path, record)
-            mode = RestoreMode.STRICT if self.directory.trains else RestoreMode.SUBSET
-            self._saver.restore(path, RestoreMode.INTERSECTION if partial else mode)
+            self._saver.restore(path, partial)
             if self._replica_state:
                 self._replica_state.apply()
             if self.directory.trains:

@@ -23,6 +23,7 @@ from absl import logging
 
 from looplib.base import files, folders
 from looplib.base.messages import gist, with_cure
+from looplib.checkpoint.directory import RunDirectory
 from looplib.cluster import peers
 from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
@@ -31,12 +32,11 @@ from looplib.errors import SaveError, UsageError
 from looplib.run import commits
 from looplib.run.commits import FileChecksum
 from looplib.run.mirror import Mirror
-from looplib.run.policy import CheckpointPolicy
 from looplib.task import averages
 from looplib.task.plain import as_bytes, as_number
 from looplib.task.record import Contents, RunRecord, VariableNames
 from looplib.weights.names import LiveVariables
-from looplib.weights.restoring import RestoreMode, contents_of, objects_of, restore
+from looplib.weights.restoring import contents_of, objects_of, restore
 
 _ABSENT = bytes(hashlib.sha256().digest_size)
 
@@ -49,34 +49,19 @@ class Checkpoints:
     can write (a lookup table, say), let the caller wait.
 
     Args:
-      directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
+      run: the run directory, opened, with a `model_dir`. It is asked whether it is still this process's before files
+        are written, and before they are committed. All its workers read all values together, because some are summed
+        over workers.
       objects: dict from name to trackable object: the complete state.
-      policy: `CheckpointPolicy`.
-      workers: the workers; all of them read all values together, because some are summed over workers.
-      check: raises `UsageError` if the directory is not this process's any more; called before files are written and
-        before they are committed.
-      mirror: the copy of the run directory in an object store.
       sync: puts on the disk what the checkpoint calls reported; called before the commit.
 
     Attributes:
       committed: committed paths not yet announced.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        objects: Mapping[str, Any],
-        policy: CheckpointPolicy = CheckpointPolicy(),
-        workers: Workers | None = None,
-        check: Callable[[], None] = lambda: None,
-        mirror: Mirror = Mirror(),
-        sync: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.directory = directory
-        self._workers = workers or Workers(tf.distribute.get_strategy())
-        self._check, self._mirror = check, mirror
-        self._sync = sync
-        self._policy = policy
+    def __init__(self, run: RunDirectory, objects: Mapping[str, Any], sync: Callable[[], None]) -> None:
+        self.directory, self._check, self._sync = run.checkpoints, run.check_lock, sync
+        self._workers, self._mirror, self._policy, self._trains = run.workers, run.mirror, run.policy, run.trains
         self._checkpoint = tf.train.Checkpoint(**objects)
         self._objects = objects
         _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
@@ -244,11 +229,21 @@ class Checkpoints:
             if done.step not in wanted:
                 commits.remove(done)
 
-    def restore(self, path: str, mode: RestoreMode = RestoreMode.STRICT) -> None:
-        """Restores the state, see `restoring.restore`; waits for a save under way."""
+    def restore(self, path: str, partial: bool = False) -> None:
+        """Restores the state; waits for a save under way.
+
+        Args:
+          path: the checkpoint.
+          partial: whether it and the objects here may both hold more; else it may, for a job that does not train.
+        """
         self.wait()
         with averages.at_rest():
-            restore(self._checkpoint, self._objects, path, mode, _own_files())
+            if partial:
+                from looplib.weights.loading import take_what_fits  # here, as few restores need it
+
+                take_what_fits(self._objects, path)
+            else:
+                restore(self._checkpoint, self._objects, path, self._trains, _own_files())
 
     def differs(self, step: int) -> bool:
         """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""

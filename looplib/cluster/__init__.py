@@ -10,5 +10,6 @@ Names that other rooms may use, by file:
     runtime: check_placement, connected, describe, is_remote, PRECISIONS, setup, STRATEGIES
     tpu: is_lost, start_again
     updates: apply_gradients, counted, current, in_micro_batch, in_use, KINDS, micro_batch, NEEDS_WHOLE, over_replicas,
-        refuse_others, Share, times, TrainingOptimizers, watching, weight_of_part, weighted, weighting_means
+        refuse_others, Share, sums_itself, times, TrainingOptimizers, watching, weight_of_part, weighted,
+        weighting_means
 """

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -308,6 +308,14 @@ def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:
             )
 
 
+_SKIP = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}  # of two versions of tf_keras
+
+
+def sums_itself(arguments: Mapping[str, Any]) -> bool:
+    """Returns whether a call of `apply_gradients` of a tf_keras optimizer says that its gradients are sums already."""
+    return any(arguments.get(name) == value for name, value in _SKIP.items())
+
+
 @tf.autograph.experimental.do_not_convert
 def _apply_pairs(
     optimizer: Any, plain: Callable, grads_and_vars: Iterable, *args: Any, summed: bool = False, **kwargs: Any
@@ -321,13 +329,11 @@ def _apply_pairs(
         gradients = weighted(gradients)
     if not _keras.scales_loss(optimizer):
         note_gradients(gradients, variables)
-    names = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}
     parameters = inspect.signature(plain).parameters
-    skip = {name: value for name, value in names.items() if name in parameters}
+    skip = {name: value for name, value in _SKIP.items() if name in parameters}
     several = _optimizers.num_replicas() > 1
-    sums_itself = len(args) > 1 or any(kwargs.get(name) == value for name, value in skip.items())
     sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
-    if several and not sums_itself and (summed or sparse):
+    if several and not (len(args) > 1 or sums_itself(kwargs)) and (summed or sparse):
         if not skip:
             raise OptimizerError(
                 f"{type(optimizer).__name__}.apply_gradients takes no skip_gradients_aggregation, which a "

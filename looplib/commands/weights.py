@@ -2,11 +2,9 @@
 
 import argparse
 import contextlib
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from looplib.base import files
 from looplib.base.console import printable
 from looplib.base.numbers import format_size
 from looplib.base.plugins import Command
@@ -22,10 +20,10 @@ def add(tools: Any) -> None:
     """Adds the parser of `weights`."""
     parser = tools.add_parser(
         "weights",
-        help="list the weights in a file, beside those of a model, and the rules that would be missing",
+        help="list the weights in a file, beside those of a model",
         description="Lists names, shapes and types in a file of weights (.keras, .weights.h5, .safetensors, a "
         "checkpoint, a SavedModel, a run) without running anything in it. With --to, it shows which of them the model "
-        "of a run takes in a warm start, and suggests rules, as text to copy.",
+        "of a run takes in a warm start.",
         epilog="exit codes: 0 listed, and with --to everything has its place; 1 some value or variable has none; 2 it "
         "cannot be read, or a rule does not fit",
     )
@@ -46,7 +44,7 @@ def _weights(options: argparse.Namespace) -> int:
         )
         print(f"{len(there)} values, {format_size(sum(one.bytes for one in there.values()))}")
         return EXIT_DONE
-    return _compare(start, there, ruled, tensors_of(options.to), options.to)
+    return _compare(there, ruled, tensors_of(options.to), options.to)
 
 
 def tensors_of(path: str) -> dict[str, "StoredTensor"]:
@@ -66,17 +64,14 @@ def tensors_of(path: str) -> dict[str, "StoredTensor"]:
 
 
 def _compare(
-    start: rules.WarmStart,
     there: Mapping[str, "StoredTensor"],
     ruled: Mapping[str, rules.RuledName],
     here: Mapping[str, "StoredTensor"],
     to: str,
 ) -> int:
     """Prints what is there beside what is here; returns the exit code."""
-    from looplib.weights.suggestions import suggest
-
     layers = _layers(here)
-    rows, free, lacking = [("name", "shape", "type", f"in {to}")], {}, dict(here)
+    rows, unplaced, lacking = [("name", "shape", "type", f"in {to}")], 0, dict(here)
     shapes = {}
     for one in there.values():
         shapes.setdefault(one.layer, []).append(one.shape)
@@ -97,29 +92,21 @@ def _compare(
             note += "" if types_fit else f", of the type {_type(here[form.name])}"
             rows.append((name, _shape(one), _type(one), f"{form.name}{note}"))
             if note:
-                free[form.name], lacking[form.name] = one.shape, here[form.name]
+                unplaced, lacking[form.name] = unplaced + 1, here[form.name]
         elif name in whole:
             layer = form.name.rpartition("/")[0]
             for own in layers[layer]:
                 lacking.pop(f"{layer}/{own}", None)
             rows.append((name, _shape(one), _type(one), f"{layer}, by its number"))
         else:
-            free[form.name] = one.shape
+            unplaced += 1
             rows.append((name, _shape(one), _type(one), "-"))
     _print_table(rows)
     if lacking:
         print()
         print(printable(f"only in {to}:"))
         _print_table([(name, _shape(one), _type(one)) for name, one in lacking.items()])
-    made = {form.name for form in ruled.values() if form.name} | {name for name in there if name not in ruled}
-    shapes = {name: one.shape for name, one in lacking.items()}
-    if found := suggest(free, shapes, made - free.keys()):
-        print("\nrules that fit by shape and name; check them, and keep them as a .yaml file for --warm_start:\n")
-        print(printable(f"path: {_quoted(start.path if files.is_remote(start.path) else os.path.abspath(start.path))}"))
-        print("rules:")
-        for pattern, rule in {**start.rules, **found}.items():
-            print(printable(f"  {_quoted(pattern)}: {_yaml(rule)}"))
-    return EXIT_DIFFERENT if free or lacking else EXIT_DONE
+    return EXIT_DIFFERENT if unplaced or lacking else EXIT_DONE
 
 
 def _layers(here: Mapping[str, "StoredTensor"]) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -155,19 +142,6 @@ def _new(name: str, ruled: Mapping[str, rules.RuledName]) -> str:
         return ""
     form = ruled[name]
     return "left out" if form.name is None else f"becomes {form.name}"
-
-
-def _yaml(rule: str | rules.WeightRule | None) -> str:
-    """Returns a rule as a file of rules has it."""
-    if not isinstance(rule, rules.WeightRule):
-        return "null" if rule is None else _quoted(rule)
-    parts = [f"to: {_quoted(rule.to)}"]
-    parts += [f"transpose: {list(rule.transpose)}"] * bool(rule.transpose) + ["reshape: true"] * rule.reshape
-    return f"{{{', '.join(parts)}}}"
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
 
 
 def _shape(one: "StoredTensor") -> str:

@@ -10,14 +10,14 @@ Names that other rooms may use, by file:
         value_now, variable_path, when_imported, with_inner, with_mask, without_vocabularies
     optimizers: accumulating, counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method,
         Replacement, summed, updates_conditionally, variables_of
-    patches: alone, collectives, Collectives, recompute, synchronize
+    patches: alone, Collectives, collectives, recompute, synchronize, weighs_collectives
     places: called, graphs_called, is_installed, is_of_keras, is_ours, line_of, needed, Ops, place_of,
         place_of_function, place_of_start
     tensorflow: concatenated, converted, depends_on_inputs, depends_on_values, functions_in, graphs_called_by,
         growing_array, identity_of, is_across_replicas, is_by_element, is_late_variable, is_merge_in_branch,
         is_merge_of_some, is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla, leaves_no_trace,
         lengths_of_a_wrong_epoch, log_errors_only, log_once, log_warnings_only, lost_server, message_without_op,
-        name_of, name_of_variable, nodes_in, object_graph, OBJECT_GRAPH_KEY, parse_profile, python_state_key,
-        RANDOM_OPS, repeated_seeds, ReplicaLocal, stages_of_iterator_state, started, stateful_ops_of_maps, updated_by,
+        name_of, name_of_variable, nodes_in, object_graph, OBJECT_GRAPH_KEY, python_state_key, RANDOM_OPS,
+        repeated_seeds, ReplicaLocal, stages_of_iterator_state, started, stateful_ops_of_maps, updated_by,
         variable_key, why_restored_wrongly, worker_devices
 """

@@ -110,6 +110,12 @@ def collectives(found: Collectives) -> Iterator[None]:
         del _collectives[context]
 
 
+def weighs_collectives() -> bool:
+    """Returns whether the code of a replica runs in the `with` block of `collectives`."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and context in _collectives
+
+
 def _number(of_context: Callable[[Any], tf.Tensor], context: tf.distribute.ReplicaContext) -> tf.Tensor:
     """Returns the number of a replica; 0 where it computes what one device does."""
     found = _collectives.get(context)

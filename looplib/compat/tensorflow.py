@@ -206,16 +206,6 @@ def log_warnings_only() -> None:
     logging.get_absl_handler().addFilter(is_kept)
 
 
-def parse_profile(content: bytes) -> Any | None:
-    """Returns a profile of TensorFlow's profiler, an `XSpace` with `planes`; None if it cannot be read."""
-    try:
-        from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-        return xplane_pb2.XSpace.FromString(content)
-    except Exception:  # another module, another format
-        return None
-
-
 def log_once() -> None:
     """Makes TensorFlow print each warning once: mutes its own handler while the root logger has one.
 

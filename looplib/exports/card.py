@@ -5,9 +5,8 @@ import hashlib
 import json
 import math
 import platform
-import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,15 @@ import looplib
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.compat import keras as _keras
 from looplib.config.formats import FORMATS, KERAS, SAVED_MODEL
-from looplib.exports.int8 import Int8Cost
+from looplib.exports.parts import ExportRecord
 from looplib.loop.loops import Loops
-from looplib.report import run_report
 from looplib.report.reporter import Reporter
-from looplib.report.writers.contract import Setting
 from looplib.run import commits
-from looplib.run.directory import RunDir
-from looplib.run.report import RunReport
+from looplib.task.trainer import Exported
 
 _OF_THE_CLOCK = ("steps_per_second", "epoch")  # metrics of a training that say nothing of its model
 _OF_FLOAT = "The metrics above are those of the model in floating-point numbers."
-_LONGEST = 200  # characters of a setting
+_LONGEST = 200  # characters of a cell
 _LIBRARIES = {"keras": "keras", "tf_keras": "tf-keras", None: "tensorflow"}
 _TAGS = {"safetensors": "safetensors", "onnx": "onnx", "tflite": "tflite", "int8": "tflite"}
 
@@ -43,172 +39,135 @@ class Evaluated:
     metrics: Mapping[str, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingData:
-    """Facts about the training data.
+def card(
+    exported: Exported,
+    record: ExportRecord,
+    license: str,
+    loops: Loops,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+) -> str:
+    """Returns the text of the card.
 
-    Attributes:
-      examples: how many there are; None where that is not known.
-      files: the fingerprint: a checksum by file; {} where there is none.
-    """
-
-    examples: int | None
-    files: Mapping[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """The content of a model's card.
-
-    Attributes:
-      model: the Keras model or `tf.Module`.
-      signature: the structure of `tf.TensorSpec`s of the inputs, with names.
-      step: the global step.
-      weights: "averages" or "last".
+    Args:
+      exported: the function, its signature whose specs have names, and the model.
+      record: what `export.json` says of the export.
       license: of the model; "unknown" if nobody has said.
-      evaluated: the metrics.
-      evaluated_averages: whether evaluations use averaged weights.
-      data: the training data.
-      settings: of the run, by name.
-      versions: by the name of a package.
-      sizes: bytes of each file.
-      differences: of each file from the trainer's function.
-      int8: what the int8 file costs; None without one.
+      loops: the loops of the run.
+      checkpointer: knows what evaluations have said, and what data a restored checkpoint was trained on.
+      reporter: has the newest evaluations.
     """
-
-    model: Any
-    signature: Any
-    step: int
-    weights: str
-    license: str
-    evaluated: list[Evaluated]
-    evaluated_averages: bool
-    data: TrainingData
-    settings: Mapping[str, Setting]
-    versions: Mapping[str, str]
-    sizes: Mapping[str, int]
-    differences: Mapping[str, float]
-    int8: Int8Cost | None
-
-    def text(self) -> str:
-        """Returns the file."""
-        kind = type(self.model).__name__
-        name = getattr(self.model, "name", "") or kind
-        parts = [
-            f"---\n{yaml.safe_dump(self._head(), sort_keys=False, allow_unicode=True)}---\n",
-            f"# {_cell(name)}\n",
-            f"A `{kind}` of {_LIBRARIES[_keras.family(self.model)]} with {self._parameters():,} parameters, trained "
-            f"with looplib. These are the {'averaged' if self.weights == 'averages' else 'last'} weights of step "
-            f"{self.step:,}.\n",
-            f"License: {_cell(self.license)}.\n",
-            *self._metrics(),
-            *self._data(),
-            "## Load it\n",
-            f"```python\n{self.program()}```\n",
-            *self._files(),
-        ]
-        if self.settings:
-            parts += ["## Settings\n", _table(("setting", "value"), [(f"`{k}`", v) for k, v in self.settings.items()])]
-        parts += ["## Versions\n", _table(("package", "version"), self.versions.items())]
-        return "\n".join(parts)
-
-    def program(self) -> str:
-        """Returns five lines that load the SavedModel, in the directory of the card, and call it."""
-        inputs = [
-            f'"{spec.name}": tf.zeros({[2 if size is None else size for size in spec.shape.as_list()]}, '
-            f'"{spec.dtype.name}")'
-            if spec.dtype != tf.string
-            else f'"{spec.name}": tf.fill({[2 if size is None else size for size in spec.shape.as_list()]}, "")'
-            for spec in tf.nest.flatten(self.signature)
-        ]
-        return (
-            "import tensorflow as tf\n\n"
-            f'model = tf.saved_model.load("{SAVED_MODEL}")\n'
-            f"inputs = {{{', '.join(inputs)}}}\n"
-            'outputs = model.signatures["serving_default"](**inputs)\n'
-            "print({name: value.numpy() for name, value in outputs.items()})\n"
-        )
-
-    def _head(self) -> dict[str, Any]:
-        tags = ["looplib", "tensorflow", *(tag for name, tag in _TAGS.items() if FORMATS[name].file in self.sizes)]
-        metrics = sorted({name for one in self.evaluated if one.split != "train" for name in one.metrics})
-        head = {
-            "library_name": _LIBRARIES[_keras.family(self.model)],
-            "license": self.license,
-            "tags": list(dict.fromkeys(tags)),
-            "metrics": [name for name in metrics if name != "examples"],
-        }
-        return {name: value for name, value in head.items() if value}
-
-    def _parameters(self) -> int:
-        if _keras.is_model(self.model):
-            return int(self.model.count_params())
-        return sum(math.prod(variable.shape) for variable in getattr(self.model, "variables", ()))
-
-    def _metrics(self) -> list[str]:
-        rows = [
-            (_cell(one.split), f"{one.step:,}", _cell(name), f"{value:.6g}")
-            for one in self.evaluated
-            for name, value in one.metrics.items()
-            if np.isscalar(value) and name not in _OF_THE_CLOCK
-        ]
-        if not rows:
-            return []
-        other = self.evaluated_averages and self.weights != "averages"
-        note = ["Evaluations were made with averaged weights, which are not those of this export.\n"] if other else []
-        return ["## Metrics\n", *note, _table(("evaluation", "step", "metric", "value"), rows)]
-
-    def _data(self) -> list[str]:
-        if self.data.examples is None and not self.data.files:
-            return []
-        said = [] if self.data.examples is None else [f"{self.data.examples:,} examples"]
-        if self.data.files:
-            digest = hashlib.sha256(json.dumps(dict(self.data.files)).encode()).hexdigest()[:16]
-            said.append(f"fingerprint `{digest}`, of {len(self.data.files):,} names")
-        return ["## Training data\n", f"{'; '.join(said)}.\n"]
-
-    def _files(self) -> list[str]:
-        family = _keras.family(self.model)
-        loaders = {
-            SAVED_MODEL: "tf.saved_model.load(...)",
-            KERAS: f"{family}.models.load_model(...)",
-            "model.weights.h5": "model.load_weights(...)",
-            "model.safetensors": "safetensors.numpy.load_file(...)",
-            "model.onnx": "onnxruntime.InferenceSession(...)",
-            "model.tflite": "tf.lite.Interpreter(...)",
-            "model.int8.tflite": "tf.lite.Interpreter(...)",
-        }
-        rows = [
-            (f"`{name}`", f"{size:,}", f"{self.differences.get(name, math.nan):.1g}", f"`{loaders[name]}`")
-            for name, size in self.sizes.items()
-            if name in loaders
-        ]
-        text = "A difference is the largest one from the trained model, of outputs for random inputs or of weights.\n"
-        parts = [_table(("file", "bytes", "difference", "load it by"), rows), text]
-        return parts + [f"`model.int8.tflite` is {self.int8}. {_OF_FLOAT}\n"] if self.int8 else parts
+    model, family = exported.model, _keras.family(exported.model)
+    kind, which = type(model).__name__, "averaged" if record.weights == "averages" else "last"
+    scores = _evaluated(checkpointer, reporter)
+    other = exported.averages is not None and record.weights != "averages"
+    head = yaml.safe_dump(_head(family, record, license, scores), sort_keys=False, allow_unicode=True)
+    return "\n".join([
+        f"---\n{head}---\n",
+        f"# {_cell(getattr(model, 'name', '') or kind)}\n",
+        f"A `{kind}` of {_LIBRARIES[family]} with {_parameters(model):,} parameters, trained with looplib. These are "
+        f"the {which} weights of step {record.step:,}.\n",
+        f"License: {_cell(license)}.\n",
+        *_metrics(scores, other),
+        *_data(loops, checkpointer),
+        "## Load it\n",
+        f"```python\n{_program(exported.signature)}```\n",
+        *_files(family, record),
+        f"Written with {', '.join(f'{name} {version}' for name, version in _versions().items())}.\n",
+    ])  # fmt: skip
 
 
-def _table(head: tuple[str, ...], rows: Any) -> str:
+def _head(family: str | None, record: ExportRecord, license: str, scores: list[Evaluated]) -> dict[str, Any]:
+    tags = ["looplib", "tensorflow", *(tag for name, tag in _TAGS.items() if FORMATS[name].file in record.files)]
+    metrics = sorted({name for one in scores if one.split != "train" for name in one.metrics})
+    head = {
+        "library_name": _LIBRARIES[family],
+        "license": license,
+        "tags": list(dict.fromkeys(tags)),
+        "metrics": [name for name in metrics if name != "examples"],
+    }
+    return {name: value for name, value in head.items() if value}
+
+
+def _parameters(model: Any) -> int:
+    if _keras.is_model(model):
+        return int(model.count_params())
+    return sum(math.prod(variable.shape) for variable in getattr(model, "variables", ()))
+
+
+def _metrics(scores: list[Evaluated], of_other_weights: bool) -> list[str]:
+    rows = [
+        (_cell(one.split), f"{one.step:,}", _cell(name), f"{value:.6g}")
+        for one in scores
+        for name, value in one.metrics.items()
+        if np.isscalar(value) and name not in _OF_THE_CLOCK
+    ]
+    note = "Evaluations were made with averaged weights, which are not those of this export.\n"
+    table = _table(("evaluation", "step", "metric", "value"), rows)
+    return ["## Metrics\n", *[note] * of_other_weights, table] if rows else []
+
+
+def _data(loops: Loops, checkpointer: Checkpointer) -> list[str]:
+    """Says what the run, or the checkpoint that it has restored, knows of the training data."""
+    training, record = loops.training, checkpointer.record
+    examples = training.examples if training and training.examples is not None else record.examples
+    files = (training.fingerprint if training else None) or record.files
+    said = [] if examples is None else [f"{examples:,} examples"]
+    if files:
+        digest = hashlib.sha256(json.dumps(dict(files)).encode()).hexdigest()[:16]
+        said.append(f"fingerprint `{digest}`, of {len(files):,} names")
+    return ["## Training data\n", f"{'; '.join(said)}.\n"] if said else []
+
+
+def _program(signature: Any) -> str:
+    """Returns five lines that load the SavedModel, in the directory of the card, and call it."""
+    inputs = []
+    for spec in tf.nest.flatten(signature):
+        shape = [2 if size is None else size for size in spec.shape.as_list()]
+        made = f'tf.fill({shape}, "")' if spec.dtype == tf.string else f'tf.zeros({shape}, "{spec.dtype.name}")'
+        inputs.append(f'"{spec.name}": {made}')
+    return (
+        "import tensorflow as tf\n\n"
+        f'model = tf.saved_model.load("{SAVED_MODEL}")\n'
+        f"inputs = {{{', '.join(inputs)}}}\n"
+        'outputs = model.signatures["serving_default"](**inputs)\n'
+        "print({name: value.numpy() for name, value in outputs.items()})\n"
+    )
+
+
+def _files(family: str | None, record: ExportRecord) -> list[str]:
+    loaders = {
+        SAVED_MODEL: "tf.saved_model.load(...)",
+        KERAS: f"{family}.models.load_model(...)",
+        "model.weights.h5": "model.load_weights(...)",
+        "model.safetensors": "safetensors.numpy.load_file(...)",
+        "model.onnx": "onnxruntime.InferenceSession(...)",
+        "model.tflite": "tf.lite.Interpreter(...)",
+        "model.int8.tflite": "tf.lite.Interpreter(...)",
+    }
+    rows = [
+        (f"`{name}`", f"{size:,}", f"{record.differences.get(name, math.nan):.1g}", f"`{loaders[name]}`")
+        for name, size in record.files.items()
+        if name in loaders
+    ]
+    text = "A difference is the largest one from the trained model, of outputs for random inputs or of weights.\n"
+    parts = [_table(("file", "bytes", "difference", "load it by"), rows), text]
+    return parts + [f"`model.int8.tflite` is {record.int8}. {_OF_FLOAT}\n"] if record.int8 else parts
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *([_cell(value) for value in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _cell(value: Any) -> str:
-    """Returns a value as text that stays in its place in Markdown."""
-    text = " ".join(str(value).split())
+def _cell(value: str) -> str:
+    """Returns a text that stays in its place in Markdown."""
+    text = " ".join(value.split())
     text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
     return text.replace("|", "\\|").replace("<", "&lt;").encode(errors="backslashreplace").decode()
 
 
-_PLACES = frozenset({"model_dir", "local_dir", "export", "predictions", "config_file", "tpu"})  # of one machine
-_ALWAYS = frozenset({"global_batch_size", "train_steps", "seed"})  # also those that are defaults
-_PLAIN = re.compile(r"[\w.+, ()\[\]'=-]{1,200}")
-_NUMBERS_OF_HOST = re.compile(r"\d+\.\d+\.\d+")
-_PERSONAL = re.compile(r"(?i)e?mail|user|\bhost|address")
-_OF_THE_JOB = frozenset({"mode", "export_averages", "export_formats", "export_license", "checkpoint"})
-
-
-def evaluated(loops: Loops, checkpointer: Checkpointer, reporter: Reporter) -> list[Evaluated]:
+def _evaluated(checkpointer: Checkpointer, reporter: Reporter) -> list[Evaluated]:
     """Returns the metrics of the newest evaluations, and of the training, with their steps."""
     step, reported = checkpointer.step, checkpointer.record.reported
     found = {name: Evaluated(name, step, metrics) for name, metrics in _scores(checkpointer, step).items()}
@@ -230,39 +189,8 @@ def _scores(checkpointer: Checkpointer, step: int) -> dict[str, dict[str, float]
     return found
 
 
-def training_data(loops: Loops, checkpointer: Checkpointer) -> TrainingData:
-    """Returns what the run, or the checkpoint that it has restored, knows of the training data."""
-    training, record = loops.training, checkpointer.record
-    examples = training.examples if training and training.examples is not None else record.examples
-    return TrainingData(examples, (training.fingerprint if training else None) or record.files or {})
-
-
-def settings(checkpointer: Checkpointer, reporter: Reporter) -> dict[str, Setting]:
-    """Returns the settings of the training, of `run.json` if there is one; without defaults, paths and secrets."""
-    own = reporter.report.facts
-    directory = checkpointer.directory.model_dir
-    report = (RunDir(directory).report() if directory else None) or RunReport()
-    flags: Mapping[str, object] = report.flags or own.flags
-    if report.not_default is not None:
-        flags = {name: value for name, value in flags.items() if name in report.not_default or name in _ALWAYS}
-    found = run_report.settings_of(flags, report.config or own.config)
-    return {
-        name: value
-        for name, value in found.items()
-        if name not in _PLACES | _OF_THE_JOB
-        and value not in ("None", "")
-        and _is_plain(value)  # which a mask is not
-        and not _PERSONAL.search(name)
-    }
-
-
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Returns the versions that make the export, of looplib, Python, TensorFlow and the Keras families in use."""
     found = {"looplib": looplib.__version__, "python": platform.python_version()}
     modules = [sys.modules[name] for name in ("tensorflow", "keras", "tf_keras", "numpy") if name in sys.modules]
     return found | {module.__name__: module.__version__ for module in modules}
-
-
-def _is_plain(value: Setting) -> bool:
-    """Returns whether a value is a number or names, and not a text that may have a path, an address or a secret."""
-    return not isinstance(value, str) or bool(_PLAIN.fullmatch(value) and not _NUMBERS_OF_HOST.search(value))

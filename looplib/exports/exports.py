@@ -18,10 +18,9 @@ from looplib.compat import keras as _keras
 from looplib.compat.keras import is_batch_normalization
 from looplib.config.formats import CARD, FORMATS, KERAS, SAVED_MODEL, check_export
 from looplib.errors import ExportError, UsageError
-from looplib.exports import card
-from looplib.exports.int8 import Int8Cost
+from looplib.exports.card import card
 from looplib.exports.new_folder import alone, check_free, new_folder, put_in_place
-from looplib.exports.parts import Parts, WhatIsExported
+from looplib.exports.parts import ExportRecord, Parts
 from looplib.exports.samples import ModelInputs, take_samples
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
@@ -31,30 +30,6 @@ from looplib.task.trainer import Evaluator, Exported, Trainer
 _RECORD = "export.json"
 _NAMES = {_RECORD, CARD, SAVED_MODEL, KERAS, *(each.file for each in FORMATS.values())}
 _INNER = "export"  # the name of one that is made in its own directory
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportRecord:
-    """The content of `export.json`.
-
-    Attributes:
-      step: the global step.
-      weights: "averages" or "last".
-      checkpoint: the name of the checkpoint that the run has continued from, or None.
-      files: bytes of each part, by its name.
-      left_out: why a part is not there, by its name.
-      differences: the largest difference of a part's outputs from the trainer's, for random inputs, by its name; of
-        the numbers in a file of weights.
-      int8: what the int8 file costs; None without one.
-    """
-
-    step: int
-    weights: str
-    checkpoint: str | None
-    files: dict[str, int]
-    left_out: dict[str, str]
-    differences: dict[str, float]
-    int8: Int8Cost | None
 
 
 def export(
@@ -96,32 +71,17 @@ def export(
     if averages and chief:
         _warn_of_statistics(exported)
     with exported.averages.in_use() if averages else contextlib.nullcontext():
-        parts = Parts(WhatIsExported(exported, own, samples))
+        parts = Parts(exported, own, samples)
         try:
             with new_folder(named) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-") as place:
                 parts.write(place, formats, chief)
                 if chief:
                     weights = "averages" if averages else "last"
                     start = os.path.basename(checkpointer.restored_from) if checkpointer.restored_from else None
-                    model_card = card.Card(
-                        model=exported.model,
-                        signature=exported.signature,
-                        step=step,
-                        weights=weights,
-                        license=license.strip(),
-                        evaluated=card.evaluated(loops, checkpointer, reporter),
-                        evaluated_averages=exported.averages is not None,
-                        data=card.training_data(loops, checkpointer),
-                        settings=card.settings(checkpointer, reporter),
-                        versions=card.versions(),
-                        sizes=parts.sizes(),
-                        differences=parts.differences,
-                        int8=parts.int8,
-                    )
-                    files.write_whole(os.path.join(place, CARD), model_card.text(), durable=False)
-                    record = ExportRecord(
-                        step, weights, start, parts.sizes(), parts.left_out, parts.differences, parts.int8
-                    )
+                    record = parts.record(step, weights, start)
+                    text = card(exported, record, license.strip(), loops, checkpointer, reporter)
+                    files.write_whole(os.path.join(place, CARD), text, durable=False)
+                    record = parts.record(step, weights, start)  # with the card
                     text = json.dumps(dataclasses.asdict(record), indent=1) + "\n"
                     files.write_whole(os.path.join(place, _RECORD), text)
                     _appear(place, directory, named)

@@ -196,7 +196,7 @@ KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = dict(
 )
 
 
-_VERSION = 2
+_VERSION, _INDEX = 2, "_index.json"
 _MOST_BYTES = 1 << 27  # of an index, which has about 200 for a piece
 _MOST_STEPS = 1 << 40
 
@@ -314,14 +314,13 @@ class PredictionFolder:
 
     def __init__(self, path: str, check: Callable[[], None], shown: str) -> None:
         self.path, self._check, self._shown = path, check, shown
-        self._index = os.path.join(path, "_index.json")
+        self._index = os.path.join(path, _INDEX)
         self._buffer: list[Record] = []
         self._source: PredictionSource | None = None
         earlier = self._read()
         self._earlier = earlier and earlier.source
-        pieces = self._intact(earlier) if earlier else []
+        self._pieces = pieces = self._intact(earlier) if earlier else []
         self._complete = earlier is not None and earlier.complete and len(pieces) == len(earlier.pieces)
-        self._pieces = [dataclasses.asdict(piece) for piece in pieces]
         self.finished = self._newest = pieces[-1].end if pieces else PredictionPosition()
         self._step, self._resumes = self.finished.step, self.finished.records > 0
 
@@ -404,10 +403,8 @@ class PredictionFolder:
         """
         if self._resumes:
             self._refuse()
-        if self._buffer:
-            self._write_piece()
-        self._complete = True
-        self._write_index()
+        self._complete = True  # in one with the last piece, which may be smaller
+        self._write_piece() if self._buffer else self._write_index()
         if others := self._others():
             raise PredictionError(
                 f"{self.path} has {ascii(join_names(others))} besides the {len(self._pieces)} pieces of the "
@@ -425,14 +422,12 @@ class PredictionFolder:
         self._write(_name(len(self._pieces), self._source.format), content)
         self._buffer = []
         self.finished = self._newest
-        piece = Piece(len(content), hashlib.sha256(content).hexdigest(), self.finished)
-        self._pieces.append(dataclasses.asdict(piece))
+        self._pieces.append(Piece(len(content), hashlib.sha256(content).hexdigest(), self.finished))
         self._write_index()
 
     def _write_index(self) -> None:
-        source = dataclasses.asdict(self._source)
-        index = {"version": _VERSION, "complete": self._complete, "source": source, "pieces": self._pieces}
-        self._write("_index.json", json.dumps(index) + "\n")
+        index = dataclasses.asdict(Index(self._source, self._pieces, self._complete))
+        self._write(_INDEX, json.dumps({"version": _VERSION, **index}) + "\n")
 
     def _write(self, name: str, content: str | bytes) -> None:
         self._check()

@@ -23,14 +23,12 @@ class OutputCost:
     Attributes:
       largest: the largest difference.
       mean: the mean absolute difference.
-      range: the largest output of the float model, without its sign.
       same_class: of an output [batch, classes], the share of examples whose largest one is at one place; else None.
       left_out: examples that are not counted, because outputs of the float model are not finite.
     """
 
     largest: float
     mean: float
-    range: float
     same_class: float | None
     left_out: int
 
@@ -138,7 +136,7 @@ class _Sums:
     """The differences of one output so far."""
 
     def __init__(self) -> None:
-        self._largest = self._sum = self._range = 0.0
+        self._largest = self._sum = 0.0
         self._count = self._rows = self._same = self._left_out = 0
         self._classes = True
 
@@ -155,7 +153,6 @@ class _Sums:
         differences = np.abs(found - expected)
         self._largest = float(np.maximum(self._largest, differences.max()))  # which keeps NaN
         self._sum += float(differences.sum())
-        self._range = float(np.maximum(self._range, np.abs(expected).max()))
         self._count += differences.size
         self._classes &= expected.ndim == 2 and expected.shape[1] > 1
         if self._classes:
@@ -166,4 +163,4 @@ class _Sums:
         """Returns what they come to."""
         same = self._same / self._rows if self._classes and self._rows else None
         mean = self._sum / self._count if self._count else 0.0
-        return OutputCost(self._largest, mean, self._range, same, self._left_out)
+        return OutputCost(self._largest, mean, same, self._left_out)

@@ -23,7 +23,7 @@ from looplib.exports import int8
 from looplib.exports.int8 import Int8Cost
 from looplib.exports.samples import ModelInputs
 from looplib.task.plain import gaps
-from looplib.task.state import variables_of
+from looplib.task.state import state_kept, variables_of
 from looplib.task.trainer import Exported
 from looplib.weights.layers import ComputedValue, LayerWalk
 from looplib.weights.opening import SafetensorsFile
@@ -34,25 +34,36 @@ _SIGNATURE = "serving_default"
 
 
 @dataclasses.dataclass(frozen=True)
-class WhatIsExported:
-    """The checkpoint, model and signatures that the files of an export belong to.
+class ExportRecord:
+    """The content of `export.json`.
 
     Attributes:
-      exported: the function, its signature whose specs have names, and the model.
-      own_export: whether the program defines the function, and not looplib as the model's outputs in inference.
-      samples: examples for int8; a sentence why there are none; None if they are not needed.
+      step: the global step.
+      weights: "averages" or "last".
+      checkpoint: the name of the checkpoint that the run has continued from, or None.
+      files: bytes of each part, by its name.
+      left_out: why a part is not there, by its name.
+      differences: the largest difference of a part's outputs from the trainer's, for random inputs, by its name; of
+        the numbers in a file of weights.
+      int8: what the int8 file costs; None without one.
     """
 
-    exported: Exported
-    own_export: bool
-    samples: ModelInputs | str | None
+    step: int
+    weights: str
+    checkpoint: str | None
+    files: dict[str, int]
+    left_out: dict[str, str]
+    differences: dict[str, float]
+    int8: Int8Cost | None
 
 
 class Parts:
     """The files of an export. Making it computes the function, whose errors are its own and not those of files.
 
     Args:
-      what: what they are of.
+      exported: the function, its signature whose specs have names, and the model.
+      own_export: whether the program defines the function, and not looplib as the model's outputs in inference.
+      samples: examples for int8; a sentence why there are none; None if they are not needed.
 
     Attributes:
       left_out: why a part is not there, by its name.
@@ -60,8 +71,8 @@ class Parts:
       int8: what the int8 file costs; None without one.
     """
 
-    def __init__(self, what: WhatIsExported) -> None:
-        self._what, self._exported, self._folder = what, what.exported, ""
+    def __init__(self, exported: Exported, own_export: bool, samples: ModelInputs | str | None) -> None:
+        self._exported, self._own_export, self._samples, self._folder = exported, own_export, samples, ""
         self.left_out: dict[str, str] = {}
         self.differences: dict[str, float] = {}
         self.int8: Int8Cost | None = None
@@ -69,7 +80,7 @@ class Parts:
         batch = tf.nest.map_structure(random_batch, self._exported.signature)
         self._inputs = dict(zip([spec.name for spec in specs], tf.nest.flatten(batch)))
         self._batch = batch
-        with _state_kept(self._exported.model):
+        with state_kept(self._exported.model):
             self._expected = tf.nest.flatten(self._exported.function(batch))
         self._serve: Any = None  # of the SavedModel, once it is loaded
 
@@ -133,7 +144,7 @@ class Parts:
             model.save(path)
             doing = "load what it has written, as where a class lacks register_keras_serializable or get_config"
             loaded = sys.modules[_keras.family(model)].models.load_model(path, compile=False)
-            with _state_kept(model), _state_kept(loaded):
+            with state_kept(model), state_kept(loaded):
                 found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
             loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
         except Exception as error:  # a layer without a configuration raises errors of many types
@@ -181,7 +192,7 @@ class Parts:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of numpy, about names that tf2onnx looks for
-                if _keras.family(model) == "keras" and not self._what.own_export:
+                if _keras.family(model) == "keras" and not self._own_export:
                     model.export(path, format="onnx", verbose=False, input_signature=[signature])
                 else:
                     _convert(self._exported, path)
@@ -205,7 +216,7 @@ class Parts:
         self._keep(name, [found[key] for key in expected], expected.values(), "its interpreter computes")
 
     def _write_int8(self, name: str) -> None:
-        samples = self._what.samples
+        samples = self._samples
         found, reason = (None, samples) if isinstance(samples, str) else (samples, "")
         place, inputs = os.path.join(self._folder, SAVED_MODEL), {k: one.numpy() for k, one in self._inputs.items()}
         try:
@@ -227,14 +238,14 @@ class Parts:
         split, examples = (found.split, found.examples) if found else ("", 0)
         self.int8 = Int8Cost(kind, refused or reason, split, examples, calibrated, outputs)
 
-    def sizes(self) -> dict[str, int]:
-        """Returns the bytes of each part."""
+    def record(self, step: int, weights: str, checkpoint: str | None) -> ExportRecord:
+        """Returns what `export.json` says, once the parts are written."""
         sizes = {}
         for name in sorted(os.listdir(self._folder)):
             path = os.path.join(self._folder, name)
             inside = [os.path.join(folder, file) for folder, _, names in os.walk(path) for file in names]
             sizes[name] = sum(map(os.path.getsize, inside or [path]))
-        return sizes
+        return ExportRecord(step, weights, checkpoint, sizes, self.left_out, self.differences, self.int8)
 
 
 def _save(exported: Exported, path: str) -> None:
@@ -250,21 +261,6 @@ def _save(exported: Exported, path: str) -> None:
     module.model = exported.model
     module.serve = tf.function(exported.function, input_signature=[exported.signature])
     tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
-
-
-@contextlib.contextmanager
-def _state_kept(model: Any) -> Iterator[None]:
-    """Gives the values back that a call of a model changes, such as the states of stateful recurrent layers."""
-    trained = {id(_keras.tf_variable(variable)) for variable in getattr(model, "trainable_variables", ())}
-    held = {"model": model, "untracked": _keras.untracked_variables(model)}
-    others = [variable for _, variable in variables_of(held) if id(variable) not in trained]
-    before = [tf.identity(variable) for variable in others]
-    try:
-        yield
-    finally:
-        for variable, value in zip(others, before):
-            if not tf.reduce_all(tf.equal(variable, value)):
-                variable.assign(value)
 
 
 def _of_converter(error: Exception) -> str:

@@ -7,7 +7,6 @@ Names that other rooms may use, by file:
     data: none
     losses: none
     means: none
-    metric_parts: none
     python_data: python_batches
     results: none
     rows: none

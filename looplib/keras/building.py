@@ -4,7 +4,7 @@ Several replicas and the eager loop cannot make them in a step. What is traced h
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +17,7 @@ from looplib.compat.tensorflow import converted
 from looplib.errors import LossError, UsageError, VariableError
 from looplib.keras.data import KerasData
 from looplib.loop.step import raise_refusal
-from looplib.task.state import unheld, values_kept, variables_of
+from looplib.task.state import state_kept, state_of_model, unheld
 
 
 def build(model: Any, data: KerasData, trains: bool) -> None:
@@ -49,7 +49,7 @@ def build(model: Any, data: KerasData, trains: bool) -> None:
 def _build_by_test_step(model: Any, data: KerasData) -> None:
     """Runs the test step on few examples, where that is faster than to trace it; or traces it."""
     if model.built and model.distribute_strategy.num_replicas_in_sync == 1:
-        with contextlib.suppress(Exception), _unchanged(model):  # a layer may need batches of another size
+        with contextlib.suppress(Exception), state_kept(model):  # a layer may need batches of another size
             model.distribute_strategy.run(model.test_step, args=(data.sample(1),))
             return
     _trace(model, model.test_step, data)
@@ -142,16 +142,3 @@ def explain(error: Exception) -> None:
             "tf_keras refuses a loss that divides by the batch in a step of the model's own on several replicas; make "
             'it with reduction="none", and take tf.reduce_mean of its values, which looplib weighs right'
         ) from error
-
-
-@contextlib.contextmanager
-def _unchanged(model: Any) -> Iterator[None]:
-    """Gives the state of a model that a test step may change its values back."""
-    held = [variable for _, variable in variables_of(state_of_model(model)) if not variable.trainable]
-    with values_kept(held):
-        yield
-
-
-def state_of_model(model: Any) -> dict[str, Any]:
-    """Returns what holds the variables of a model, of its optimizers and metrics."""
-    return {"model": model, "untracked": _keras.untracked_variables(model)}

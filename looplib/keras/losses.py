@@ -10,20 +10,10 @@ import tensorflow as tf
 
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
-from looplib.compat import tensorflow as _tf
-from looplib.compat.patches import Collectives, alone, collectives
+from looplib.compat.patches import Collectives, alone, collectives, weighs_collectives
 
 _WEIGHTS = "mean_with_sample_weight"  # a reduction of Keras 3, which divides by the sum of the weights
 _NONE = ("none", "None")
-
-
-class _OfBatch(_tf.ReplicaLocal):
-    """Whether the code of a replica computes its part of a global batch."""
-
-    on: bool = False
-
-
-_part_of_batch = _OfBatch()
 
 
 @contextlib.contextmanager
@@ -44,14 +34,10 @@ def part_of_batch(left_out: bool = False) -> Iterator[Collectives]:
     if several:
         for root in _keras.imported():
             _replace(sys.modules[root].losses.Loss)
-    _part_of_batch.on = several
-    try:
-        with updates.weighting_means():
-            found = Collectives(updates.weight_of_part(tf.float32), left_out)
-            with collectives(found) if several else contextlib.nullcontext(), alone():
-                yield found
-    finally:
-        _part_of_batch.on = False
+    with updates.weighting_means():
+        found = Collectives(updates.weight_of_part(tf.float32), left_out)
+        with collectives(found) if several else contextlib.nullcontext(), alone():
+            yield found
 
 
 def _replace(kind: type) -> None:
@@ -63,7 +49,7 @@ def _replace(kind: type) -> None:
     @functools.wraps(plain)
     def call(self: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
         sample_weight = args[0] if args else kwargs.get("sample_weight")
-        if not _part_of_batch.on or str(self.reduction) in _NONE:
+        if not weighs_collectives() or str(self.reduction) in _NONE:
             return plain(self, y_true, y_pred, sample_weight)
         return _part(plain, self, y_true, y_pred, sample_weight)
 

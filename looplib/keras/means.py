@@ -1,4 +1,4 @@
-"""Whether a compiled model trains on several replicas as on one device: its step is tried both ways on one batch.
+"""Whether a compiled model has on several replicas the loss and metrics of one device: both are tried on one batch.
 
 What the configuration of Keras's losses says is done, see `losses`. Whether the rest of a step is a mean over examples
 is in the user's code, so the step runs as in a training: on a batch whole, and on its parts by the replicas, equal and
@@ -6,6 +6,7 @@ unequal, from the first weights and from others. What cannot be tried is refused
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from looplib.loop.step import raise_refusal
 EXAMPLES = 32  # that are enough to try
 _MOVES = 3  # of the weights, as conditions on values may hold in some states only
 _DRAWS = 12  # of the random numbers of a model that draws some
+_ORDERS = 8  # of the examples, for the metrics of a step of a fixed batch size
 _SURE, _NOISY = 4, 0.1  # standard errors, and the least difference, that stand out of such noise
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _OR = (
@@ -30,8 +32,12 @@ _OR = (
 )
 
 
+_Pair = tuple[Computed, Computed]  # of a batch as a whole, and of its parts
+
+
 @dataclasses.dataclass
 class _Found:
+    pairs: Sequence[_Pair]  # of the first weights, as many as there are draws
     fault: str = ""
     kept: list[str] = dataclasses.field(default_factory=list)  # variables that differ between replicas
     draws: bool = False  # whether the step draws random numbers
@@ -44,6 +50,10 @@ def check(model: Any, batch: Any) -> None:
     What is compared are the gradients that optimizers get, summed over replicas as in a training. Nothing is updated.
     Left out are the statistics of a replica's own examples in batch normalization.
 
+    Of metrics, it warns, and says which are not known. A function that returns a number for each example passes, and so
+    does a metric that keeps sums. A function that returns a scalar, such as a maximum or an F1 score, is computed by
+    each replica for its own examples, so that the reported mean depends on the number of replicas.
+
     Args:
       model: a compiled model, whose variables exist, on several replicas.
       batch: examples, as arguments x, y and sample_weight.
@@ -51,14 +61,16 @@ def check(model: Any, batch: Any) -> None:
     Raises:
       UsageError: if they do not, or if it cannot be tried.
     """
-    fixed, batch = _keras.fixed_batch(model), ordered(model, batch)
-    own = _keras.has_own_step(model)
+    fixed, sample, batch = _keras.fixed_batch(model), batch, ordered(model, batch)
+    own, every = _keras.has_own_step(model), (one for outer in model.metrics for one in _keras.inner_metrics(outer))
+    metrics, compare = [one for one in every if len(_keras.inner_metrics(one)) < 2], _exchanged if fixed else _tried
     try:
-        with StepTrial(model) as trial:
-            found = _exchanged(trial, batch) if fixed else _tried(model, trial, batch)
-        if found.draws and not found.fault and not own and not fixed:  # what dropout hides
-            with StepTrial(model, lambda batch: _evaluated(model, batch)) as trial:
-                found.fault = _tried(model, trial, batch).fault
+        with StepTrial(model, metrics=metrics) as trial:
+            found = compare(model, trial, batch)
+        if found.draws and not found.fault and not own:  # what dropout hides
+            with StepTrial(model, lambda batch: _evaluated(model, batch), metrics) as trial:
+                second = compare(model, trial, batch)
+                found.fault, found.pairs = second.fault, second.pairs
     except UsageError:
         raise
     except Exception as error:
@@ -88,6 +100,7 @@ def check(model: Any, batch: Any) -> None:
             "known of it; `python -m looplib check replicas` compares whole trainings",
             join_names(found.without_effect), type(model).__name__,
         )  # fmt: skip
+    _warn_of_metrics(model, metrics, sample, found.pairs)
 
 
 def _graphs(batch: Any) -> str:
@@ -108,7 +121,7 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
     first, again = trial.whole(batch), trial.whole(batch)
     rounding = _apart(first, trial.whole(rows.take(batch, range(size)[::-1]))) if alike else 0  # deep models have more
     tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, _ROUNDING * rounding)
-    found = _Found(draws=_apart(first, again) > 1e-6 or tolerance > _MOST_ROUNDING)
+    found = _Found((), draws=_apart(first, again) > 1e-6 or tolerance > _MOST_ROUNDING)
     if not np.isfinite(_apart(first, again)):
         found.fault = "its gradients are not finite with the first weights, so that it cannot be tried"
         return found
@@ -117,11 +130,10 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
 
     def differs(batch: Any, shares: list[int] | None) -> float:
         nonlocal first
-        first, parts = trial.whole(batch), trial.in_parts(batch, shares)
-        if not found.draws:
-            return _over(_apart(parts, first), tolerance)
-        pairs = [(first, parts), *((trial.whole(batch), trial.in_parts(batch, shares)) for _ in range(_DRAWS - 1))]
-        return _stands_out(*zip(*pairs))
+        draws = range(_DRAWS if found.draws else 1)
+        pairs = [(trial.whole(batch), trial.in_parts(batch, shares)) for _ in draws]
+        found.pairs, (first, parts) = found.pairs or pairs, pairs[0]
+        return _stands_out(*zip(*pairs)) if found.draws else _over(_apart(parts, first), tolerance)
 
     weighted = None if found.draws else _weighted(model, batch)
     even = not shares or not found.draws  # many draws are not made twice
@@ -155,15 +167,17 @@ def _tried(model: Any, trial: StepTrial, batch: Any) -> _Found:
     return found
 
 
-def _exchanged(trial: StepTrial, batch: Any) -> _Found:
-    """Compares the parts of a batch with those of the batch in another order, for a step of a fixed batch size."""
-    trial.sized = True
-    parts = trial.in_parts(batch)
-    other = trial.in_parts(rows.take(batch, np.argsort(np.arange(leaves(batch)[0].shape[0]) % 2, kind="stable")))
-    far = _over(_apart(parts, other), 1e-3)
-    same = _over(_apart(parts, trial.in_parts(batch)), 1e-3)
-    fault = f"the gradients differ by {far:.2%} where replicas get other parts of a batch" if far and not same else ""
-    return _Found(fault, trial.apart)
+def _exchanged(model: Any, trial: StepTrial, batch: Any) -> _Found:
+    """Compares the parts of a batch with those of it in other orders, for a step of a fixed batch size."""
+    trial.sized, chance, size = True, np.random.default_rng(0), leaves(batch)[0].shape[0]
+    first, again = trial.in_parts(batch), trial.in_parts(batch)
+    orders = [np.argsort(np.arange(size) % 2, kind="stable"), *(chance.permutation(size) for _ in range(_ORDERS))]
+    others = [trial.in_parts(rows.take(batch, order)) for order in orders[: None if first.results else 1]]
+    far, draws = _over(_apart(first, others[0]), 1e-3), _apart(first, again) > 1e-3
+    fault = f"the gradients differ by {far:.2%} where replicas get other parts of a batch" if far and not draws else ""
+    every = [np.stack(one) * (np.nan if draws else 1) for one in zip(*(each.results for each in (first, *others)))]
+    most, least = (dataclasses.replace(first, results=[how(one, axis=0) for one in every]) for how in (np.max, np.min))
+    return _Found([(most, least)], fault, trial.apart, draws)
 
 
 def _evaluated(model: Any, batch: Any) -> None:
@@ -172,6 +186,7 @@ def _evaluated(model: Any, batch: Any) -> None:
     with tf.GradientTape() as tape:
         predicted = model(x, training=False)
         loss = model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
+    model.compute_metrics(x, y, predicted, sample_weight)
     variables = model.trainable_variables
     model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
 
@@ -234,9 +249,55 @@ def _stands_out(wholes: tuple[Computed, ...], parts: tuple[Computed, ...]) -> fl
         far = np.sum(np.square(apart.mean(axis=0)))
         if far > max(_SURE**2 * noise, _NOISY**2 * square):
             return float(np.sqrt(far / square))
-    losses = np.stack([one.losses - other.losses for one, other in zip(wholes, parts)])
-    mean = np.abs(np.mean([one.losses for one in wholes], axis=0))
-    noise = _SURE * losses.std(axis=0, ddof=1) / np.sqrt(count)
-    relative = np.abs(losses.mean(axis=0)) / np.maximum(mean, 1e-30)
-    standing = relative[np.abs(losses.mean(axis=0)) > np.maximum(_NOISY * mean, noise)]
-    return float(standing.max(initial=0.0))
+    losses = [np.stack([each.losses for each in some]) for some in (parts, wholes)]
+    return float(_differing(*losses, least=1e-30).max(initial=0.0))
+
+
+def _differing(parts: np.ndarray, whole: np.ndarray, least: float) -> np.ndarray:
+    """Returns by how much of their size, or of `least`, the means of draws `[draws, n]` differ; 0 for noise."""
+    apart, size = parts - whole, np.maximum(np.abs(whole).mean(axis=0), least)
+    far, noise = np.abs(apart.mean(axis=0)), _SURE * apart.std(axis=0, ddof=1) / np.sqrt(len(apart))
+    return np.where(far > np.maximum(_NOISY * size, noise), far / size, 0.0)
+
+
+def _warn_of_metrics(model: Any, metrics: list[Any], batch: Any, pairs: Sequence[_Pair]) -> None:
+    """Warns of metrics whose results differ between replicas and one device, and of those that are not known."""
+    named, replicas = f"metrics of {type(model).__name__}", model.distribute_strategy.num_replicas_in_sync
+    if metrics and min(rows.sizes(batch)) < 2:
+        logging.warning(
+            "whether the %s have on %d replicas the values of one device is not known, as the first batch has one "
+            "example; `python -m looplib check replicas` compares whole trainings", named, replicas,
+        )  # fmt: skip
+        return
+    whole, parts = ([np.stack(one) for one in zip(*(each.results for each in side))] for side in zip(*pairs))
+    unknown = [metric.name for metric, one in zip(metrics, whole) if not np.isfinite(one).all()]
+    if unknown:
+        logging.warning(
+            "whether %s of the %s have on %d replicas the values of one device is not known: they are not finite for "
+            "the examples that were tried, or no two times the same", join_names(unknown), named, replicas,
+        )  # fmt: skip
+    limit = 0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3
+    apart = [_is_other(one, other, limit) for one, other in zip(parts, whole)]
+    found = [
+        f"{metric.name} ({_shown(parts[i])} for {_shown(whole[i])})" for i, metric in enumerate(metrics) if apart[i]
+    ]
+    if found:
+        logging.warning(
+            "metrics of the parts of a batch are not the values for the batch of %s: reports on %d replicas differ "
+            "from those on one device; have the function return a number for each example, or use a keras Metric "
+            "that keeps sums", join_names(found), replicas,
+        )  # fmt: skip
+
+
+def _is_other(parts: np.ndarray, whole: np.ndarray, limit: float) -> bool:
+    """Returns whether results, float64 `[draws, n]`, differ by more than rounding, or than the noise of the draws."""
+    if not (np.isfinite(parts).all() and np.isfinite(whole).all()):
+        return bool(np.isfinite(whole).all())  # what is known of the whole alone is another value
+    if len(parts) == 1:
+        return bool((np.abs(parts - whole) > limit * np.maximum(np.abs(whole), 1e-3)).any())
+    return bool(_differing(parts, whole, least=1e-3).any())
+
+
+def _shown(values: np.ndarray) -> str:
+    mean = values.mean(axis=0)
+    return f"{mean[0]:.4g}" if mean.size == 1 else str(mean.round(4).tolist())

@@ -37,7 +37,7 @@ class BatchFormat:
         batches = [without_lists(batch) for batch in first]
         if not batches:
             raise DatasetError(f"{who} has no batch; check where the data is read from")
-        self._like = batches[0]
+        self._like, self._blanks = batches[0], rows.OmittedParts(batches[0])
         arrays = [self._arrays(batch) for batch in batches]
         if not all(array.shape for array in arrays[0]):
             raise DatasetError(f"{who} has single examples or numbers; expected batches, whose arrays have a row each")
@@ -70,9 +70,7 @@ class BatchFormat:
 
     def packed(self, tensors: Iterable[tf.Tensor]) -> Any:
         """Returns the batch of the tensors of its arrays."""
-        parts = iter([tf.ensure_shape(tensor, spec.shape) for tensor, spec in zip(tensors, self.specs)])
-        filled = [None if part is None else next(parts) for part in tf.nest.flatten(self._like)]
-        return tf.nest.pack_sequence_as(self._like, filled)
+        return self._blanks.restore([tf.ensure_shape(one, spec.shape) for one, spec in zip(tensors, self.specs)])
 
     def _arrays(self, batch: Any) -> list[np.ndarray]:
         try:
@@ -82,7 +80,7 @@ class BatchFormat:
                 f"{self.who} has batches of different structures ({gist(error)}); expected (inputs, targets) or the "
                 "like of each"
             ) from error
-        arrays = [rows.as_array(part, self._float_type) for part in tf.nest.flatten(batch) if part is not None]
+        arrays = [rows.as_array(part, self._float_type) for part in self._blanks.remove(batch)]
         if not all(isinstance(array, np.ndarray) for array in arrays):
             raise DatasetError(
                 f"{self.who} has sparse or ragged arrays, which only a tf.data.Dataset has in batches; give one "

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,10 +18,9 @@ from looplib.compat.optimizers import Replacement
 from looplib.compat.patches import alone
 from looplib.compat.tensorflow import converted
 from looplib.keras import rows
-from looplib.keras.building import state_of_model
 from looplib.keras.losses import part_of_batch
 from looplib.task.plain import gaps
-from looplib.task.state import unheld, variables_of
+from looplib.task.state import state_of_model, unheld, variables_of
 
 _ELEMENTS = 2**16  # of each gradient that are compared, or rows of a sparse one
 _LATER = 1000  # steps that a counter is moved by
@@ -181,21 +181,24 @@ class StepTrial:
 
     def _results(self, whole: bool) -> list[np.ndarray]:
         """Returns what the metrics are after a run: of the first replica, or of all together."""
-
-        def read() -> list[tf.Tensor]:
-            each = [tf.nest.flatten(metric.result()) for metric in self._metrics]
-            flat = [[tf.reshape(tf.cast(_keras.value_now(one), tf.float64), [-1]) for one in some] for some in each]
-            return [tf.concat(some, axis=0) for some in flat]
-
-        @tf.function(autograph=False)
-        def of_one() -> list[tf.Tensor]:
-            with alone():
-                return read()
-
         if not whole or not self._metrics:
-            return [result.numpy() for result in read()]
-        found = self._strategy.run(of_one)
+            return [result.numpy() for result in self._read()]
+        found = self._strategy.run(self._read_alone)
         return [self._strategy.experimental_local_results(result)[0].numpy() for result in found]
+
+    def _read(self) -> list[tf.Tensor]:
+        each = [tf.nest.flatten(metric.result()) for metric in self._metrics]
+        flat = [[tf.reshape(tf.cast(_keras.value_now(one), tf.float64), [-1]) for one in some] for some in each]
+        return [tf.concat(some, axis=0) for some in flat]
+
+    @functools.cached_property
+    def _read_alone(self) -> Callable[[], list[tf.Tensor]]:
+        @tf.function(autograph=False)
+        def read() -> list[tf.Tensor]:
+            with alone():
+                return self._read()
+
+        return read
 
     def _trace(self, batch: Any, flat: list[Any], bounds: np.ndarray, whole: bool) -> Any:
         counts = bounds[:, :, 1] - bounds[:, :, 0]
@@ -255,10 +258,7 @@ class StepTrial:
 
     def _takes_pairs(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         given = updates.weighted([gradient for gradient, _ in grads_and_vars])
-        sums_itself = (
-            kwargs.get("skip_gradients_aggregation") or kwargs.get("experimental_aggregate_gradients") is False
-        )
-        factor = tf.constant(1 / self._replicas) if sums_itself else None
+        factor = tf.constant(1 / self._replicas) if updates.sums_itself(kwargs) else None
         self._given.gradients += [updates.times(each, factor) for each in given]
 
     def _kept_apart(self) -> list[str]:

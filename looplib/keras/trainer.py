@@ -13,13 +13,13 @@ from looplib.compat import patches
 from looplib.compat.tensorflow import converted
 from looplib.data.context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
-from looplib.keras import means, metric_parts, rows
-from looplib.keras.building import build, state_of_model
+from looplib.keras import means, rows
+from looplib.keras.building import build
 from looplib.keras.callbacks import KerasCallbacks
 from looplib.keras.data import KerasData
 from looplib.keras.losses import part_of_batch
 from looplib.keras.results import BatchLogs, KerasResults
-from looplib.task.state import variables_of
+from looplib.task.state import state_of_model, variables_of
 from looplib.task.trainer import Adapter, Evaluator, Exported, Trainer, of_model
 
 _ELSEWHERE = {  # arguments that have another place: of `fit`, and of `GradientTrainer`
@@ -126,7 +126,6 @@ class KerasTrainer(Adapter, Trainer):
             sample = self._keras_data.sample(means.EXAMPLES)
             means.check(model, sample)
             self.uneven_parts = len(set(rows.sizes(sample))) > 1  # each part is divided by its own, which was tried
-            metric_parts.warn_of_others(model, sample)
         self.metrics = [*model.metrics, *_keras.unlisted_metrics(model)]
         held = {id(variable) for _, variable in variables_of(state_of_model(model))}
         self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in held]

@@ -259,14 +259,11 @@ class Store:
             if all(map(folders.is_name, name.split("/")))
         }
 
-    def read(self, name: str, patience: float = PATIENCE) -> bytes:
-        """Returns the content of a small object, without a local file, which a full disk could not hold."""
-        return self.read_with_age(name, patience)[0]
-
     def read_with_age(self, name: str, patience: float = PATIENCE) -> tuple[bytes, float | None]:
         """Returns the content of a small object, and how many seconds ago it was written, by the clock of the store.
 
-        The age is None where the driver does not tell what time it is in the store.
+        It needs no local file, which a full disk could not hold. The age is None where the driver does not tell what
+        time it is in the store.
         """
 
         def read() -> tuple[bytes, float | None]:
@@ -393,13 +390,13 @@ class Store:
             time.sleep(pause)
         raise AssertionError
 
-    def delete(self, names: Iterable[str], patience: float = PATIENCE) -> None:
-        """Deletes objects; one that is not there is no error."""
+    def delete(
+        self, names: Iterable[str], patience: float = PATIENCE, before: Callable[[], object] = lambda: None
+    ) -> None:
+        """Deletes objects; one that is not there is no error. For `before` see `put`."""
         for name in names:
-            try:
-                self.ask(lambda name=name: self._files.rm_file(self._at(name)), f"delete {name}", patience)
-            except FileNotFoundError:
-                pass
+            with contextlib.suppress(FileNotFoundError):
+                self.ask(lambda name=name: self._files.rm_file(self._at(name)), f"delete {name}", patience, before)
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -172,6 +172,25 @@ def state_of(task: Any) -> dict[str, Any]:
     return state
 
 
+def state_of_model(model: Any) -> dict[str, Any]:
+    """Returns what holds the variables of a model, of its optimizers and metrics."""
+    return {"model": model, "untracked": _keras.untracked_variables(model)}
+
+
+@contextlib.contextmanager
+def state_kept(model: Any) -> Iterator[None]:
+    """Gives the values back that a call of a model changes in a `with` block, such as states of recurrent layers."""
+    trained = {id(_keras.tf_variable(variable)) for variable in getattr(model, "trainable_variables", ())}
+    others = [variable for _, variable in variables_of(state_of_model(model)) if id(variable) not in trained]
+    before = [tf.identity(variable) for variable in others]
+    try:
+        yield
+    finally:
+        for variable, value in zip(others, before):
+            if not tf.reduce_all(tf.equal(variable, value)):
+                variable.assign(value)
+
+
 def _trackable(value: object) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return any(_trackable(item) for item in (value.values() if isinstance(value, dict) else value))

@@ -5,13 +5,12 @@ Names that other rooms may use, by file:
     hdf5: none
     hdf5_contents: none
     layers: ComputedValue, LayerWalk
-    loading: continue_from, located, warm_start
+    loading: continue_from, located, take_what_fits, warm_start
     names: LiveVariables, SavedVariables, stable_names
     opening: open_weights, SafetensorsFile
     pairing: none
-    restoring: contents_of, objects_of, peek, read_position, restore, RestoreMode
+    restoring: contents_of, objects_of, peek, read_position, restore
     rules: apply, given, RuledName, WarmStart, WeightRule
     sources: StoredTensor
-    suggestions: suggest
     taking: named_weights, unique_names, write_safetensors
 """

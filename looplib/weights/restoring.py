@@ -3,7 +3,6 @@
 What a program computes with that no variable holds, such as vocabularies, is noted with a checkpoint, and compared.
 """
 
-import enum
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,19 +28,11 @@ _SHOWN, _LONGEST = 20, 50  # entries, and characters of each
 _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
 
 
-class RestoreMode(enum.Enum):
-    """The differences between a checkpoint and the objects here that a restore allows."""
-
-    STRICT = enum.auto()  # none
-    SUBSET = enum.auto()  # the checkpoint may hold more, such as the optimizer, which an evaluation does not have
-    INTERSECTION = enum.auto()  # both may hold more
-
-
 def restore(
     checkpoint: tf.train.Checkpoint,
     objects: Mapping[str, Any],
     path: str,
-    mode: RestoreMode,
+    strict: bool,
     options: tf.train.CheckpointOptions,
 ) -> None:
     """Restores the state.
@@ -50,30 +41,25 @@ def restore(
       checkpoint: the `tf.train.Checkpoint` of the objects.
       objects: dict from name to trackable object.
       path: a checkpoint's path, `.../ckpt-<step>`.
-      mode: which differences are allowed.
+      strict: whether the checkpoint may not hold more either, such as an optimizer, which an evaluation does not have.
       options: for TensorFlow.
 
     Raises:
       UsageError: if the checkpoint is not one of this model; it lists what differs. The variables may then be
         partly restored.
     """
-    if mode is RestoreMode.INTERSECTION:
-        from looplib.weights.loading import take_what_fits  # here, as few restores need it
-
-        take_what_fits(objects, path)
-        return
     try:
         if _compared(checkpoint, objects, path, shapes=False).get("other names"):
-            raise MismatchError(_mismatch(checkpoint, objects, path, mode))
+            raise MismatchError(_mismatch(checkpoint, objects, path, strict))
         status = checkpoint.restore(path, options)
-        if mode is RestoreMode.SUBSET:
-            status.assert_existing_objects_matched().expect_partial()
-        else:
+        if strict:
             status.assert_consumed()
+        else:
+            status.assert_existing_objects_matched().expect_partial()
     except UsageError:
         raise
     except (ValueError, AssertionError) as error:
-        raise MismatchError(_mismatch(checkpoint, objects, path, mode, error)) from error
+        raise MismatchError(_mismatch(checkpoint, objects, path, strict, error)) from error
     except (tf.errors.OpError, IndexError) as error:
         raise CheckpointError(
             f"the checkpoint {path} cannot be read ({gist(error)}); specify an older, intact one, or move it away"
@@ -102,12 +88,12 @@ def _mismatch(
     checkpoint: tf.train.Checkpoint,
     objects: Mapping[str, Any],
     path: str,
-    mode: RestoreMode,
+    strict: bool,
     error: Exception | None = None,
 ) -> str:
     """Returns the sentence that lists all differences; TensorFlow's error names only the first one."""
     found = _compared(checkpoint, objects, path, shapes=True)
-    if mode is RestoreMode.SUBSET:
+    if not strict:
         found.pop("only there", None)
     return (
         f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "

@@ -5,15 +5,14 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint.saving import Checkpoints
 from looplib.errors import MismatchError, UsageError
 from looplib.task.record import RunState
 from looplib.task.state import state_of
 from looplib.weights.loading import warm_start
-from looplib.weights.restoring import RestoreMode
 
 WIDTH = 4
 
@@ -94,15 +93,15 @@ class Saved:
         self.fill()
         if self.optimizer is not None:
             self.state.record.optimizers = {"optimizer": type(self.optimizer).__name__}
-        checkpoints = Checkpoints(str(folder), self.objects)
+        checkpoints = toy.checkpoints(folder, self.objects)
         if names:
             checkpoints.note_in(self.state.record)
         else:
             self.state.record.names = None
         return checkpoints.save(0, wait=True)
 
-    def restore(self, path, mode=RestoreMode.INTERSECTION):
-        Checkpoints(path.rpartition("/")[0], self.objects).restore(path, mode)
+    def restore(self, path, partial=True):
+        toy.checkpoints(path.rpartition("/checkpoints/")[0], self.objects).restore(path, partial)
 
     def kernels(self):
         return {name: np.vstack(layer.get_weights()) for name, layer in layers_in(self.model).items()}
@@ -159,7 +158,7 @@ def test_momenta_stay_with_their_variables_where_others_are_frozen(build, optimi
     path = first.save(tmp_path)
     second = Saved(build(keras, "abc"), optimizer(keras), frozen=after)
     with pytest.raises(MismatchError):
-        second.restore(path, RestoreMode.STRICT)
+        second.restore(path, partial=False)
     second.restore(path)
     saved, now = first.momenta(), second.momenta()
     for name, kernel in first.kernels().items():
@@ -176,7 +175,7 @@ def test_a_strict_restore_refuses_names_in_another_order(build, keras, tmp_path)
     second = Saved(build(keras, "bac"))
     start = second.kernels()
     with pytest.raises(MismatchError, match="a/kernel.*b/kernel") as error:
-        second.restore(path, RestoreMode.STRICT)
+        second.restore(path, partial=False)
     assert "\n" not in str(error.value)
     np.testing.assert_array_equal(second.kernels()["a"], start["a"])
 
@@ -188,9 +187,9 @@ def test_names_that_keras_counts_in_each_process_are_no_difference(build, keras,
         keras.layers.Dense(1)  # as another program makes them before
     first = Saved(build(keras, [None] * 3), keras.optimizers.Adam())
     path = first.save(tmp_path)
-    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+    for partial in (False, True):
         second = Saved(build(keras, [None] * 3), keras.optimizers.Adam())
-        second.restore(path, mode)
+        second.restore(path, partial)
         for one, other in zip(first.model.weights, second.model.weights, strict=True):
             np.testing.assert_array_equal(one, other)
         for one, other in zip(first.optimizer.variables, second.optimizer.variables, strict=True):
@@ -254,9 +253,9 @@ def test_averages_stay_with_their_variables(keras, tmp_path):
 def test_a_checkpoint_without_recorded_names_is_restored_where_the_structure_is_the_same(build, keras, tmp_path):
     first = Saved(build(keras, "abc"), keras.optimizers.Adam())
     path = first.save(tmp_path, names=False)
-    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+    for partial in (False, True):
         second = Saved(build(keras, "abc"), keras.optimizers.Adam())
-        second.restore(path, mode)
+        second.restore(path, partial)
         for name, kernel in first.kernels().items():
             np.testing.assert_array_equal(second.kernels()[name], kernel)
     assert second.model.weights
@@ -316,14 +315,14 @@ def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, capl
         strategy = make_strategy(name)
         with strategy.scope():
             trainer = Phase(keras, **settings)
-        with looplib.Controller(
-            looplib.RunConfig(global_batch_size=16, steps_per_loop=2),
-            trainer=trainer,
-            strategy=strategy,
+        with toy.controller(
+            strategy,
+            trainer,
+            global_batch_size=16,
+            steps_per_loop=2,
             model_dir=tmp_path,
             start=looplib.Start(partial=until > 4),
-            writers=[],
-        ) as controller:  # fmt: skip
+        ) as controller:
             controller.train(until)
             assert controller.global_step == until
     np.testing.assert_allclose(trainer.model.get_weights()[0], encoder, rtol=1e-4, atol=1e-6)
@@ -340,9 +339,9 @@ def test_layers_of_a_bidirectional_continue_where_keras_has_counted_on(keras, tm
 
     first = build()
     path = first.save(tmp_path)
-    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+    for partial in (False, True):
         second = build()
-        second.restore(path, mode)
+        second.restore(path, partial)
         for one, other in zip(first.model.weights, second.model.weights, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -393,8 +392,8 @@ def test_a_warm_start_takes_the_weights_of_models_wherever_they_are_and_no_optim
     models, optimizer, objects = state("ab")
     optimizer.iterations.assign(7)
     record = RunState()
-    checkpoints = Checkpoints(
-        str(tmp_path), {**objects, "global_step": tf.Variable(0, dtype=tf.int64), "run_state": record}
+    checkpoints = toy.checkpoints(
+        tmp_path, {**objects, "global_step": tf.Variable(0, dtype=tf.int64), "run_state": record}
     )
     checkpoints.note_in(record.record)
     path = checkpoints.save(0, wait=True)

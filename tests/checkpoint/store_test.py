@@ -16,7 +16,7 @@ from tampering import sign
 import looplib
 from looplib.__main__ import main as cli
 from looplib.binary import command_line
-from looplib.checkpoint.saving import Checkpoints, Snapshots
+from looplib.checkpoint.saving import Snapshots
 from looplib.errors import (
     CheckpointError,
     MetricError,
@@ -32,7 +32,6 @@ from looplib.run import commits
 from looplib.run.policy import KeepBest, KeepEvery, KeepLast
 from looplib.task.state import ReplicaState
 from looplib.weights.loading import warm_start
-from looplib.weights.restoring import RestoreMode
 
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 
@@ -557,15 +556,16 @@ def test_a_lookup_table_makes_saves_wait_and_is_restored(tmp_path, caplog):
         return tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, default_value=-1.0)
 
     first = table()
-    checkpoints = Checkpoints(str(tmp_path / "c"), {"table": first, "v": tf.Variable(1.0)})
+    checkpoints = toy.checkpoints(tmp_path, {"table": first, "v": tf.Variable(1.0)})
     for step in (1, 2):
         first.insert(tf.constant([step], tf.int64), tf.constant([step / 2]))
         checkpoints.save(step, wait=False)
         assert not checkpoints.saving  # it has waited
-        assert commits.newest(str(tmp_path / "c")).step == step
+        assert commits.newest(str(tmp_path / "checkpoints")).step == step
     assert "training waits for each save" in caplog.text
     second = table()
-    Checkpoints(str(tmp_path / "c"), {"table": second, "v": tf.Variable(0.0)}).restore(str(tmp_path / "c" / "ckpt-2"))
+    path = str(tmp_path / "checkpoints" / "ckpt-2")
+    toy.checkpoints(tmp_path, {"table": second, "v": tf.Variable(0.0)}).restore(path)
     np.testing.assert_array_equal(second.lookup(tf.constant([1, 2, 3], tf.int64)), [0.5, 1.0, -1.0])
 
 
@@ -573,18 +573,18 @@ def test_another_tensorflow_waits_for_saves_and_refuses_a_partial_restore_in_a_s
     """One without the module of the protocol buffer that describes a checkpoint's structure."""
     caplog.set_level(logging.INFO, logger="absl")
     monkeypatch.setitem(sys.modules, "tensorflow.core.protobuf", None)
-    checkpoints = Checkpoints(str(tmp_path / "c"), {"v": tf.Variable(1.0)})
+    checkpoints = toy.checkpoints(tmp_path, {"v": tf.Variable(1.0)})
     for step in (1, 2):
         checkpoints.save(step, wait=False)
-        assert not checkpoints.saving and commits.newest(str(tmp_path / "c")).step == step
+        assert not checkpoints.saving and commits.newest(str(tmp_path / "checkpoints")).step == step
     assert f"only TensorFlow can save with TensorFlow {tf.__version__} any checkpoint" in caplog.text
-    path = str(tmp_path / "c" / "ckpt-2")
+    path = str(tmp_path / "checkpoints" / "ckpt-2")
     other = tf.Variable(0.0)
-    restored = Checkpoints(str(tmp_path / "c"), {"v": other})
+    restored = toy.checkpoints(tmp_path, {"v": other})
     restored.restore(path)
     assert float(other) == 1
     with pytest.raises(WarmStartError, match=f"TensorFlow.*{tf.__version__}"):
-        restored.restore(path, RestoreMode.INTERSECTION)
+        restored.restore(path, partial=True)
 
 
 @pytest.mark.slow(spread=3)

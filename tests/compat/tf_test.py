@@ -307,17 +307,6 @@ def the_stages_that_remember_no_element(folder: pathlib.Path) -> None:
     assert not _tf.stateful_ops_of_maps(kept, [ids]) | _tf.stateful_ops_of_maps(drawing, [drawing])
 
 
-def the_events_of_a_profile(folder: pathlib.Path) -> None:
-    function = tf.function(lambda x: tf.math.digamma(x))
-    function(tf.constant([2.0]))
-    with tf.profiler.experimental.Profile(str(folder)):
-        function(tf.constant([2.0]))
-    (path,) = (folder / "plugins" / "profile").glob("*/*.xplane.pb")
-    (host,) = [plane for plane in _tf.parse_profile(path.read_bytes()).planes if plane.name == "/host:CPU"]
-    names = [host.event_metadata[event.metadata_id].name for line in host.lines for event in line.events]
-    assert sum(name.endswith(":Digamma") for name in names) == 1
-
-
 def the_structure_of_a_checkpoint(folder: pathlib.Path) -> None:
     path = tf.train.Checkpoint(v=tf.Variable(1.0)).write(str(folder / "ckpt"))
     graph = _tf.object_graph(tf.train.load_checkpoint(path))
@@ -381,7 +370,6 @@ USES = [
     the_users_frames_in_a_message,
     the_stages_and_keys_in_the_state_of_an_iterator,
     the_structure_of_a_checkpoint,
-    the_events_of_a_profile,
     *more([the_loss_of_a_parameter_server]),  # tests/workers/parameter_server_test.py loses one too
 ]
 
@@ -410,8 +398,6 @@ def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyP
     assert "Sin" not in {op.type for op in places.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
     monkeypatch.setattr(preflight, "_fields", lambda message: [])
     assert preflight.temporary_bytes(tf.function(lambda x: tf.sin(x), jit_compile=True), [tf.TensorSpec([2])]) is None
-    monkeypatch.setitem(sys.modules, "tensorflow.tsl.profiler.protobuf", None)
-    assert _tf.parse_profile(b"") is None
     monkeypatch.setitem(sys.modules, "tensorflow.python.eager", None)
     _tf.watch()
     monkeypatch.setitem(sys.modules, "tensorflow.python.autograph.pyct", None)

@@ -26,8 +26,6 @@ from looplib.exports.int8 import MOST_CALIBRATION
 from looplib.exports.new_folder import check_free
 from looplib.exports.parts import difference
 from looplib.exports.samples import MOST_EXAMPLES, ModelInputs, find_inputs
-from looplib.report.page.content import read_run
-from looplib.report.page.verdict import findings
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 EXAMPLES, FEATURES, CLASSES = 1200, 6, 3
@@ -162,7 +160,7 @@ def test_weights_come_back_bit_by_bit_from_an_export(family, exported):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["tf_keras", "keras"])
 def test_what_int8_costs_is_measured_on_the_evaluation_data(family, exported):
-    trainer, _, run, path, found = exported(family)
+    trainer, _, _, path, found = exported(family)
     expected, quantized = (
         in_numpy(trainer.model.get_weights())[:MOST_EXAMPLES],
         found["model.int8.tflite"][:MOST_EXAMPLES],
@@ -175,12 +173,10 @@ def test_what_int8_costs_is_measured_on_the_evaluation_data(family, exported):
     differences = np.abs(expected - quantized)
     assert 0 < output["mean"] < 0.05 * np.abs(expected).max() and output["mean"] < output["largest"]
     np.testing.assert_allclose(
-        [output["largest"], output["mean"], output["same_class"], output["range"]],
-        [differences.max(), differences.mean(), (expected.argmax(1) == quantized.argmax(1)).mean(), np.abs(expected).max()],
+        [output["largest"], output["mean"], output["same_class"]],
+        [differences.max(), differences.mean(), (expected.argmax(1) == quantized.argmax(1)).mean()],
         rtol=1e-3,
     )  # fmt: skip
-    (remark,) = [one.text for one in findings(read_run(str(run), "run")) if "int8" in one.text]
-    assert f"{output['same_class']:.2%}" in remark and "1,000 examples of eval" in remark and "step 30" in remark
     types = {each["dtype"] for each in tf.lite.Interpreter(str(path / "model.int8.tflite")).get_tensor_details()}
     assert np.int8 in types
 
@@ -196,10 +192,10 @@ def test_a_card_says_what_the_model_is_and_hubs_can_read_its_head(family, export
     assert front["license"] == "apache-2.0" and front["metrics"] == ["accuracy"] and "tflite" in front["tags"]
     assert f"{sum(value.size for value in trainer.model.get_weights()):,} parameters" in body
     assert re.search(rf"\| eval \| 30 \| accuracy \| {metrics['accuracy']:.6g} \|", body)
-    assert f"{EXAMPLES:,} examples" in body and "| `config.rate` | 0.05 |" in body
+    assert f"{EXAMPLES:,} examples" in body and "config." not in body
     assert "The metrics above are those of the model in floating-point numbers." in body
     assert "/somewhere" not in text and str(run) not in text
-    assert f"| tensorflow | {tf.__version__} |" in body
+    assert f"tensorflow {tf.__version__}" in body
 
 
 def test_formats_and_licenses_are_refused_before_anything_is_written(monkeypatch, tmp_path):

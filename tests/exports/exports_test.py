@@ -535,7 +535,7 @@ def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path, capsys
         (tmp_path / "out" / "README.md").read_text(),
         json.loads((tmp_path / "out" / "export.json").read_text()),
     )
-    assert "license: mit" in card and "| `config.model` | mlp |" in card and str(tmp_path) not in card
+    assert "license: mit" in card and str(tmp_path) not in card
     assert cost["int8"]["examples"] == len(labels)
     assert cli(["export", str(tmp_path / "run"), str(tmp_path / "other"), "--formats=gguf"]) == 2
     assert "gguf" in capsys.readouterr().err

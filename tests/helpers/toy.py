@@ -6,6 +6,9 @@ import numpy as np
 import tensorflow as tf
 
 import looplib
+from looplib.checkpoint.directory import RunDirectory
+from looplib.checkpoint.saving import Checkpoints
+from looplib.cluster.collectives import Workers
 
 NUM_EXAMPLES, NUM_FEATURES, NUM_CLASSES = 37, 5, 3
 _random = np.random.RandomState(0)
@@ -163,3 +166,10 @@ def numpy_accuracy(weights, num_examples=NUM_EXAMPLES):
     """The accuracy of [kernel, bias] on the first examples."""
     logits = X[:num_examples] @ weights[0] + weights[1]
     return float((logits.argmax(1) == Y[:num_examples]).mean())
+
+
+def checkpoints(folder, objects):
+    """The checkpoints of a run directory, as a training without a controller."""
+    policy, workers = looplib.CheckpointPolicy(), Workers(tf.distribute.get_strategy())
+    run = RunDirectory(str(folder), policy, looplib.Start(), True, workers, lambda: run.release())
+    return Checkpoints(run, objects, lambda: None)

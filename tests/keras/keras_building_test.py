@@ -8,6 +8,7 @@ import keras as keras3
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 from conftest import make_strategy, more
 
 import looplib
@@ -259,11 +260,8 @@ def test_variables_in_a_list_of_a_keras_3_model_are_saved(tmp_path):
             model = Accumulating(inputs, keras3.layers.Dense(1)(inputs))
             model.compile(keras3.optimizers.SGD(0.05))
             trainer = looplib.KerasTrainer(model, X, X[:, :1], shuffle=False)
-            with looplib.Controller(
-                looplib.RunConfig(global_batch_size=BATCH),
-                trainer=trainer,
-                model_dir=folder and str(folder),
-                writers=[],
+            with toy.controller(
+                None, trainer, global_batch_size=BATCH, steps_per_loop=None, model_dir=folder and str(folder)
             ) as controller:
                 controller.train(end)
         weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))
@@ -285,11 +283,8 @@ def test_the_states_of_recurrent_layers_of_tf_keras_are_saved(wrapped, tmp_path)
             model = tf_keras.Sequential([tf_keras.Input((5, 2), batch_size=BATCH), recurrent, layers.Dense(1)])
             model.compile(tf_keras.optimizers.SGD(0.1), "mse")
             trainer = looplib.KerasTrainer(model, x, x[:, 0, :1], shuffle=False)
-            with looplib.Controller(
-                looplib.RunConfig(global_batch_size=BATCH),
-                trainer=trainer,
-                model_dir=folder and str(folder),
-                writers=[],
+            with toy.controller(
+                None, trainer, global_batch_size=BATCH, steps_per_loop=None, model_dir=folder and str(folder)
             ) as controller:
                 controller.train(end)
         weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))

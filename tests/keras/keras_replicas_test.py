@@ -40,8 +40,8 @@ def scalar_beside_mean(keras):
     return model
 
 
-def own_step(keras):
-    """A `train_step` with plain means, and a tracker of them."""
+def stepping(keras, compute, outputs=None, optimizer="sgd", returns=None):
+    """A model whose `train_step` minimizes `compute(model, x, y)`, and tracks that, or returns it by a name."""
 
     class Model(keras.Model):
         def __init__(self, *args, **kwargs):
@@ -53,38 +53,33 @@ def own_step(keras):
             return [self.tracker]
 
         def train_step(self, data):
-            x, y = data
             with tf.GradientTape() as tape:
-                loss = mean_error(y, self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+                loss = compute(self, *data)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            if returns is not None:
+                return {returns: loss}
+            self.tracker.update_state(loss, sample_weight=tf.shape(data[0])[0])
             return {"loss": self.tracker.result()}
 
     inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs)))
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.5))
+    model = Model(inputs, outputs(inputs) if outputs else keras.layers.Dense(1)(inputs))
+    model.compile(optimizer)
     return model
+
+
+def own_step(keras):
+    """A `train_step` with plain means, and a tracker of them."""
+    outputs = lambda inputs: keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs))
+    loss = lambda model, x, y: mean_error(y, model(x, training=True))
+    return stepping(keras, loss, outputs, keras.optimizers.SGD(0.1, momentum=0.5))
 
 
 def scaled_tracker(keras):
     """A `train_step` that tracks a loss of Keras, which Keras divides by the number of replicas."""
-
-    class Model(type(own_step(keras))):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.compiled_error(y, self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
-            return {"loss": self.tracker.result()}
-
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(1)(inputs))
-    model.compiled_error = keras.losses.MeanSquaredError()
-    model.compile(keras.optimizers.SGD(0.1))
-    return model
+    error = keras.losses.MeanSquaredError()
+    loss = lambda model, x, y: error(y, model(x, training=True))
+    return stepping(keras, loss, optimizer=keras.optimizers.SGD(0.1))
 
 
 def endpoint(keras):
@@ -204,38 +199,32 @@ def own_normalization(keras):
 
 def own_step_of_void(keras):
     """A `train_step` that calls a loss of Keras which leaves out a class."""
-
-    class Model(type(own_step(keras))):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = self.error(y, self(x, training=True))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
-            return {"loss": self.tracker.result()}
-
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(3)(inputs))
-    model.error = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
-    model.compile(keras.optimizers.SGD(0.1))
+    error = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    loss = lambda model, x, y: error(y, model(x, training=True))
+    model = stepping(keras, loss, keras.layers.Dense(3), keras.optimizers.SGD(0.1))
     return model, X, (np.arange(ROWS) // 5 % 3)[:, None], None
+
+
+def counting(keras, compute, dtype="float32", share=1):
+    """A layer that adds a loss of its counter of training steps, or of a share that grows with them, and its input."""
+
+    class Adds(keras.layers.Layer):
+        def build(self, shape):
+            self.steps = self.add_weight(shape=(), initializer="zeros", dtype=dtype, trainable=False, name="steps")
+
+        def call(self, x, training=False):
+            if training:
+                self.steps.assign_add(share)
+            self.add_loss(compute(tf.cast(tf.convert_to_tensor(self.steps), tf.float32), x))
+            return x
+
+    return Adds()
 
 
 def annealed_mean(keras):
     """A loss that a layer adds, a mean, whose share grows from zero with the steps."""
-
-    class Adds(keras.layers.Layer):
-        def build(self, shape):
-            self.steps = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="steps")
-
-        def call(self, x, training=False):
-            if training:
-                self.steps.assign_add(1)
-            self.add_loss(0.1 * tf.cast(tf.convert_to_tensor(self.steps), tf.float32) * tf.reduce_mean(tf.square(x)))
-            return x
-
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), Adds(), keras.layers.Dense(1)])
+    adds = counting(keras, lambda steps, x: 0.1 * steps * tf.reduce_mean(tf.square(x)), "int32")
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), adds, keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.02), "mse")
     return model, X, Y, None
 
@@ -270,41 +259,21 @@ def test_what_a_loss_divides_by_is_that_of_the_global_batch(make, keras):
 
 def fixed_divisor(keras):
     """A `train_step` that divides by a number of its own."""
-
-    class Model(type(own_step(keras))):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.square(y - self(x, training=True))) / BATCH
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"error": loss}
-
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(1)(keras.layers.BatchNormalization()(inputs)))
-    model.compile("sgd")
-    return model
+    outputs = lambda inputs: keras.layers.Dense(1)(keras.layers.BatchNormalization()(inputs))
+    loss = lambda model, x, y: tf.reduce_sum(tf.square(y - model(x, training=True))) / BATCH
+    return stepping(keras, loss, outputs, returns="error")
 
 
 def contrastive(keras, noise=0.0):
     """A loss that compares examples with the others of the batch."""
 
-    class Model(keras.Model):
-        def train_step(self, data):
-            x, _ = data
-            with tf.GradientTape() as tape:
-                codes = [self(x + noise * tf.random.normal(tf.shape(x)), training=True) for _ in range(2)]
-                logits = tf.matmul(codes[0], codes[1], transpose_b=True)
-                labels = tf.range(tf.shape(x)[0])
-                loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"loss": loss}
+    def loss(model, x, _):
+        codes = [model(x + noise * tf.random.normal(tf.shape(x)), training=True) for _ in range(2)]
+        logits = tf.matmul(codes[0], codes[1], transpose_b=True)
+        labels = tf.range(tf.shape(x)[0])
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
 
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(4)(inputs))
-    model.compile("sgd")
-    return model
+    return stepping(keras, loss, keras.layers.Dense(4), returns="loss")
 
 
 def noisy_contrastive(keras):
@@ -315,20 +284,13 @@ def drawn(kind, keras):
     """A `train_step` that draws noise, whose loss is a mean or a sum."""
     reduce = {"mean": tf.reduce_mean, "sum": tf.reduce_sum}[kind]
 
-    class Model(keras.Model):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                loss = reduce(tf.square(y - self(x + 0.2 * tf.random.normal(tf.shape(x)), training=True)))
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"loss": loss}
+    def loss(model, x, y):
+        return reduce(tf.square(y - model(x + 0.2 * tf.random.normal(tf.shape(x)), training=True)))
 
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dropout(0.2)(keras.layers.Dense(8, "relu")(inputs))
-    model = Model(inputs, keras.layers.Dense(1)(hidden))
-    model.compile("sgd")
-    return model
+    def outputs(inputs):
+        return keras.layers.Dense(1)(keras.layers.Dropout(0.2)(keras.layers.Dense(8, "relu")(inputs)))
+
+    return stepping(keras, loss, outputs, returns="loss")
 
 
 def drawn_sum(keras):
@@ -364,53 +326,28 @@ def not_finite_for_few(keras):
     return added(keras, lambda layer, x: x + tf.where(tf.shape(x)[0] > 24, 0.0, np.nan))
 
 
-def sum_behind_zeros(keras):
-    """A sum over the examples that is zero before the first update."""
-
-    class Sums(keras.layers.Layer):
-        def call(self, x):
-            self.add_loss(0.05 * tf.reduce_sum(tf.square(x)))
-            return x
-
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="zeros"), Sums()])
+def adding(keras, *layers):
+    model = keras.Sequential([keras.Input((6,)), *layers])
     model.compile("sgd", "mse")
     return model
+
+
+def sum_behind_zeros(keras):
+    """A sum over the examples that is zero before the first update."""
+    adds = counting(keras, lambda steps, x: 0.05 * tf.reduce_sum(tf.square(x)))
+    return adding(keras, keras.layers.Dense(1, kernel_initializer="zeros"), adds)
 
 
 def annealed_sum(keras):
     """A sum over the examples, whose share grows from zero."""
-
-    class Sums(keras.layers.Layer):
-        def build(self, shape):
-            self.share = self.add_weight(shape=(), initializer="zeros", trainable=False, name="share")
-
-        def call(self, x, training=False):
-            if training:
-                self.share.assign_add(0.01)
-            self.add_loss(self.share * tf.reduce_sum(tf.square(x)))
-            return x
-
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), Sums()])
-    model.compile("sgd", "mse")
-    return model
+    adds = counting(keras, lambda share, x: share * tf.reduce_sum(tf.square(x)), share=0.01)
+    return adding(keras, keras.layers.Dense(1), adds)
 
 
 def sum_by_a_counter(keras):
     """A sum over the examples, whose share grows with steps that a floating-point number counts."""
-
-    class Sums(keras.layers.Layer):
-        def build(self, shape):
-            self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
-
-        def call(self, x, training=False):
-            if training:
-                self.steps.assign_add(1.0)
-            self.add_loss(tf.minimum(1.0, tf.square(self.steps / 100)) * tf.reduce_sum(tf.square(x)))
-            return x
-
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), Sums()])
-    model.compile("sgd", "mse")
-    return model
+    share = lambda steps: tf.minimum(1.0, tf.square(steps / 100))
+    return adding(keras, keras.layers.Dense(1), counting(keras, lambda n, x: share(n) * tf.reduce_sum(tf.square(x))))
 
 
 def void_in_a_function(keras):
@@ -435,18 +372,8 @@ def condition_in_a_layer(keras):
                 x = x / 1000.0
             return tf.reduce_sum(tf.square(x))
 
-    class Model(type(own_step(keras))):
-        def train_step(self, data):
-            with tf.GradientTape() as tape:
-                loss = self.task(self(data[0], training=True) - data[1])
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
-            return {"error": loss}
-
-    inputs = keras.Input((6,))
-    model = Model(inputs, keras.layers.Dense(1)(inputs))
+    model = stepping(keras, lambda model, x, y: model.task(model(x, training=True) - y), returns="error")
     model.task = Task()
-    model.compile("sgd")
     return model
 
 
@@ -525,14 +452,8 @@ def test_a_scaled_loss_that_overflows_at_first_is_compared_without_its_scale(sca
 
 def test_a_loss_without_effect_when_it_is_tried_is_named(caplog):
     def hinge(keras):
-        class Adds(keras.layers.Layer):
-            def call(self, x):
-                self.add_loss(tf.reduce_sum(tf.nn.relu(tf.square(x) - 1e6)))
-                return x
-
-        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1), Adds()])
-        model.compile("sgd", "mse")
-        return model
+        adds = counting(keras, lambda steps, x: tf.reduce_sum(tf.nn.relu(tf.square(x) - 1e6)))
+        return adding(keras, keras.layers.Dense(1), adds)
 
     build(hinge, keras3)
     assert "model.losses[0]" in caplog.text
@@ -637,11 +558,8 @@ def batch_normalized(keras):
 
 
 def batch_normalized_step(keras):
-    model = type(own_step(keras))(*[keras.Input((6,))] * 2)
-    inputs = keras.Input((6,))
-    model = type(model)(inputs, keras.layers.Dense(1)(keras.layers.BatchNormalization()(inputs)))
-    model.compile("adam")
-    return model
+    outputs = lambda inputs: keras.layers.Dense(1)(keras.layers.BatchNormalization()(inputs))
+    return stepping(keras, lambda model, x, y: mean_error(y, model(x, training=True)), outputs, "adam")
 
 
 def drawn_mean(keras):
@@ -879,25 +797,14 @@ def test_an_unknown_way_to_synchronize_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("keras", FAMILIES.values(), ids=FAMILIES)
 def test_examples_are_compared_with_those_of_all_replicas_as_on_one_device(keras):
-    class Contrastive(type(own_step(keras))):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                codes = tf.concat([self(x, training=True), y], axis=1)
-                logits = tf.matmul(codes, looplib.all_gather(codes), transpose_b=True)
-                labels = looplib.global_positions(codes)
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-                loss = tf.reduce_mean(losses)
-            variables = self.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-            self.tracker.update_state(losses)
-            return {"loss": self.tracker.result()}
+    def loss(model, x, y):
+        codes = tf.concat([model(x, training=True), y], axis=1)
+        logits = tf.matmul(codes, looplib.all_gather(codes), transpose_b=True)
+        labels = looplib.global_positions(codes)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
 
     def make(keras):
-        inputs = keras.Input((6,))
-        model = Contrastive(inputs, keras.layers.Dense(3)(inputs))
-        model.compile(keras.optimizers.SGD(0.05))
-        return model
+        return stepping(keras, loss, keras.layers.Dense(3), keras.optimizers.SGD(0.05))
 
     def fitted():
         keras.utils.set_random_seed(1)

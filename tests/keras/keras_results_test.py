@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 from conftest import make_strategy, more
 
 import looplib
@@ -92,12 +93,8 @@ def test_metrics_of_one_name_each_begin_anew_in_an_epoch(name, keras):
         model(X)
         model.compile(keras.optimizers.SGD(RATE))
         trainer = looplib.KerasTrainer(model, X[:16], shuffle=False)
-    with looplib.Controller(
-        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=1),
-        trainer=trainer,
-        strategy=strategy,
-        writers=[],
-        actions=[lambda event: reports.append(event.metrics)],
+    with toy.controller(
+        strategy, trainer, global_batch_size=BATCH, actions=[lambda event: reports.append(event.metrics)]
     ) as controller:
         controller.train(epochs=1)
     assert [report["final"] for report in reports] == pytest.approx([3 * X[:8].mean(), 3 * X[8:16].mean()], rel=1e-4)
@@ -113,14 +110,14 @@ def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, k
         model = compiled(keras, kind)
         trainer = looplib.KerasTrainer(model, X, Y, shuffle=False, validation_data=(X, Y))
     expected, last = numpy_epochs(model.get_weights()[0].astype(np.float64), 2)
-    with looplib.Controller(
-        looplib.RunConfig(global_batch_size=BATCH),
-        trainer=trainer,
-        evaluator=trainer.evaluator(),
-        strategy=strategy,
-        writers=[],
+    with toy.controller(
+        strategy,
+        trainer,
+        trainer.evaluator(),
+        global_batch_size=BATCH,
+        steps_per_loop=None,
         actions=[lambda event: reports[event.split].append(event.metrics)],
-    ) as controller:  # fmt: skip
+    ) as controller:
         controller.train_and_evaluate(epochs=2)
     found = [{key: report[key] for key in report.keys() - {"epoch", "steps_per_second"}} for report in reports["train"]]
     names = {"loss": 1} if kind == "plain" else {"tracked": 1, "twice": 2}
@@ -210,12 +207,7 @@ def test_the_step_of_the_guides_reports_as_in_fit(keras):
 
     history = make().fit(X, Y, batch_size=5, epochs=1, shuffle=False, verbose=0).history
     trainer = looplib.KerasTrainer(make(), X, Y, shuffle=False)
-    controller = looplib.Controller(
-        looplib.RunConfig(global_batch_size=5, steps_per_loop=4),
-        trainer=trainer,
-        strategy=make_strategy("default"),
-        writers=[],
-    )
+    controller = toy.controller(make_strategy("default"), trainer, global_batch_size=5, steps_per_loop=4)
     found = controller.train(4)
     assert {name: found[name] for name in history} == pytest.approx(
         {name: values[0] for name, values in history.items()}, rel=1e-5
@@ -240,12 +232,7 @@ def test_a_metric_of_several_results_or_of_an_array_has_a_number_for_each(keras)
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", metrics=[Both()])
     trainer = looplib.KerasTrainer(model, X, Y, shuffle=False)
-    controller = looplib.Controller(
-        looplib.RunConfig(global_batch_size=10, steps_per_loop=2),
-        trainer=trainer,
-        strategy=make_strategy("default"),
-        writers=[],
-    )
+    controller = toy.controller(make_strategy("default"), trainer, global_batch_size=10, steps_per_loop=2)
     found, total = controller.train(2), Y.sum()
     if keras.__name__ == "keras":
         assert (found["total"], found["powers_0"], found["powers_1"]) == pytest.approx(
@@ -313,14 +300,15 @@ def test_what_a_step_computes_from_metrics_is_the_last_value_by_any_name(name, l
     trained = flat({key: value for key, value in theirs.items() if not key.startswith("val_")})
     with strategy.scope():
         trainer = looplib.KerasTrainer(tracking(keras), X, Y, shuffle=False, validation_data=(X, Y))
-    with looplib.Controller(
-        looplib.RunConfig(global_batch_size=BATCH, loop=loop),
-        trainer=trainer,
-        evaluator=trainer.evaluator(),
-        strategy=strategy,
-        writers=[],
+    with toy.controller(
+        strategy,
+        trainer,
+        trainer.evaluator(),
+        global_batch_size=BATCH,
+        steps_per_loop=None,
+        loop=loop,
         actions=[lambda event: reports.update({event.split: event.metrics})],
-    ) as controller:  # fmt: skip
+    ) as controller:
         controller.train_and_evaluate(epochs=1)
     for split, logs in (("train", trained), ("eval", evaluated)):
         alone = {"alone": logs["loss"]}  # a mean over examples, where fit has the last batch

@@ -11,6 +11,7 @@ import keras_scripts
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 from conftest import make_strategy, more
 from keras_scripts import BATCH, EPOCHS, fitted
 
@@ -100,12 +101,8 @@ def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_tr
     strategy = make_strategy("default")
     model, arguments = keras_scripts.build("cnn", keras3)
     trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
-    with looplib.Controller(
-        looplib.RunConfig(global_batch_size=BATCH),
-        trainer=trainer,
-        evaluator=trainer.evaluator(),
-        strategy=strategy,
-        writers=[],
+    with toy.controller(
+        strategy, trainer, trainer.evaluator(), global_batch_size=BATCH, steps_per_loop=None
     ) as controller:
         controller.train_and_evaluate(8, eval_interval=3)  # in the middle of the reports' windows
         assert controller.train(8)["loss"] == pytest.approx(reports["train"][1].metrics["loss"], rel=1e-5)
@@ -336,12 +333,8 @@ def test_a_data_set_of_global_batches_trains_as_in_fit(strategy, keras):
     with strategy.scope():
         ours, _ = keras_scripts.build("class_weights", keras)
         trainer = looplib.KerasTrainer(ours, data, class_weight=weights)
-    with looplib.Controller(
-        looplib.RunConfig(global_batch_size=BATCH),
-        trainer=trainer,
-        strategy=strategy,
-        writers=[],
-        actions=[reports["train"].append],
+    with toy.controller(
+        strategy, trainer, global_batch_size=BATCH, steps_per_loop=None, actions=[reports["train"].append]
     ) as controller:
         controller.train(epochs=EPOCHS)
     assert_as_in_fit(ours, reports, ([np.array(variable) for variable in model.trainable_variables], history))

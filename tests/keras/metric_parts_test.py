@@ -97,8 +97,8 @@ def two_outputs(keras, **metrics):
     return model
 
 
-def dense(batch_size=None, **metrics):
-    model = keras3.Sequential([keras3.Input((6,), batch_size=batch_size), keras3.layers.Dense(1)])
+def dense(batch_size=None, dropout=(), **metrics):
+    model = keras3.Sequential([keras3.Input((6,), batch_size=batch_size), *dropout, keras3.layers.Dense(1)])
     model.compile("sgd", "mse", **metrics)
     return model
 
@@ -129,12 +129,13 @@ def test_metrics_of_several_outputs_and_with_weights_are_looked_at(keras, caplog
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("case", ["metric", "own step", "fixed size"])
+@pytest.mark.parametrize("case", ["metric", "own step", "fixed size", "dropout"])
 def test_metrics_that_are_no_functions_or_in_other_steps_are_looked_at(case, caplog):
     make, wrong, right = {
         "metric": (lambda: dense(metrics=[BatchError(name="most"), "mae"]), "most", "mae"),
         "own step": (own_step, "most", "mean ("),
         "fixed size": (lambda: dense(4, metrics=[largest, "mae", mean_error]), "largest", "mean_error"),
+        "dropout": (lambda: dense(None, [keras3.layers.Dropout(0.3)], metrics=[largest, "mae"]), "largest", "mae"),
     }[case]
     (said,) = lines(caplog, make, X, Y)
     assert wrong in said and SAID in said and right not in said

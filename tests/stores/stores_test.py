@@ -75,6 +75,21 @@ def test_a_run_continues_in_another_directory_and_tools_find_it(url, tmp_path):
     assert not any(map(commits.verify, commits.committed(commits.checkpoint_folder(found))))
 
 
+def test_each_deletion_asks_whether_it_may(memory):
+    store, asked = stores.Store(memory), []
+    for name in "abc":
+        store.write(name, b"")
+
+    def ask():
+        asked.append(sorted(store.listed()))
+        if len(asked) == 2:
+            raise LockedError("another process has taken the run")
+
+    with pytest.raises(LockedError):
+        store.delete("abc", 1.0, ask)
+    assert asked == [["a", "b", "c"], ["b", "c"]] and sorted(store.listed()) == ["b", "c"]
+
+
 def test_a_second_writer_is_refused_and_an_expired_one_is_followed(url, tmp_path, monkeypatch):
     first = lease.Lease(stores.Store(url))
     monkeypatch.setattr(lease, "_boot", lambda: "another machine")

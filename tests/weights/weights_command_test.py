@@ -1,21 +1,17 @@
-"""`python -m looplib weights`: what is in a file, beside what a model wants, and the rules that are missing."""
+"""`python -m looplib weights`: what is in a file, beside what a model wants."""
 
-import re
 import subprocess
 import sys
-import time
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-import yaml
 from rules_test import RULES, bert, encoder
-from written import by_path, filled, same, write_safetensors
+from written import by_path, filled, write_safetensors
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.weights.suggestions import suggest
 
 
 class Trainer(looplib.GradientTrainer):
@@ -115,81 +111,13 @@ def test_a_package_that_is_missing_is_a_sentence_and_needed_for_its_own_files_al
     assert code == 2 and "No module named 'ml_dtypes'; install the package that has it" in text
 
 
-def test_thousands_of_names_are_paired_without_comparing_each_with_each():
-    names = range(2000)
-    there = {f"enc.{n}.weight": (1,) for n in names} | {f"enc.{n}.bias": (2,) for n in names}
-    here = {f"layer_{n}/kernel": (1,) for n in names} | {f"layer_{n}/bias": (2,) for n in names}
-    began = time.monotonic()
-    rules = suggest(there, here, ["other.7.weight"])
-    assert time.monotonic() - began < 20  # 16 million comparisons take five minutes
-    assert {name: re.sub(*rule, name) for rule in rules.items() for name in there if re.search(rule[0], name)} == {
-        name: name.replace("enc.", "layer_").replace(".weight", "/kernel").replace(".bias", "/bias") for name in there
-    }
-    alike = {f"a/{n}": (3,) for n in names}
-    assert suggest({"a/x": (5,), **alike}, {"b/x": (5,), **alike}, []) == {"^a/x$": "b/x"}
-    assert time.monotonic() - began < 40
-
-
 @pytest.mark.slow
-def test_suggested_rules_are_text_that_a_warm_start_takes(tmp_path, capsys):
-    source, target = filled(small("encoder", "head")), filled(small("backbone", "top"), seed=1)
-    path = write_safetensors(tmp_path / "w.safetensors", by_path(source))
-    run = run_of(small("backbone", "top"), tmp_path / "run")
-    assert cli(["weights", path, "--to", run]) == 1
-    text = capsys.readouterr().out.partition(":\n\n")[2]
-    assert yaml.safe_load(text)["rules"] == {"^encoder/": "backbone/", "^head/": "top/"}
-    (tmp_path / "rules.yaml").write_text(text)
-    assert cli(["weights", str(tmp_path / "rules.yaml"), "--to", run]) == 0
-    looplib.warm_start({"model": target}, str(tmp_path / "rules.yaml"))
-    same(source, target)
-
-
-@pytest.mark.slow
-def test_the_rules_suggested_for_bert_agree_with_those_by_hand(tmp_path, capsys):
+def test_rules_that_a_file_holds_are_applied(tmp_path):
     write_safetensors(tmp_path / "bert.safetensors", bert())
+    (tmp_path / "by_hand.yaml").write_text(RULES)
     run = run_of(encoder(), tmp_path / "run")
     assert cli(["weights", str(tmp_path / "bert.safetensors"), "--to", run]) == 1
-    suggested = yaml.safe_load(capsys.readouterr().out.partition(":\n\n")[2])["rules"]
-    (tmp_path / "by_hand.yaml").write_text(RULES)
-    (tmp_path / "suggested.yaml").write_text(
-        yaml.safe_dump({"path": "bert.safetensors", "rules": suggested}, sort_keys=False)
-    )
-    models = [filled(encoder()), filled(encoder())]
-    for model, name in zip(models, ("by_hand", "suggested")):
-        looplib.warm_start({"model": model}, str(tmp_path / f"{name}.yaml"))
-    equal = [np.array_equal(one, other) for one, other in zip(*(model.get_weights() for model in models))]
-    # The attention's outputs, and norms, have several partners: no rule is suggested for them, and none is wrong.
-    untouched = [
-        np.array_equal(one, other) for one, other in zip(models[1].get_weights(), filled(encoder()).get_weights())
-    ]
-    assert all(one or other for one, other in zip(equal, untouched)) and sum(equal) > 20
     assert cli(["weights", str(tmp_path / "by_hand.yaml"), "--to", run]) == 0
-
-
-def test_a_table_of_embeddings_is_no_kernel_and_a_bias_comes_with_its_kernel():
-    there = {
-        "bert.token_type_embeddings.weight": (2, 4),
-        "bert.one.weight": (3, 5),
-        "bert.one.bias": (3,),
-        "x.bias": (3,),
-    }
-    here = {"classifier/kernel": (4, 2), "one/kernel": (5, 3), "one/bias": (3,), "other/bias": (3,)}
-    rules = suggest(there, here, ())
-    assert {pattern: rule if isinstance(rule, str) else rule.to for pattern, rule in rules.items()} == {
-        r"^bert\.one\.weight$": "one/kernel",
-        r"^bert\.one\.bias$": "one/bias",
-        r"^x\.bias$": "other/bias",
-    }
-
-
-def test_nothing_is_suggested_where_two_fit(tmp_path, capsys):
-    tensors = {name: np.ones((6, 6), np.float32) for name in ("one", "two")}
-    path = write_safetensors(tmp_path / "w.safetensors", {f"{name}/kernel": value for name, value in tensors.items()})
-    other = write_safetensors(
-        tmp_path / "o.safetensors", {f"{name}/kernel": tensors["one"] for name in ("three", "four")}
-    )
-    assert cli(["weights", path, "--to", other]) == 1
-    assert "rules" not in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_ends_with_a_sentence(tmp_path, capsys):

@@ -35,84 +35,6 @@ from looplib.run.report import (
 )
 from looplib.run.status import ENDED_EARLY, Standing, read_status
 
-_STEP = re.compile(r"step-(\d{1,15})$")
-_MOST_EXPORTS = 5  # exports that are shown, the newest
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputDifference:
-    """How much an output of an int8 model differs from the float one's, see `outputs.int8.OutputCost`."""
-
-    largest: float
-    mean: float
-    same_class: float | None = None
-    name: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class NotedCost:
-    """The cost of an int8 export.
-
-    Attributes:
-      kind: "integer" or "dynamic range".
-      split: whose data it was compared on; "" for none.
-      examples: of that data.
-      outputs: how much they differ, by name.
-    """
-
-    kind: Annotated[str, 40] = ""
-    split: Annotated[str, 100] = ""
-    examples: int = 0
-    outputs: dict[str, OutputDifference] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class NotedExport:
-    """The record `export.json` of an export: the sizes of its files, and the cost of int8."""
-
-    files: dict[str, int] = dataclasses.field(default_factory=dict)
-    int8: NotedCost | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ShownInt8:
-    """An int8 export.
-
-    Attributes:
-      step: of the weights.
-      bytes: its size; None if that is not known.
-      float_bytes: of the weights as they were trained, from another file beside it; None if there is none.
-      kind, split, examples: see `NotedCost`.
-      outputs: how much they differ.
-    """
-
-    step: int
-    kind: str
-    bytes: int | None
-    float_bytes: int | None
-    split: str
-    examples: int
-    outputs: list[OutputDifference]
-
-
-def read_int8(run: RunDir) -> list[ShownInt8]:
-    """Returns the int8 exports of a run, of the newest steps, oldest first."""
-    try:
-        names = os.listdir(os.path.join(run.path, "export"))
-    except OSError:
-        return []
-    steps = sorted(int(found[1]) for found in map(_STEP.match, names) if found)[-_MOST_EXPORTS:]
-    records = ((step, run.decoded(f"export/step-{step}/export.json", NotedExport)) for step in steps)
-    return [_shown(step, one.int8, one.files) for step, one in records if one and one.int8]
-
-
-def _shown(step: int, cost: NotedCost, sizes: dict[str, int]) -> ShownInt8:
-    beside = [sizes[name] for name in ("model.tflite", "model.safetensors", "saved_model") if name in sizes]
-    outputs = [dataclasses.replace(one, name=name) for name, one in cost.outputs.items()]
-    float_bytes = beside[0] if beside else None
-    return ShownInt8(step, cost.kind, sizes.get("model.int8.tflite"), float_bytes, cost.split, cost.examples, outputs)
-
-
 _FOLDER = "media"
 _MOST_NAMES = 40  # of each kind
 _MOST_STEPS = 6  # of each name, the newest
@@ -276,31 +198,6 @@ class ShownVariable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
-    """An operation of a profile, and its time in the profiled steps in milliseconds."""
-
-    name: Annotated[str, 200] = ""
-    type: Annotated[str, 100] = ""
-    time_ms: float | None = None
-    share: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ProfiledSteps:
-    """The content of `profile.json`: the ops of `steps` steps after step `start`."""
-
-    ops: list[Op] = dataclasses.field(default_factory=list)
-    start: int | None = None
-    steps: int | None = None
-
-    @property
-    def text(self) -> str:
-        """Which steps, as a clause; "" if that is not known."""
-        known = self.start is not None and self.steps is not None
-        return f"steps {self.start + 1:,} to {self.start + self.steps:,}" if known else ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """A run directory, as the page shows it.
 
@@ -321,7 +218,6 @@ class Run:
       spans: where the time went, step by step.
       life: seconds since the first start by cause, see `goodput.Goodput`; {} for a run of one start without rollbacks.
       stragglers: the workers that were slower than the others at the end of the newest start, the slowest first.
-      int8: its int8 exports.
       copy: how far the copy in an object store is; None without one.
       notes: what could not be read, in sentences.
     """
@@ -351,10 +247,7 @@ class Run:
     changed: list[Change] | None = None
     program: dict[str, str] = dataclasses.field(default_factory=dict)
     diff: str = ""
-    ops: list[Op] = dataclasses.field(default_factory=list)
-    profiled: str = ""
     samples: Samples = Samples([], [], [], 0)
-    int8: list[ShownInt8] = dataclasses.field(default_factory=list)
     copy: Standing | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -461,7 +354,6 @@ def of_checkpoints(saved: Sequence[SavedCheckpoint], metric: str) -> Iterator[Ma
 
 
 _MOST_DIFF = 100_000  # characters
-_MOST_OPS = 30
 _MOST_WARNINGS = 100  # of a start
 
 
@@ -497,7 +389,6 @@ def read_run(directory: str, name: str) -> Run:
     seconds = dict(report.seconds)
     wall = seconds.pop("wall", sum(seconds.values()))
     model, speed = report.model or Model(), report.speed or MeasuredSpeed()
-    profile = run.decoded("profile.json", ProfiledSteps) or ProfiledSteps()
     marked = [*of_starts(starts), *of_phases(report.flags.get("phases"))]
     marked += [*of_curves(found), *of_checkpoints(saved, metric)]
     return Run(
@@ -526,10 +417,7 @@ def read_run(directory: str, name: str) -> Run:
         changed=None if report.not_default is None else _changes(report.not_default),
         program=_program(report),
         diff=run.text(DIFF)[:_MOST_DIFF],
-        ops=profile.ops[:_MOST_OPS],
-        profiled=profile.text,
         samples=read_samples(directory, _each(run.records(MEDIA), notes)),
-        int8=read_int8(run),
         copy=seen.copy,
         notes=notes,
     )

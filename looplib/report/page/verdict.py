@@ -37,7 +37,7 @@ def findings(run: Run, alone: bool = True) -> list[Remark]:
         the same about its time.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # of values whose sums or differences are infinite
-        found = [*_of_the_end(run), *_of_warnings(run), *_of_values(run), *_of_learning(run), *_of_int8(run)]
+        found = [*_of_the_end(run), *_of_warnings(run), *_of_values(run), *_of_learning(run)]
         found += [*_of_time(run), *_of_the_rate(run)] if alone else []
     return sorted(found, key=lambda one: ("bad", "note", "good").index(one.kind))
 
@@ -178,18 +178,6 @@ def _of_time(run: Run) -> Iterator[Remark]:
         advice = "Look at the disk and the network that its data comes from." if waits else ""
         advice = advice or "Look at what else its machine does, and whether its processor or device is slower."
         yield Remark("note", f"{one}."[0].upper() + f"{one}."[1:], advice)
-
-
-def _of_int8(run: Run) -> Iterator[Remark]:
-    for one in run.int8:
-        size = "" if one.bytes is None else f" has {one.bytes:,} bytes"
-        size += f", and the float one {one.float_bytes:,}" if size and one.float_bytes is not None else ""
-        text = f"What int8 costs at step {one.step:,} ({one.kind}): the model{size}"
-        for output in one.outputs:
-            text += f"; {output.name} differs by {output.mean:.2g} on average, by {output.largest:.2g} at most"
-            text += "" if output.same_class is None else f", and has the same class for {output.same_class:.2%}"
-        text += f", on {_count(one.examples, 'example')} of {one.split}." if one.outputs else "; it was not compared."
-        yield Remark("note", text)
 
 
 def _of_the_rate(run: Run) -> Iterator[Remark]:

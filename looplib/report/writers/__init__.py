@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     console_writer: ConsoleWriter
-    contract: DEFAULT_WRITERS, Histogram, Images, Setting, Shown, Texts, Writer
+    contract: DEFAULT_WRITERS, Histogram, Images, Shown, Texts, Writer
     files: CsvWriter, JsonlWriter
     telemetry: ALL_ADDRESSES, PrometheusWriter
     tensorboard_writer: TensorBoardWriter

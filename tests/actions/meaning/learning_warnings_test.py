@@ -121,20 +121,6 @@ def test_a_warning_comes_once_over_restarts_in_the_log_run_json_and_the_page(tmp
     assert "not changed by a single bit" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.slow
-def test_the_page_shows_a_warning_and_marks_it(tmp_path, browser):
-    import keras
-
-    train("default", keras, tmp_path, steps=80, bias=keras.initializers.Constant(-100.0))
-    sheet = browser.new_page()
-    troubles = []
-    sheet.on("pageerror", lambda error: troubles.append(str(error)))
-    sheet.goto((tmp_path / "report.html").as_uri())
-    assert "not changed by a single bit" in sheet.inner_text("main")
-    assert sheet.locator(".mark.warning").count() >= 2 and not troubles  # in the key of the charts, and in the history
-    sheet.close()
-
-
 def state_of(folder, trainer):
     """All variables, and the reported metrics without times."""
     weights = [np.array(one) for one in [*trainer.model.variables, *trainer.optimizer.variables]]

@@ -9,7 +9,6 @@ function runPage(run) {
     section("curves", "Curves", curves(run)),
     section("time", "Time", timeOf(run)),
     section("samples", "Samples", samples(run.samples)),
-    section("profile", "Profile", profile(run)),
     section("checkpoints", "Checkpoints", checkpointTable(run)),
     section("model", "Model", modelTable(run)),
     section("settings", "Settings", settings(run)),

@@ -1,26 +1,4 @@
-// The tables of one run: profile, checkpoints, model, settings and history.
-
-function profile(run) {
-  if (!run.ops.length) return null;
-  const columns = [
-    { name: "Operation" },
-    { name: "Time", numeric: true },
-    { name: "Share", numeric: true },
-    { name: "Type" },
-  ];
-  const rows = run.ops.map((op) => [
-    nameCell(op.name),
-    { value: op.time_ms, shown: op.time_ms === null ? "–" : `${number(op.time_ms)} ms` },
-    { value: op.share, shown: op.share === null ? "–" : percent(op.share) },
-    op.type,
-  ]);
-  return [
-    run.profiled
-      ? el("p", {}, `The operations that took most of the time in ${run.profiled}; times are those of all these steps.`)
-      : null,
-    table("Operations", columns, rows, { sortable: true }),
-  ];
-}
+// The tables of one run: checkpoints, model, settings and history.
 
 function checkpointTable(run) {
   if (!run.checkpoints.length) return null;
