@@ -50,8 +50,10 @@ class Record:
     @property
     def numbers(self) -> dict[str, float | None]:
         """The metrics: finite numbers, and None for those that are not finite."""
-        return {
-            name: number(value) for name, value in self.values.items() if value is None or type(value) in (int, float)
+        return {  # this is the inner loop of a page
+            name: (value if value - value == 0 else None) if type(value) is float else number(value)
+            for name, value in self.values.items()
+            if value is None or type(value) in (float, int)
         }
 
     @property
@@ -120,7 +122,9 @@ class RecordLog:
         """Returns the records in file order; raises `UsageError` if the file is too large to be held."""
         if self.is_too_large:
             raise FileError(f"{self.path} has more than {MOST_BYTES:,} bytes, which no run writes; move it away")
-        return list(self)
+        return [
+            Record(one.step, one.split, {sys.intern(name): one.values[name] for name in one.values}) for one in self
+        ]
 
     def by_key(self) -> dict[tuple[int, str], dict[str, float | None]]:
         """Returns the `Record.numbers` by `Record.key`; raises as `all`."""
@@ -226,7 +230,7 @@ def _parsed(line: bytes) -> Record | None:
         return None
     if type(step) is not int or abs(step) > _LARGEST_STEP or not isinstance(split, str):
         return None
-    return Record(step, sys.intern(split), {sys.intern(name): value for name, value in found.items()})
+    return Record(step, split, found)
 
 
 def cut_short(path: str) -> bool:
