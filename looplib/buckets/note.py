@@ -76,7 +76,7 @@ class Deletions:
         self._sent: dict[str, int] = {}  # by name: the number of deletions when it was copied last
         self.count = 0  # of the deletions of this process
         with contextlib.suppress(OSError, ValueError):
-            noted = decode(_MOST_DELETIONS, parse_json(files.read_text(self._path, strict=True)), list[str])
+            noted = decode(list[str], parse_json(files.read_text(self._path, _MOST_DELETIONS)), strict=True)
             self._noted, self.count = dict.fromkeys(filter(_can_be_noted, noted), 1), 1
 
     def note(self, start: str) -> None:
@@ -166,7 +166,7 @@ class LocalCopy:
         if not (os.path.isdir(self.directory) and set(os.listdir(self.directory)) - {LOCK}):  # new, or removed
             return Note(self._url, self._key)
         with contextlib.suppress(OSError, ValueError):
-            return self._own(decode(_MOST_BYTES, parse_json(files.read_text(path, strict=True)), Note))
+            return self._own(decode(Note, parse_json(files.read_text(path, _MOST_BYTES)), strict=True))
         raise StoreError(
             f"{self.directory} holds something else than a copy of {self._url}, or lacks what "
             f"is noted in {self.place}; give another --local_dir, or remove the directory if the store has all of it"
@@ -233,7 +233,7 @@ class LocalCopy:
         """Undoes a move that was not finished; `StoreError` if it cannot tell what was moved."""
         path = os.path.join(self.place, _MOVE)
         try:
-            move = decode(_MOST_BYTES, parse_json(files.read_text(path, strict=True)), Move)
+            move = decode(Move, parse_json(files.read_text(path, _MOST_BYTES)), strict=True)
             self._own(move.note)
         except FileNotFoundError:
             return
