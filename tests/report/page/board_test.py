@@ -21,6 +21,7 @@ from looplib.__main__ import main as cli
 from looplib.commands.board import BoardServer
 from looplib.report.page.content import read_run
 from looplib.report.page.html import page
+from looplib.run.report import RunReport
 
 
 @pytest.fixture
@@ -186,7 +187,8 @@ def test_a_run_that_cannot_be_drawn_is_a_sentence_beside_the_other_runs(tmp_path
 def test_texts_that_reverse_what_follows_them_are_shown_as_escapes(tmp_path):
     write(tmp_path / "run", [0.5], "done")
     name = "a\u202eb\\\\u2066\u2069\\"
-    text = page([dataclasses.replace(read_run(str(tmp_path / "run"), "run"), error=name)], name)
+    content = dataclasses.replace(read_run(str(tmp_path / "run"), "run"), report=RunReport(error=name))
+    text = page([content], name)
     assert of_a_page(text)["run"]["error"] == "a\\u202eb\\\\u2066\\u2069\\"
     assert "\u202e" not in text and "<title>a\\u202eb" in text
 
