@@ -40,7 +40,7 @@ class Limits:
     text: int = sys.maxsize
     name: int = sys.maxsize
     items: int = sys.maxsize
-    whole: int = 2**63 - 1
+    whole: float = 2**63 - 1
 
 
 READ = Limits()
@@ -69,13 +69,14 @@ def decode(kind: Any, value: Any, limits: Limits = READ, *, strict: bool) -> Any
     Args:
       kind: the type. A dataclass may have a field `unknown`, which takes what it has no other field for.
       value: the value.
-      limits: bounds of texts, lists and integers.
+      limits: bounds of texts, lists and integers; without effect if `strict`.
       strict: whether all of it has to fit. If not, a field that is missing or misfits has its default, and an item of
         a list or a dict is left out; an object that lacks a field without a default is a misfit itself.
 
     Raises:
       MisfitError: if the value does not fit, and without `strict`, if it is of another type as a whole.
     """
+    limits = Limits(whole=math.inf) if strict else limits
     if (found := _converter(kind, strict)(value, limits)) is _MISFIT:
         raise _misfit(value, kind)
     return found
@@ -96,7 +97,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def whole(value: Any, largest: int = SHOWN.whole) -> int | None:
+def whole(value: Any, largest: float = SHOWN.whole) -> int | None:
     """Returns an integer that a browser can represent; None for anything else."""
     return value if type(value) is int and abs(value) <= largest else None
 

@@ -39,6 +39,7 @@ def test_what_fits_is_read_as_it_was_written():
     expected = Outer("a", 3, {"x": 1, "y": 0.5}, [Inner(1, 2.5)], (1, "b"))
     assert decode(Outer, WHOLE, SHOWN, strict=False) == expected
     assert decode(list[Inner], WHOLE["inner"], strict=True) == expected.inner
+    assert decode(list[int], [2**70], strict=True) == [2**70] and decode(list[int], [2**70], strict=False) == []
     assert decode(Outer, {**WHOLE, "newer": [1]}, strict=False).unknown == {"newer": [1]}
 
 
