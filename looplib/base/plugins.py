@@ -60,8 +60,7 @@ def _registered(group: str, name: str, own: Mapping[str, Any] = {}) -> importlib
     if not found:
         known = ", ".join(sorted({*own, *names(group)})) or "none"
         raise PluginError(
-            f"there is no plug-in {name!r} in {group}; installed are: {known}; install the package that has it, or "
-            "install looplib again"
+            f"there is no plug-in {name!r} in {group}; installed are: {known}; install the package that has it"
         )
     if len(found) > 1:
         packages = " and ".join(sorted(entry.dist.name for entry in found))
