@@ -34,6 +34,7 @@ class Request:
     path: str
     status: int = 0  # 0 if it was cut
     bytes: int = 0  # of its body
+    returned: int = 0  # bytes of the answer's body
     key: str = ""  # that it is signed with
 
     @property
@@ -173,7 +174,7 @@ class Proxy:
                 handler.close_connection = True
                 return _cut(handler.connection)
         status, headers, answer = self._forward(handler, body)
-        request.status = status
+        request.status, request.returned = status, len(answer)
         if handler.command in ("PUT", "POST", "DELETE") and status < 300:
             self._note(handler.path)
         if faults.old and request.kind == "list":

@@ -1,7 +1,5 @@
 """KerasTrainer beside Keras `fit`: the same weights, losses and metrics from the same order of data."""
 
-import functools
-import itertools
 import json
 import subprocess
 
@@ -20,20 +18,6 @@ from looplib.errors import CallbackError, EndlessDataError, SettingError, UsageE
 from looplib.keras.callbacks import KerasCallbacks
 
 FAMILIES = ("keras", "tf_keras")
-
-
-def cases(*few, turns=False):
-    """Returns all scripts in both families, or in turns in one of them; these few are no repetitions."""
-    product = list(itertools.product(keras_scripts.SCRIPTS, FAMILIES))
-    if turns:
-        product = [(name, FAMILIES[number % len(FAMILIES)]) for number, name in enumerate(keras_scripts.SCRIPTS)]
-    return [*few, *(pytest.param(*case, marks=pytest.mark.slow) for case in product if case not in few)]
-
-
-@functools.cache
-def plain(name, keras):
-    """Returns what `trained` and `fitted` do by default."""
-    return trained(name, keras), fitted(name, keras)
 
 
 def trained(name, keras, strategy="default", epochs=EPOCHS, callbacks=(), **settings):
@@ -65,30 +49,6 @@ def assert_as_in_fit(model, reports, expected):
         np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-# The mlp trains on replicas below.
-FEW = (("multi_output", "keras"), ("custom_train_step", "tf_keras"), ("regression", "keras"))
-
-
-@pytest.mark.slow(spread=1)
-@pytest.mark.parametrize("name, keras", cases(*FEW), indirect=["keras"])
-def test_a_script_trains_as_in_fit(name, keras):
-    (model, reports, step), expected = plain(name, keras)
-    assert_as_in_fit(model, reports, expected)
-    assert step == EPOCHS * 4 and [event.metrics["epoch"] for event in reports["train"]] == [1, 2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, keras", cases(("mlp", "keras"), turns=True), indirect=["keras"])
-def test_several_replicas_train_as_fit_on_one_device(name, keras):
-    if name == "autoencoder":
-        pytest.skip("batch normalization has the statistics of each replica")
-    model, reports, _ = trained(name, keras, "mirrored_x2" if keras is keras3 else "mirrored_x4")
-    _, (weights, history) = plain(name, keras)
-    # Keras 3 averages the loss of one of several outputs over batches, not examples, if their size may change.
-    history = {metric: values for metric, values in history.items() if metric not in ("kind_loss", "price_loss")}
-    assert_as_in_fit(model, reports, (weights, history))
-
-
 @pytest.mark.slow
 def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_training_alone():
     alone, reports, _ = trained("cnn", keras3, "mirrored_x2", epochs=2, steps_per_loop=4)
@@ -106,19 +66,6 @@ def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_tr
     ) as controller:
         controller.train_and_evaluate(8, eval_interval=3)  # in the middle of the reports' windows
         assert controller.train(8)["loss"] == pytest.approx(reports["train"][1].metrics["loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, keras", cases(("cnn", "keras"), turns=True), indirect=["keras"])
-def test_a_run_in_two_parts_is_the_run_in_one(name, keras, tmp_path):
-    (whole, expected, _), _ = plain(name, keras)
-    policy = looplib.CheckpointPolicy(every_steps=3)
-    trained(name, keras, epochs=1.5, model_dir=tmp_path, checkpoints=policy)  # in the middle of an epoch's metrics
-    model, reports, _ = trained(name, keras, model_dir=tmp_path, checkpoints=policy)
-    for ours, theirs in zip(model.get_weights(), whole.get_weights()):
-        np.testing.assert_array_equal(ours, theirs)
-    assert reports["train"][-1].metrics["loss"] == expected["train"][-1].metrics["loss"]
-    assert reports["train"][0].metrics["loss"] == expected["train"][1].metrics["loss"]
 
 
 def callbacks_of(keras):

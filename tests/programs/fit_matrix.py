@@ -321,6 +321,12 @@ def names_in(text):
     return {match[1]: match[0] for match in re.finditer(r"^\| (`\w+`(?: \(tf_keras\))?) \| .*$", text, re.MULTILINE)}
 
 
+def cells_of_page(row, family):
+    """Returns the cells that the page has of a row, by column."""
+    (name,) = names_in(line_of(row, family, {}))
+    return dict(zip(COLUMNS, names_in(PAGE.read_text())[name].removesuffix(" |").split(" | ")[2:]))
+
+
 def every():
     """Returns the pairs of a row and a family, in the order of the tables."""
     return [(row, family) for row in ROWS.values() for family in row.families]

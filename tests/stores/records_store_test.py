@@ -1,18 +1,19 @@
 """`context.records` of objects in a store: what it gives for local files, through a server that delays and refuses."""
 
+import collections
 import concurrent.futures
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import time
 
-import delaying_proxy
 import numpy as np
 import pytest
 import tensorflow as tf
+from proxy import Proxy
+from servers import KEY, S3, SECRET
 
 import looplib
 from looplib.data.records import reader, reading
@@ -20,7 +21,6 @@ from looplib.errors import RecordsError
 from looplib.stores import ranges
 
 pytest.importorskip("s3fs")
-boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto.server")
 
 COUNTS = (700, 0, 1200, 1, 599)  # of the shards
@@ -52,62 +52,38 @@ def write(folder):
 class Store:
     """A bucket of moto's server, behind a proxy that adds 20 ms to each request."""
 
-    def __init__(self, proxy, client, folder):
-        self.proxy, self.client, self.folder = proxy, client, folder
+    def __init__(self, server, proxy, folder):
+        self._server, self.proxy, self.folder = server, proxy, folder
 
-    def counts(self):
-        return delaying_proxy.ask(self.proxy, "/__counts")
+    def since(self, before=0):
+        """Returns the numbers of requests by method, and of bytes that came, after the first so many requests."""
+        requests = self.proxy.requests[before:]
+        counts = collections.Counter(request.method for request in requests)
+        return counts + collections.Counter(bytes=sum(request.returned for request in requests))
 
-    def since(self, before):
-        now = self.counts()
-        return {name: now[name] - before[name] for name in ("GET", "HEAD", "PUT", "bytes")}
-
-    def put(self, path, name):
-        self.client.upload_file(str(path), "data", name)
+    def write(self, name, content):
+        self._server.write("data", name, content)
 
     def copy(self, below):
         """Copies the TFRecord files to where a test may change them; returns their pattern."""
         for path in sorted(self.folder.glob("a.tfrecord-*")):
-            self.put(path, f"{below}/{path.name}")
+            self.write(f"{below}/{path.name}", path.read_bytes())
         return f"s3://data/{below}/a.tfrecord-*"
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
-        command = [sys.executable, delaying_proxy.__file__, str(port), "0.02"]
-        proxy = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            url = f"http://127.0.0.1:{int(proxy.stdout.readline())}"
-            for name, value in (
-                ("AWS_ENDPOINT_URL", url),
-                ("AWS_ACCESS_KEY_ID", "key"),
-                ("AWS_SECRET_ACCESS_KEY", "secret"),
-                ("AWS_DEFAULT_REGION", "us-east-1"),
-            ):
-                patch.setenv(name, value)
-            for _ in range(300):
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            client = boto3.client("s3")
-            client.create_bucket(Bucket="data")
-            folder = tmp_path_factory.mktemp("local")
-            write(folder)
-            for path in sorted(folder.iterdir()):
-                client.upload_file(str(path), "data", f"train/{path.name}")
-            yield Store(url, client, folder)
-        finally:
-            server.kill()
-            proxy.kill()
-            server.wait()
-            proxy.wait()
+    with pytest.MonkeyPatch.context() as patch, S3() as server, Proxy("127.0.0.1", server.port) as proxy:
+        proxy.faults.delay = 0.02
+        for name, value in (("ENDPOINT_URL", proxy.url), ("ACCESS_KEY_ID", KEY), ("SECRET_ACCESS_KEY", SECRET)):
+            patch.setenv(f"AWS_{name}", value)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        server.make_bucket("data")
+        folder = tmp_path_factory.mktemp("local")
+        write(folder)
+        for path in sorted(folder.iterdir()):
+            server.write("data", f"train/{path.name}", path.read_bytes())
+        yield Store(server, proxy, folder)
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +129,7 @@ def test_each_format_gives_what_local_files_give(store, kind):
 
 
 def test_array_records_are_refused_in_a_sentence(store):
-    store.client.put_object(Bucket="data", Key="other/a.array_record", Body=b"x" * 100)
+    store.write("other/a.array_record", b"x" * 100)
     with pytest.raises(RecordsError, match="s3://data/other/a.array_record.*TFRecord"):
         looplib.open_records("s3://data/other/*.array_record")
 
@@ -172,7 +148,7 @@ def test_a_name_with_signs_of_patterns_is_the_object_or_refused_where_it_matches
         return [source[number] for number in range(len(source))]
 
     for name in ("a[1].txt", "a1.txt", "c[7].txt", "d2.txt", "d3.txt"):
-        store.client.put_object(Bucket="data", Key=f"signs/{name}", Body=f"{name}\n".encode())
+        store.write(f"signs/{name}", f"{name}\n".encode())
     assert content("c[7].txt") == content("c[[]7].txt") == [b"c[7].txt"]
     with pytest.raises(RecordsError, match="the name of a file"):
         content("a[1].txt")
@@ -183,15 +159,16 @@ def test_a_name_with_signs_of_patterns_is_the_object_or_refused_where_it_matches
 @pytest.mark.slow
 def test_an_index_reads_the_data_once_and_the_next_start_reads_none(store):
     size = sum(path.stat().st_size for path in store.folder.glob("a.tfrecord-*"))
-    before = store.counts()
+    before = len(store.proxy.requests)
     batches(context().records("s3://data/train/a.tfrecord-*"), 2 * TOTAL // 20)
     first = store.since(before)
     assert size <= first["bytes"] <= 1.01 * size  # for the index and two epochs
-    assert first["GET"] <= 1 + 4 and first["HEAD"] <= 5  # a listing, a range of each file that is not empty
-    before = store.counts()
+    # A listing, a look for an object with the pattern as its name, each file's size, a range of each that is not empty.
+    assert first["GET"] <= 2 + 4 and first["HEAD"] <= 1 + 5
+    before = len(store.proxy.requests)
     batches(context().records("s3://data/train/a.tfrecord-*"), 2 * TOTAL // 20)
     again = store.since(before)
-    assert again["GET"] == 1 and again["HEAD"] <= 5 and again["PUT"] == 0
+    assert again["GET"] <= 2 and again["HEAD"] <= 1 + 5 and again["PUT"] == 0
 
 
 @pytest.mark.slow
@@ -201,12 +178,12 @@ def test_each_worker_fetches_its_own_records(store, cache, tmp_path, monkeypatch
     with tf.io.TFRecordWriter(str(tmp_path / "b.tfrecord")) as writer:
         for number in range(16_000):
             writer.write(content(number))
-    store.put(tmp_path / "b.tfrecord", "own/b.tfrecord")
+    store.write("own/b.tfrecord", (tmp_path / "b.tfrecord").read_bytes())
     looplib.open_records("s3://data/own/b.tfrecord")  # the index
     size, found = (tmp_path / "b.tfrecord").stat().st_size, []
     for worker in range(2):
         shutil.rmtree(cache / "blocks")
-        source, before = looplib.open_records("s3://data/own/b.tfrecord"), store.counts()
+        source, before = looplib.open_records("s3://data/own/b.tfrecord"), len(store.proxy.requests)
         dataset = context(8, worker, 2).records(source, block=500)
         found.append([record for batch in batches(dataset, 16_000 // 8) for record in batch])
         assert store.since(before)["bytes"] < 0.7 * size  # a half, and some of the next epoch that is read ahead
@@ -254,7 +231,7 @@ def test_an_object_that_is_replaced_in_mid_run_ends_it(store, cache, monkeypatch
     dataset = iter(context().records(source, block=30))
     next(dataset)
     good = (store.folder / "a.tfrecord-2").read_bytes()
-    store.client.put_object(Bucket="data", Key=f"replaced-{cached}/a.tfrecord-2", Body=good[::-1])
+    store.write(f"replaced-{cached}/a.tfrecord-2", good[::-1])
     monkeypatch.setattr(ranges, "_LOOKED", 0.0)
     with pytest.raises(
         tf.errors.OpError, match=rf"replaced-{cached}/a.tfrecord-2 was changed.*record \d+ \(byte \d+\)"
@@ -271,12 +248,12 @@ def test_damage_is_named_by_object_record_and_byte(store):
     raw = bytearray((store.folder / "a.tfrecord-2").read_bytes())
     at = sum(len(content(700 + row)) + 16 for row in range(17))
     raw[at + 12] ^= 16
-    store.client.put_object(Bucket="data", Key="damaged/a.tfrecord-2", Body=bytes(raw))
+    store.write("damaged/a.tfrecord-2", bytes(raw))
     with pytest.raises(
         tf.errors.OpError, match=f"record 17 of s3://data/damaged/a.tfrecord-2, at byte {at}, is damaged"
     ):
         batches(context(training=False).records("s3://data/damaged/a.tfrecord-2"))
-    store.client.put_object(Bucket="data", Key="damaged/a.tfrecord-2", Body=bytes(raw[: at + 5]))
+    store.write("damaged/a.tfrecord-2", bytes(raw[: at + 5]))
     with pytest.raises(RecordsError, match=f"s3://data/damaged/a.tfrecord-2.*{at + 5}.*17"):
         looplib.open_records("s3://data/damaged/a.tfrecord-2")
 
@@ -285,12 +262,12 @@ def test_damage_is_named_by_object_record_and_byte(store):
 def test_a_storm_of_refusals_changes_nothing(store, monkeypatch):
     monkeypatch.setenv("LOOPLIB_RECORDS_GB", "0")  # so that each epoch asks again
     expected = batches(context().records(f"{store.folder}/a.tfrecord-*", block=100), 150)
-    delaying_proxy.ask(store.proxy, "/__set?refuse=0.3")
+    store.proxy.faults.share = 0.3
     try:
         assert batches(context().records("s3://data/train/a.tfrecord-*", block=100), 150) == expected
     finally:
-        delaying_proxy.ask(store.proxy, "/__set?refuse=0")
-    assert store.counts()["refused"] > 10
+        store.proxy.faults.share = 0.0
+    assert sum(request.status == 503 for request in store.proxy.requests) > 10
 
 
 def size_of(folder):
@@ -308,7 +285,7 @@ def test_the_cache_keeps_to_its_limit_with_several_processes(store, cache, monke
     with tf.io.TFRecordWriter(str(tmp_path / "c.tfrecord")) as writer:
         for number in range(16_000):
             writer.write(content(number))
-    store.put(tmp_path / "c.tfrecord", "limit/c.tfrecord")
+    store.write("limit/c.tfrecord", (tmp_path / "c.tfrecord").read_bytes())
     monkeypatch.setenv("LOOPLIB_RECORDS_GB", "0.008")  # half of the data
     program = PROGRAM.replace("time.sleep(0.002)", "pass").replace("train/a.tfrecord-*", "limit/c.tfrecord")
     processes = [
@@ -345,7 +322,7 @@ def test_a_damaged_or_missing_block_of_the_cache_is_read_again(store, cache):
     blocks[0].write_bytes(raw)
     blocks[1].write_bytes(blocks[1].read_bytes()[:-1])
     blocks[2].unlink()
-    before = store.counts()
+    before = len(store.proxy.requests)
     assert source.__getitems__(range(TOTAL)) == expected
     assert store.since(before)["GET"] == 3
 
@@ -354,7 +331,7 @@ def test_a_damaged_or_missing_block_of_the_cache_is_read_again(store, cache):
 def test_several_threads_read_each_byte_once(store, cache):
     looplib.open_records("s3://data/train/a.tfrecord-*")
     shutil.rmtree(cache / "blocks")
-    source, before = looplib.open_records("s3://data/train/a.tfrecord-*"), store.counts()
+    source, before = looplib.open_records("s3://data/train/a.tfrecord-*"), len(store.proxy.requests)
     numbers = [np.random.default_rng(seed).permutation(TOTAL) for seed in range(8)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for order, found in zip(numbers, pool.map(source.__getitems__, numbers)):
