@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from looplib.base import plugins
 from looplib.base.messages import cure_of, with_cure
+from looplib.commands import commands
 from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 from looplib.masks import mask_tracebacks, masked, masked_text
 from looplib.processes.child import ended_by_signals
@@ -92,13 +93,7 @@ def _add_tools(tools: Any, wanted: list[str]) -> None:
         print(f"looplib: warning: {error}", file=sys.stderr)
 
 
-# Each is imported when it is asked for, or listed.
-
-
-def _add_average(tools: Any) -> None:
-    from looplib.commands.commands import average
-
-    average(tools)
+# Each of these is imported when it is asked for, or listed.
 
 
 def _add_board(tools: Any) -> None:
@@ -107,70 +102,16 @@ def _add_board(tools: Any) -> None:
     add(tools)
 
 
-def _add_check(tools: Any) -> None:
-    from looplib.commands.commands import check
-
-    check(tools)
-
-
-def _add_diff(tools: Any) -> None:
-    from looplib.commands.commands import diff
-
-    diff(tools)
-
-
-def _add_export(tools: Any) -> None:
-    from looplib.commands.commands import export
-
-    export(tools)
-
-
-def _add_inspect(tools: Any) -> None:
-    from looplib.commands.commands import inspect
-
-    inspect(tools)
-
-
-def _add_launch(tools: Any) -> None:
-    from looplib.commands.commands import launch
-
-    launch(tools)
-
-
 def _add_new(tools: Any) -> None:
     from looplib.commands.new import add
 
     add(tools)
 
 
-def _add_ray(tools: Any) -> None:
-    from looplib.commands.commands import ray
-
-    ray(tools)
-
-
-def _add_replay(tools: Any) -> None:
-    from looplib.commands.commands import replay
-
-    replay(tools)
-
-
 def _add_report(tools: Any) -> None:
     from looplib.commands.report import add
 
     add(tools)
-
-
-def _add_rerun(tools: Any) -> None:
-    from looplib.commands.commands import rerun
-
-    rerun(tools)
-
-
-def _add_status(tools: Any) -> None:
-    from looplib.commands.commands import status
-
-    status(tools)
 
 
 def _add_sweep(tools: Any) -> None:
@@ -186,19 +127,19 @@ def _add_weights(tools: Any) -> None:
 
 
 _OWN: dict[str, Callable[[Any], None]] = {
-    "average": _add_average,
+    "average": commands.average,
     "board": _add_board,
-    "check": _add_check,
-    "diff": _add_diff,
-    "export": _add_export,
-    "inspect": _add_inspect,
-    "launch": _add_launch,
+    "check": commands.check,
+    "diff": commands.diff,
+    "export": commands.export,
+    "inspect": commands.inspect,
+    "launch": commands.launch,
     "new": _add_new,
-    "ray": _add_ray,
-    "replay": _add_replay,
+    "ray": commands.ray,
+    "replay": commands.replay,
     "report": _add_report,
-    "rerun": _add_rerun,
-    "status": _add_status,
+    "rerun": commands.rerun,
+    "status": commands.status,
     "sweep": _add_sweep,
     "weights": _add_weights,
 }

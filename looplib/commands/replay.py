@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -132,13 +131,14 @@ class Replayable(Recorded):
         """
         say(str(command))
         log = os.path.join(folder.path, "output.log")
-        # A run that trains on this machine goes first.
-        settings = {"nice": _NICE, "held": (folder.lock,), "ends_by": signal.SIGTERM, "terminal": debug}
-        with files.open_to_append(log) as output:
-            child = Child(
-                command, {"TF_CPP_MIN_LOG_LEVEL": "3", **environment}, output=None if shows else output, **settings
-            )
-        with child:
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **environment}
+        with (
+            files.open_to_append(log) as output,
+            # A run that trains on this machine goes first.
+            Child(
+                command, environment, output=None if shows else output, terminal=debug, nice=_NICE, held=(folder.lock,)
+            ) as child,
+        ):
             code = child.wait(tick=(lambda: None) if debug else news_of(news, say))
         if code and not shows:
             print("".join(f"  | {line}\n" for line in last_lines(log)), end="", file=sys.stderr)

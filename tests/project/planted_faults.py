@@ -265,7 +265,10 @@ FAULTS = [
     Fault("a worker is slow only if the others wait for it", "actions/stragglers.py", "more >= _SHARE * total",
           "more >= 0", "comparing"),
     Fault("a launch removes what a killed one has left", "processes/child.py",
-          "                folders.remove(top, name)\n", "                pass\n", "local_workers"),
+          "                folders.remove(top, name)\n", "                pass\n", "child"),
+    Fault("a child ends with its parent", "processes/child.py",
+          "        _LIBC.prctl(1, int(number))  # PR_SET_PDEATHSIG\n", "        pass\n", "child"),
+    Fault("an order of others is not followed", "processes/orders.py", "& 0o077:", "& 0:", "child"),
     Fault("Ctrl-C prints no traceback of workers that import", "processes/group.py",
           "    return signal.SIGTERM if number == signal.SIGINT else number", "    return number", "local_workers"),
 ]  # fmt: skip

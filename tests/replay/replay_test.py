@@ -222,7 +222,7 @@ def test_a_replay_that_is_ended_leaves_no_folder(runs, tmp_path, python):
     command = [python, "-c", code, "replay", str(runs("slow")[0]), f"--step={HANGS}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 60
-    while not list(tmp_path.glob("looplib-replay-*/answer.json.news")):  # it trains
+    while not list(tmp_path.glob("looplib-temporary-*/order.json.news")):  # it trains
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.05)
     process.send_signal(signal.SIGUSR1)

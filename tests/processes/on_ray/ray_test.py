@@ -75,22 +75,6 @@ def test_what_an_actor_cannot_start_is_refused_in_words():
         WorkerActor("127.0.0.1").start(["true"], "/no/folder", {})
 
 
-@pytest.mark.slow
-def test_a_command_ends_with_the_process_of_its_actor(tmp_path):
-    program = (
-        "import sys, time\nfrom looplib.processes.ray import WorkerActor\nactor = WorkerActor('127.0.0.1')\n"
-        "actor.start(['sh', '-c', 'echo $$; exec sleep 1000'], '/', {})\n"
-        "print(actor.news(30).lines[0][1].decode(), flush=True)\ntime.sleep(1000)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    ) as process:
-        pid = int(process.stdout.readline())
-        assert pathlib.Path(f"/proc/{pid}").exists()
-        process.kill()
-    gone(pid)
-
-
 def gone(pid, seconds=20.0):
     end = time.monotonic() + seconds
     while pathlib.Path(f"/proc/{pid}").exists():
