@@ -36,6 +36,39 @@ _MOST_SHOWN = 10_000  # characters
 _LAST_SECONDS = 10.0  # for the processes of a killed run to end
 # What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is hit.
 _KILLS = ("after a save", "while it started", "while it ran")
+_SHOWN = 6
+_NUDGES = 2  # runs that measure how rounding grows
+# A preflight builds the step on the CPU, whatever devices and workers the environment names.
+_NO_DEVICES = {
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TPU_NAME": "",
+    "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS": "",
+    "TPU_CONFIG": "",
+    "TF_CONFIG": "{}",
+}
+_DATA_HINT = (
+    "check the data first: different examples were used (--steps_per_loop=1 shows at which step). In `dataset`, "
+    "build on context.indices, or seed each shuffle with context.seed; use tf.random.stateless_* for augmentation, "
+    "with the example's id in the seed, not tf.random.uniform or numpy"
+)
+_RESUME_HINT = (
+    "the examples are equal, so the step uses something that a checkpoint does not hold: tf.random.normal, tf_keras "
+    "dropout, a Python counter, an array in an attribute (docs/checkpoints.md). --baseline=2 "
+    "shows whether two uninterrupted runs agree at all"
+)
+_REPORT_HINT = (
+    "all values that both runs have are equal, so the training is right and only the report differs: a loop_end or "
+    "step_fn names metrics by chance, or looplib has a bug; please report it"
+)
+_BASELINE_HINT = (
+    "uninterrupted runs differ too, so start there: add --deterministic to the command, and seed everything random "
+    "from its --seed"
+)
+_REPLICAS_HINT = (
+    "the examples are equal, and the difference is larger than rounding explains, so the step depends on how they are "
+    "divided: the loss must be divided by the global batch (self.global_mean), regularization by "
+    "tf.nn.scale_regularization_loss; dropout and batch normalization differ by nature"
+)
 
 
 def say(line: str) -> None:
@@ -243,42 +276,6 @@ def saved_step(folder: str) -> int:
     names = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "ckpt-*.commit"))
     found = (re.search(r"ckpt-(\d+)\.commit$", name) for name in names)
     return max((int(match[1]) for match in found if match), default=0)
-
-
-_SHOWN = 6
-_NUDGES = 2  # runs that measure how rounding grows
-# A preflight builds the step on the CPU, whatever devices and workers the environment names.
-_NO_DEVICES = {
-    "CUDA_VISIBLE_DEVICES": "-1",
-    "TPU_NAME": "",
-    "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS": "",
-    "TPU_CONFIG": "",
-    "TF_CONFIG": "{}",
-}
-
-_DATA_HINT = (
-    "check the data first: different examples were used (--steps_per_loop=1 shows at which step). In `dataset`, "
-    "build on context.indices, or seed each shuffle with context.seed; use tf.random.stateless_* for augmentation, "
-    "with the example's id in the seed, not tf.random.uniform or numpy"
-)
-_RESUME_HINT = (
-    "the examples are equal, so the step uses something that a checkpoint does not hold: tf.random.normal, tf_keras "
-    "dropout, a Python counter, an array in an attribute (docs/checkpoints.md). --baseline=2 "
-    "shows whether two uninterrupted runs agree at all"
-)
-_REPORT_HINT = (
-    "all values that both runs have are equal, so the training is right and only the report differs: a loop_end or "
-    "step_fn names metrics by chance, or looplib has a bug; please report it"
-)
-_BASELINE_HINT = (
-    "uninterrupted runs differ too, so start there: add --deterministic to the command, and seed everything random "
-    "from its --seed"
-)
-_REPLICAS_HINT = (
-    "the examples are equal, and the difference is larger than rounding explains, so the step depends on how they are "
-    "divided: the loss must be divided by the global batch (self.global_mean), regularization by "
-    "tf.nn.scale_regularization_loss; dropout and batch normalization differ by nature"
-)
 
 
 def resume(

@@ -34,6 +34,11 @@ from looplib.processes.restarts import (
 _LONGEST_LINE = 1 << 16  # bytes; a longer one is passed on in parts
 _MOST_LINES = 1_000  # that wait for the driver; then the command waits too
 _DRAIN = 1.0  # seconds that the last lines have once the command has ended
+_TICK = 0.1
+_LAST_GRACE = 5.0  # seconds after a second signal until all are killed
+_LONGEST = 200  # characters of an error of Ray
+_PATIENCE = 30.0  # seconds without a place for all workers until it is said
+PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")  # of Ray's placement groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +140,6 @@ class WorkerActor:
     def _read(self, is_error: bool, pipe: BinaryIO) -> None:
         while line := pipe.readline(_LONGEST_LINE):
             self._lines.put((is_error, line.removesuffix(b"\n")))
-
-
-_TICK = 0.1
-_LAST_GRACE = 5.0  # seconds after a second signal until all are killed
-_LONGEST = 200  # characters of an error of Ray
-_PATIENCE = 30.0  # seconds without a place for all workers until it is said
-PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")  # of Ray's placement groups
 
 
 @dataclasses.dataclass(frozen=True)

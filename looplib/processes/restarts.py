@@ -19,6 +19,9 @@ _PASSING = (
     errors.DataError, errors.DeviceError, errors.FileError, errors.LockedError, errors.ParameterServerError,
     errors.SaveError, errors.StoreError, errors.TpuError, errors.WorkerError,
 )  # fmt: skip
+_HOUR = 3600.0
+_SHORT = 60.0  # seconds; a start that has lasted shorter than this doubles the next pause
+_MOST_DOUBLINGS = 6
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,22 +141,13 @@ def cannot_succeed(tasks: Sequence[Task], lines: TaskLines) -> str:
     return next((f"the command {wrong[task.code]} (exit code {task.code})" for task in tasks if task.code in wrong), "")
 
 
-def pause(backoff: float, before: int) -> float:
-    """Returns the seconds to wait before a restart: `backoff`, doubled with each one before, and at most a minute."""
-    return min(_LONGEST_PAUSE, backoff * 2 ** min(before, 30))
-
-
-_HOUR = 3600.0
-_SHORT = 60.0  # seconds; a start that has lasted shorter than this doubles the next pause
-_MOST_DOUBLINGS = 6
-
-
 @dataclasses.dataclass
 class RestartBudget:
     """The restarts of the last hour.
 
     Attributes:
-      backoff: seconds before a restart; twice as long for each that follows a start of less than a minute.
+      backoff: seconds before a restart; twice as long for each that follows a start of less than a minute, up to a
+        minute.
     """
 
     backoff: float
@@ -173,7 +167,7 @@ class RestartBudget:
             return None
         self._times.append(now)
         self._short = self._short + 1 if lived < _SHORT else 0
-        return pause(self.backoff, max(0, self._short - 1))
+        return min(_LONGEST_PAUSE, self.backoff * 2 ** min(max(0, self._short - 1), 30))
 
     @property
     def used(self) -> int:

@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 
 # Fields of XLA's hlo.proto. Bytes are not temporary if of one thread, an argument, alive at the end, or constant.
 _ASSIGNMENT, _ALLOCATION, _SIZE, _NOT_TEMPORARY = 3, 3, 2, (3, 5, 7, 12)
+_SLOW = {
+    ("TPU", "float64"): "a TPU emulates it, at a tenth of the speed or less; use float32",
+    ("TPU", "complex128"): "a TPU has no kernels for it; use complex64",
+    ("TPU", "float16"): "a TPU has no units for it; use bfloat16 (--mixed_precision=mixed_bfloat16)",
+    ("GPU", "float64"): "most GPUs compute it at a 32nd of the speed of float32; use float32",
+    ("GPU", "complex128"): "most GPUs compute it at a 32nd of the speed of complex64; use complex64",
+}
+_PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum")
+_ON_VARIABLES = ("Assign", "Read", "Resource", "Rng", "Stack", "Stateful", "TensorArray", "Var")  # begin so
+_ON_THE_HOST = (tf.string, tf.resource, tf.variant)
 
 
 def needs_a_constant(error: BaseException) -> bool:
@@ -74,18 +84,6 @@ def temporary_bytes(function: tf.types.experimental.PolymorphicFunction, specs: 
 def _fields(message: bytes) -> list[tuple[int, Any]]:
     """Returns the (number, value) of each field of a protocol buffer."""
     return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(message))]
-
-
-_SLOW = {
-    ("TPU", "float64"): "a TPU emulates it, at a tenth of the speed or less; use float32",
-    ("TPU", "complex128"): "a TPU has no kernels for it; use complex64",
-    ("TPU", "float16"): "a TPU has no units for it; use bfloat16 (--mixed_precision=mixed_bfloat16)",
-    ("GPU", "float64"): "most GPUs compute it at a 32nd of the speed of float32; use float32",
-    ("GPU", "complex128"): "most GPUs compute it at a 32nd of the speed of complex64; use complex64",
-}
-_PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum")
-_ON_VARIABLES = ("Assign", "Read", "Resource", "Rng", "Stack", "Stateful", "TensorArray", "Var")  # begin so
-_ON_THE_HOST = (tf.string, tf.resource, tf.variant)
 
 
 @dataclasses.dataclass(frozen=True)
