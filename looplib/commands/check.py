@@ -372,16 +372,6 @@ def replicas(
             run_to_the_end(commands[name], place, timeout)
         first, *others = runs
         rounding = _rounding(commands[first], runs[first], folder, rtol, atol, timeout)
-        if moved := decided_by_rounding(rounding):
-            say(
-                f"rounding alone moves the final weights by {moved:.0%}, so only the steps are compared, not the "
-                "weights"
-            )
-            if step := first_moved_by_rounding(rounding):
-                say(
-                    f"from step {step} on it changes a training metric by more than 1%, so a fault that begins later "
-                    "may not be found; use fewer steps or a smaller learning rate"
-                )
         for name in others:
             comparison = compare(runs[first], runs[name], rtol, atol, rounding)
             for split, (relative, found) in comparison.largest.items():
@@ -414,12 +404,19 @@ def _shown(name: str) -> str:
 def _rounding(
     command: Sequence[str], reference: str, folder: str, rtol: float, atol: float, timeout: float
 ) -> list[Comparison]:
-    """Measures how rounding grows: compares a run with others whose weights differ in their last bit."""
+    """Measures how rounding grows, and says what it hides: compares a run with others that differ in their last bit."""
     found = []
     for seed in range(1, _NUDGES + 1):
         nudged = os.path.join(folder, f"last_bit_{seed}")
         run_to_the_end(command, nudged, timeout, Order(example_checksums=True, perturbation=seed))
         found.append(compare(reference, nudged, rtol, atol))
+    if moved := decided_by_rounding(found):
+        say(f"rounding alone moves the final weights by {moved:.0%}, so only the steps are compared, not the weights")
+        if step := first_moved_by_rounding(found):
+            say(
+                f"from step {step} on it changes a training metric by more than 1%, so a fault that begins later "
+                "may not be found; use fewer steps or a smaller learning rate"
+            )
     return found
 
 

@@ -337,7 +337,7 @@ class _Repetition:
             order = Order(example_checksums=started.has_checksums(self._run.directory), until=end)
             given = order.give(os.path.join(self._folder.path, f"{name}-{end}.json"))
             if code := self._run.train(command, given, self._folder, lambda: self._news(model_dir)):
-                raise self._run.failed(code, end)
+                raise self._run.failed(code, end, self._folder)
             newest = commits.newest(saves)
             if newest is None or newest.step != end:
                 ended = f"at step {newest.step}" if newest else "without a checkpoint"

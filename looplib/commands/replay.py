@@ -20,7 +20,7 @@ from looplib.run.commits import Commit
 from looplib.run.directory import RunDir
 from looplib.run.started import Recorded
 
-_NICE = 10
+_NICE, _LOG = 10, "output.log"
 _SIZE = "global_batch_size"  # in a report
 
 
@@ -95,13 +95,8 @@ class Replayable(Recorded):
         given = Order(example_checksums=order.trace or started.has_checksums(self.directory), replay=order)
         shows = order.eager  # what the step prints
         code = self.train(command, given.give(path), folder, lambda: orders.news(path), shows, order.debug)
-        if code == EXIT_STALLED:
-            raise ReplayError(
-                f"the replay of {self.directory} made no progress before step {order.step}, and was ended; the lines "
-                "above say where it hung"
-            )
         if code or not orders.is_answered(path):
-            raise self.failed(code, order.step)
+            raise self.failed(code, order.step, folder)
         return orders.answer_to(path, Answer)
 
     def train(
@@ -118,7 +113,7 @@ class Replayable(Recorded):
         Args:
           command: the command.
           environment: variables to add, with an order.
-          folder: for a file with what it prints, of which the last lines are shown if it fails.
+          folder: for a file with what it prints.
           news: returns what it is doing.
           shows: whether to show all that it prints.
           debug: whether it has the terminal.
@@ -130,22 +125,25 @@ class Replayable(Recorded):
           UsageError: if it cannot be started.
         """
         say(str(command))
-        log = os.path.join(folder.path, "output.log")
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **environment}
         with (
-            files.open_to_append(log) as output,
+            files.open_to_append(os.path.join(folder.path, _LOG)) as output,
             # A run that trains on this machine goes first.
             Child(
                 command, environment, output=None if shows else output, terminal=debug, nice=_NICE, held=(folder.lock,)
             ) as child,
         ):
-            code = child.wait(tick=(lambda: None) if debug else news_of(news, say))
-        if code and not shows:
-            print("".join(f"  | {line}\n" for line in last_lines(log)), end="", file=sys.stderr)
-        return code
+            return child.wait(tick=(lambda: None) if debug else news_of(news, say))
 
-    def failed(self, code: int, step: int) -> ReplayError:
-        """Returns the error for a command that has failed before a step."""
+    def failed(self, code: int, step: int, folder: TemporaryFolder) -> ReplayError:
+        """Prints the last lines of a command that has failed before a step; returns the error."""
+        log = os.path.join(folder.path, _LOG)
+        print("".join(f"  | {line}\n" for line in last_lines(log)), end="", file=sys.stderr)
+        if code == EXIT_STALLED:
+            return ReplayError(
+                f"the replay of {self.directory} made no progress before step {step}, and was ended; the lines above "
+                "say where it hung"
+            )
         return ReplayError(f"the command of {self.directory} ended with code {code} before step {step}; see above")
 
     def _batch_size(self, start: int, end: int) -> int | None:
