@@ -175,15 +175,19 @@ def test_a_launch_that_is_killed_at_any_moment_leaves_no_process_and_its_folder_
     (temporary / "looplib-temporary-other").mkdir()  # without a lock
     (temporary / "looplib-temporary-link").symlink_to(noted)
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    for _ in range(10):
-        command = [*PYTHON, LAUNCH, "-c", WORKER, str(noted)]
+    until_a_worker = 0.0  # seconds
+    for _ in range(11):
+        command, began = [*PYTHON, LAUNCH, "-c", WORKER, str(noted)], time.monotonic()
         launched = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(chance.random() * 1.5)
+        if not until_a_worker:
+            wait_for(lambda: any(noted.iterdir()))
+            until_a_worker = time.monotonic() - began
+        else:
+            time.sleep(chance.random() * 2 * until_a_worker)
         launched.kill()
         launched.wait()
         wait_for(lambda: not running(noted))
         assert len(list(temporary.iterdir())) <= 3  # with that of the newest
-    assert any(noted.iterdir())
     done = subprocess.run([*PYTHON, LAUNCH, "-c", "pass"], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(temporary)) == ["looplib-temporary-link", "looplib-temporary-other"]
