@@ -316,8 +316,6 @@ class _Repetition:
             )
             return UNKNOWN
         say(f"DIFFERENT: {self._interval}")
-        if found.first_report is not None:
-            say(f"  the first report that differs is of step {found.first_report:,}")
         for title, texts in (("variables", found.variables), ("reports", found.reports)):
             for line in texts[:_SHOWN] + [f"{len(texts) - _SHOWN:,} more"] * (len(texts) > _SHOWN):
                 say(f"  {title}: {line}")
@@ -428,7 +426,6 @@ class _Differences:
       variables: a text for each variable that differs.
       records: how many reports were compared.
       reports: a text for each number of a report that differs, in the order of their steps.
-      first_report: the step of the first such report, or None.
       data: the first text about a checksum of examples; "" if these are equal.
     """
 
@@ -436,7 +433,6 @@ class _Differences:
     variables: list[str]
     records: int = 0
     reports: list[str] = dataclasses.field(default_factory=list)
-    first_report: int | None = None
     data: str = ""
 
     @property
@@ -464,7 +460,6 @@ def _compare(kept: str, again: str, directory: str, other: str, interval: Interv
             if is_speed(name) or one[name] == now[name]:
                 continue
             said = text(f"step {step} {split} {name}: {one[name]} then, {now[name]} now", _LONGEST)
-            found.first_report = step if found.first_report is None else found.first_report
             found.data = found.data or (said if name == METRIC else "")
             found.reports.append(said)
     return found
