@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
-from looplib.base import console, files
+from looplib.base import console, files, orders
 from looplib.binary import command_line
 from looplib.binary.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
 from looplib.binary.outcome import Session, failed
@@ -33,7 +33,6 @@ from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, MissingPartError, NoCheckpointError, TaskError, UsageError
 from looplib.guards.guards import Guards
 from looplib.masks import mask_tracebacks, masked
-from looplib.processes import orders
 from looplib.replay import player, preflight
 from looplib.report.writers.contract import DEFAULT_WRITERS
 from looplib.run.code_version import this_program

@@ -10,12 +10,11 @@ from typing import Any
 
 from absl import logging
 
-from looplib.base import files, folders
+from looplib.base import files, folders, orders
 from looplib.base.messages import whole_number
 from looplib.compat import keras as _keras
 from looplib.config.formats import check_export
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
-from looplib.processes import orders
 from looplib.run.metric_names import gain, mode_of
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating

@@ -11,5 +11,7 @@ Names that other rooms may use, by file:
         remove_unfinished
     messages: cure_of, duration, gist, is_utf8, join_names, OURS, parse_error, shown, whole_number, with_cure
     numbers: forecast, format_number, format_seconds, format_share, format_size, headline, iso_time, Progress, utc
+    orders: answer, answer_to, batch, current, has_reported, is_answered, news, Order, PreflightOrder, renew,
+        ReplayOrder, tell, tell_batch
     plugins: Command, failure, load, names
 """

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from looplib.base import orders
 from looplib.binary.command_line import FlagPlugin
 from looplib.cluster import environment
 from looplib.errors import EXIT_PREEMPTED
-from looplib.processes import orders
 from looplib.run.report import this_machine
 from looplib.task.actions import Action, Event
 

@@ -6,7 +6,7 @@
 import numpy as np
 import tensorflow as tf
 
-from looplib.processes import orders
+from looplib.base import orders
 from looplib.task.state import variables_of
 
 _BITS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 52}  # of the fraction

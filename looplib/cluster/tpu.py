@@ -17,10 +17,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base import orders
 from looplib.base.messages import gist
 from looplib.cluster import runtime
 from looplib.errors import TpuError
-from looplib.processes import orders
 
 _MOST_RESTARTS = 10
 _PATIENCE_SECONDS = 1800.0  # for a TPU that was lost to come back

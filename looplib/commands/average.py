@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from looplib.base import folders
 from looplib.base.messages import whole_number, with_cure
+from looplib.base.orders import ReplayOrder
 from looplib.commands.replay import Replayable
 from looplib.compat import tensorflow as _tf
 from looplib.errors import EXIT_DONE, CommandError, FileError, MismatchError, NoCheckpointError, RunDirectoryError
 from looplib.exports.new_folder import new_folder
 from looplib.processes.child import TemporaryFolder
-from looplib.processes.orders import ReplayOrder
 from looplib.run import choice, commits
 from looplib.run.commits import Commit
 from looplib.task.record import RunRecord

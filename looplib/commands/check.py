@@ -19,16 +19,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
-from looplib.base import files, folders
+from looplib.base import files, folders, orders
 from looplib.base.console import printable
 from looplib.base.messages import with_cure
 from looplib.base.numbers import format_size
+from looplib.base.orders import Order, PreflightOrder
 from looplib.commands.compare import Comparison, compare, decided_by_rounding, final_checkpoint, first_moved_by_rounding
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, CheckError
 from looplib.loop import additions
-from looplib.processes import orders
 from looplib.processes.child import Child, CommandLine, last_lines
-from looplib.processes.orders import Order, PreflightOrder
 from looplib.replay import preflight
 from looplib.run.commits import latest_checkpoint
 

@@ -4,13 +4,13 @@ from typing import Any
 
 from looplib.base.decoding import text
 from looplib.base.messages import join_names, shown
+from looplib.base.orders import ReplayOrder
 from looplib.commands.check import say
 from looplib.commands.compare import compare_tensors, is_speed
 from looplib.commands.replay import Replayable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
 from looplib.loop import additions
 from looplib.processes.child import TemporaryFolder
-from looplib.processes.orders import ReplayOrder
 from looplib.replay.player import CHECKSUM, Trace
 from looplib.run.commits import Commit
 from looplib.run.directory import RunDir

@@ -15,6 +15,7 @@ import tensorflow as tf
 from looplib.base import files, folders
 from looplib.base.decoding import decode, parse_json, text
 from looplib.base.messages import gist, with_cure
+from looplib.base.orders import Order
 from looplib.commands import rerun
 from looplib.commands.check import say
 from looplib.commands.compare import compare_tensors, is_speed
@@ -24,7 +25,6 @@ from looplib.data.records.reader import changes
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, FileError, ReplayError, UsageError
 from looplib.loop.additions import METRIC
 from looplib.processes.child import TemporaryFolder
-from looplib.processes.orders import Order
 from looplib.run import commits, started
 from looplib.run.commits import Commit
 from looplib.run.directory import RunDir

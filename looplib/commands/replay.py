@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from looplib.base import files, folders
+from looplib.base import files, folders, orders
+from looplib.base.orders import Order, ReplayOrder
 from looplib.commands.check import say
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, ReplayError
-from looplib.processes import orders
 from looplib.processes.child import Child, CommandLine, TemporaryFolder, last_lines, news_of
-from looplib.processes.orders import Order, ReplayOrder
 from looplib.replay.player import Answer
 from looplib.run import commits, started
 from looplib.run.commits import Commit

@@ -14,11 +14,11 @@ import tensorflow as tf
 import looplib
 from looplib.base import files
 from looplib.base.messages import shown
+from looplib.base.orders import Order
 from looplib.commands.check import say
 from looplib.commands.compare import compare
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, ReplayError
 from looplib.processes.child import Child, TemporaryFolder
-from looplib.processes.orders import Order
 from looplib.run import code_version, started
 from looplib.run.directory import DIFF, RunDir
 from looplib.run.report import Program, RunReport, changed_settings

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from looplib.base import orders
 from looplib.compat import keras
 from looplib.errors import CallbackError
-from looplib.processes import orders
 from looplib.task.actions import warn_of_unused_memories
 from looplib.task.plain import as_json
 

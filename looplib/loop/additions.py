@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib.base import orders
 from looplib.base.messages import join_names
 from looplib.cluster import updates
 from looplib.cluster.updates import Share
@@ -20,7 +21,6 @@ from looplib.loop.contracts import Metrics, Specification, StepAddition
 from looplib.loop.packing import Packer, batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_checks import is_summed
-from looplib.processes import orders
 from looplib.run import metric_names
 from looplib.task import reductions
 from looplib.task.reductions import Reduction, total

@@ -4,7 +4,6 @@ Names that other rooms may use, by file:
     child: Child, CommandLine, ended_by_signals, last_lines, news_of, output_of, Signals, TemporaryFolder, without
     group: none
     local_workers: launch
-    orders: answer, answer_to, current, is_answered, news, Order, PreflightOrder, renew, ReplayOrder, tell, tell_batch
     ray: run, WorkerPlace
     restarts: none
 """

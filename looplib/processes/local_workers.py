@@ -5,9 +5,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from looplib.base import console
+from looplib.base import console, orders
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
-from looplib.processes import orders
 from looplib.processes.child import CommandLine, Signals, TemporaryFolder
 from looplib.processes.group import LaunchedStart, LaunchRules, hold_ports
 from looplib.processes.restarts import RestartBudget, WorkerNumbers, check_options, say

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from looplib.base import orders
 from looplib.base.messages import join_names
+from looplib.base.orders import ReplayOrder
 from looplib.errors import Preempted, ReplayError
 from looplib.guards.watchdog import Watchdog
 from looplib.loop.contracts import Request, Schedule
 from looplib.loop.phased_loop import PhasedLoop
 from looplib.loop.task_loop import TaskLoop
-from looplib.processes import orders
-from looplib.processes.orders import ReplayOrder
 from looplib.task import model_table
 from looplib.task.plain import as_array, as_bytes, as_json
 from looplib.task.state import state_of, tables_of, variables_of

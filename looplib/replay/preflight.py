@@ -16,12 +16,12 @@ import tensorflow as tf
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from looplib.base import orders
 from looplib.base.messages import gist
 from looplib.compat import keras as _keras
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.errors import CheckError
-from looplib.processes import orders
 from looplib.task.state import state_of, variables_of
 
 if TYPE_CHECKING:

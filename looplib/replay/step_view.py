@@ -16,11 +16,11 @@ import tensorflow as tf
 from looplib.base import files
 from looplib.base.messages import gist
 from looplib.base.numbers import format_number
+from looplib.base.orders import ReplayOrder
 from looplib.cluster.updates import Share
 from looplib.compat import keras as _keras
 from looplib.compat import places
 from looplib.loop import additions
-from looplib.processes.orders import ReplayOrder
 from looplib.replay.player import Answer, Player
 from looplib.run.directory import RunDir
 from looplib.run.records import RecordLog

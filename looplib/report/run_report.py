@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 from absl import logging
 
-from looplib.base import console, files, folders
+from looplib.base import console, files, folders, orders
 from looplib.base.messages import gist, shown, with_cure
 from looplib.cluster import peers
 from looplib.errors import MissingPartError, Preempted, UsageError
 from looplib.masks import masked, masked_text
-from looplib.processes import orders
 from looplib.report.clock import Clock
 from looplib.report.writers.contract import Setting
 from looplib.run.directory import DIFF, RUN_JSON

@@ -40,7 +40,7 @@ CONTENTS = {
     "predictions/": "What `--mode=predict` writes.",
     "export/": "What `--mode=export` and `looplib.ExportBest` write.",
     "bad_records/": "Damaged records that `--bad_records` left out.",
-    "audit.jsonl": "The verdicts of `python -m looplib audit`.",
+    "audit.jsonl": "The intervals that `python -m looplib rerun --from` has repeated.",
     "lock": "Held by the process that trains.",
 }
 RECORDS = (METRICS, MEDIA)

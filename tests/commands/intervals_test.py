@@ -14,10 +14,10 @@ import tensorflow as tf
 from ordered import NOTHING, ordered
 
 from looplib.__main__ import main
+from looplib.base.orders import VARIABLE
 from looplib.commands import intervals
 from looplib.commands.intervals import DIFFERENT, EQUAL, NOTES, UNKNOWN, NotedInterval
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, ReplayError
-from looplib.processes.orders import VARIABLE
 from looplib.run import commits
 
 SHORT = ("--mode=train", "--train_steps=40")

@@ -10,8 +10,8 @@ import pytest
 from replay import replay_test
 
 from looplib.__main__ import main
+from looplib.base import orders
 from looplib.errors import EXIT_DONE, EXIT_UNKNOWN
-from looplib.processes import orders
 from looplib.replay import player
 
 runs, forks = replay_test.runs, replay_test.forks  # fixtures: runs by name, and commands in forks

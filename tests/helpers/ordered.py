@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 
-from looplib.processes.orders import VARIABLE, Order
+from looplib.base.orders import VARIABLE, Order
 
 _folder = tempfile.mkdtemp(prefix="ordered-")
 os.chmod(_folder, 0o711)  # for programs of another user

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
+from looplib.base import orders
+from looplib.base.orders import Order, ReplayOrder
 from looplib.errors import CommandError, FlagError
-from looplib.processes import orders
 from looplib.processes.child import Child, CommandLine, TemporaryFolder, last_lines, output_of
-from looplib.processes.orders import Order, ReplayOrder
 
 ROOT = pathlib.Path(__file__).parents[2]
 PYTHON = [sys.executable, "-c"]

@@ -10,7 +10,7 @@ import tf_keras
 
 import looplib
 from looplib import launch
-from looplib.processes import orders
+from looplib.base import orders
 
 X = np.random.RandomState(0).randn(50, 6).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)

@@ -36,7 +36,7 @@ ALLOWED = {
     ("looplib/buckets/lease.py", "open, to read"): "/proc/sys/kernel/random/boot_id",
     ("looplib/processes/child.py", "open, to read"): "/proc/PID/stat",
     ("looplib/processes/child.py", "os.open"): "the lock, new or without following a link",
-    ("looplib/processes/orders.py", "os.open"): "the file of an order, which is new",
+    ("looplib/base/orders.py", "os.open"): "the file of an order, which is new",
     ("looplib/commands/replay.py", "open, to write"): "names in a new temporary folder",
     ("looplib/commands/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
     ("looplib/data/records/files.py", "open, to read"): "the user's data",

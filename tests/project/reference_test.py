@@ -17,9 +17,9 @@ import pytest
 
 import looplib
 from looplib import errors
+from looplib.base import orders
 from looplib.binary import command_line, config
 from looplib.config.settings import Flag, flags_of
-from looplib.processes import orders
 from looplib.run import directory
 from looplib.run.report import FIELDS
 
