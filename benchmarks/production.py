@@ -38,11 +38,10 @@ from absl import app, flags, logging
 
 import looplib
 from benchmarks.workloads import WORKLOADS, Task
-from looplib.actions import additions
+from looplib.actions import stragglers
 from looplib.actions.notices import GcpNotices, NoticeListener
 from looplib.actions.timed_saves import TimedSaves
 from looplib.base.numbers import Progress
-from looplib.report.alerts import URLS
 from looplib.report.writers.telemetry import OpenTelemetryWriter, PrometheusWriter
 from looplib.run.status import read_status
 from looplib.task.actions import Event
@@ -174,7 +173,7 @@ class OtherSides:
     def watch(self, folder):
         """Starts what `--alert` starts; returns the process, stopped."""
         command = [sys.executable, "-m", "looplib", "status", folder, "--watch", "--until_end", "--interval=2"]
-        process = subprocess.Popen(command, env={**os.environ, URLS: f"http://{self.address}/"})
+        process = subprocess.Popen([*command, f"--alert=http://{self.address}/"])
         self._processes.append(process)
         time.sleep(3.0)
         process.send_signal(signal.SIGSTOP)
@@ -285,11 +284,11 @@ def of_workers(folder, arrays):
     """Measures the comparison of workers, in one of them."""
     strategy = looplib.runtime.setup(strategy="multi_worker")
     with_it = build(Training(), arrays, f"{folder}/with", "graph", strategy)
-    action, additions.Stragglers = additions.Stragglers, lambda strategy: looplib.Action()
+    action, stragglers.Stragglers = stragglers.Stragglers, lambda strategy: looplib.Action()
     trainings = {
         name: build(Training(), arrays, f"{folder}/{i}", "graph", strategy) for i, name in enumerate((_NONE, _AGAIN))
     }
-    additions.Stragglers = action
+    stragglers.Stragglers = action
     trainings["workers compared"] = with_it
     times = measure(trainings, _ROUNDS.value, _SECONDS.value)
     if with_it.controller.is_chief:

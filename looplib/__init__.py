@@ -67,7 +67,7 @@ _HOMES = {
     "image": "task.reductions",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
-    "list_checkpoints": "buckets.download",
+    "list_checkpoints": "buckets.local",
     "mean": "task.reductions",
     "measure": "data.records.reading",
     "open_records": "data.records.sources",

@@ -6,7 +6,7 @@ from looplib.actions.plateau import ReduceOnPlateau as ReduceOnPlateau
 from looplib.actions.profile import Profile as Profile
 from looplib.actions.replica_agreement import ReplicaAgreement as ReplicaAgreement
 from looplib.actions.timed_saves import TimedSaves as TimedSaves
-from looplib.buckets.download import list_checkpoints as list_checkpoints
+from looplib.buckets.local import list_checkpoints as list_checkpoints
 from looplib.cluster import runtime as runtime
 from looplib.cluster import tpu as tpu
 from looplib.config.run_config import RunConfig as RunConfig

@@ -21,7 +21,7 @@ from looplib.binary import command_line
 from looplib.binary.command_line import FETCHED, PRINT_FLAG, SETUP_FLAGS, TRAINING_MODES, FlagPlugin
 from looplib.binary.outcome import Session, failed
 from looplib.binary.trial import TRIALS
-from looplib.buckets.download import local_path
+from looplib.buckets.local import local_path
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers

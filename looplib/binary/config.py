@@ -24,7 +24,7 @@ from absl import flags, logging
 from looplib.base import files
 from looplib.base.messages import shown, with_cure
 from looplib.binary.command_line import PRINT_FLAG
-from looplib.buckets.download import local_path
+from looplib.buckets.local import local_path
 from looplib.config.field_types import (
     At,
     check,

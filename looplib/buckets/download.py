@@ -15,7 +15,6 @@ from looplib.buckets.note import CHECKPOINTS, INCOMING, MARKER, LocalCopy, marke
 from looplib.buckets.upload import FOLDER, IDS, merge, newest, of_jobs
 from looplib.errors import FileError, StoreError, UsageError
 from looplib.run import commits
-from looplib.run.commits import Commit
 from looplib.run.directory import LOCK, REPORTS
 from looplib.run.lock import LockNote
 from looplib.stores.stores import PATIENCE, Store, StoredFile
@@ -226,32 +225,3 @@ class Fetcher:
         incoming = self._copy.folder(INCOMING)
         for name in os.listdir(incoming):
             folders.remove(incoming, name)
-
-
-def local_path(path: str | os.PathLike[str], what: str) -> str:
-    """Returns `files.resolve` of a path, or the path of a local copy of what is at a URL; see `copies.fetched`."""
-    if isinstance(path, str) and files.is_remote(path):
-        from looplib.buckets.mirror import fetched  # here, as it imports packages that take time
-
-        return fetched(path)
-    return files.resolve(path, what)
-
-
-def list_checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
-    """Lists the committed checkpoints of a run, newest first.
-
-    Their files are not read, so a checkpoint may be damaged; `python -m looplib inspect --verify` reads them.
-
-        best = max(looplib.list_checkpoints("/tmp/run"), key=lambda saved: saved.scores["eval/accuracy"])
-        print(best.step, best.path)
-
-    Args:
-      directory: a run directory, or the directory that holds the checkpoints.
-
-    Returns:
-      list of `Commit`, with `path`, `step`, `time`, `scores` and the sizes of the files.
-
-    Raises:
-      UsageError: if there is no such directory, or a newer looplib wrote a checkpoint in it.
-    """
-    return commits.committed(commits.checkpoint_folder(local_path(directory, "the run directory")))

@@ -8,7 +8,7 @@ from typing import Any
 
 from looplib.base import files
 from looplib.base.plugins import Command
-from looplib.buckets.download import local_path
+from looplib.buckets.local import local_path
 from looplib.commands.options import arguments, path, place, run
 from looplib.errors import CommandError
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib.base import files
-from looplib.buckets.download import local_path
+from looplib.buckets.local import local_path
 from looplib.errors import UsageError
 
 

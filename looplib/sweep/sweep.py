@@ -1,4 +1,4 @@
-"""The results of a sweep: a table as text and CSV."""
+"""A sweep: its trials are started, watched and stopped, and their results written as text and CSV."""
 
 import collections
 import contextlib
@@ -57,7 +57,7 @@ def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
 
 
 def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> None:
-    """Writes csv and txt into a sweep's directory, and prints the table.
+    """Writes results.csv and results.txt into a sweep's directory, and prints the table.
 
     Args:
       directory: the sweep's.
@@ -71,14 +71,14 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
     rows = _rows(plan, parameters, [*best, *(trial for trial in trials if trial not in best)])
     text = io.StringIO()
     csv.writer(text).writerows(rows)
-    files.write_whole(os.path.join(directory, "csv"), text.getvalue().encode(errors="replace"))
+    files.write_whole(os.path.join(directory, "results.csv"), text.getvalue().encode(errors="replace"))
     table = _aligned(rows)
-    files.write_whole(os.path.join(directory, "txt"), table)
+    files.write_whole(os.path.join(directory, "results.txt"), table)
     say(table.rstrip())
     if best:
         settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
         say(f"best: {name_of(best[0])}, {plan.compared} {best[0].value:.6g} {settings}")
-    say(f"csv and txt are in {directory}")
+    say(f"results.csv and results.txt are in {directory}")
 
 
 def _rows(plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:

@@ -11,7 +11,7 @@ from absl import logging
 
 from looplib.base.console import printable
 from looplib.base.messages import gist, join_names
-from looplib.buckets.download import local_path
+from looplib.buckets.local import local_path
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import NoCheckpointError, UsageError, WarmStartError

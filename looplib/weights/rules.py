@@ -11,7 +11,7 @@ from typing import Any
 
 from looplib.base import files
 from looplib.base.messages import join_names, shown, with_cure
-from looplib.buckets.download import local_path
+from looplib.buckets.local import local_path
 from looplib.errors import SettingError, WarmStartError
 
 _ENDINGS = (".yaml", ".yml")

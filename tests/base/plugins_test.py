@@ -119,5 +119,5 @@ def test_a_writer_that_does_not_exist_is_named_before_anything_else(model_dir, t
 
 @pytest.mark.parametrize("writers", ["csv", looplib.CsvWriter("x")], ids=["name", "writer"])
 def test_one_writer_in_place_of_a_list_is_refused(writers, tmp_path):
-    with pytest.raises(looplib.errors.SettingError, match="^writers is .*csv.*; expected a list of writers"):
+    with pytest.raises(looplib.errors.SettingError, match="(?i)^writers is .*csv.*; expected a list of writers"):
         toy.controller(None, toy.Regression(), model_dir=tmp_path, writers=writers)

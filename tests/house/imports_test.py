@@ -104,7 +104,7 @@ def test_every_public_name_is_loaded_when_it_is_used():
 
 
 def test_importing_looplib_loads_no_room_that_few_runs_need(imported):
-    few = {"actions", "commands", "exports", "keras", "orbit", "processes", "stores", "sweep"}
+    few = {"actions", "commands", "exports", "keras", "orbit", "stores", "sweep"}
     assert not few & set(imported[1])
 
 

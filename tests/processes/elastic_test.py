@@ -15,7 +15,7 @@ from looplib.processes.restarts import RestartBudget, WorkerNumbers
 # The first worker notes each start: how many there are, where it is, and what `run.json` has about the start. One that
 # dies waits for the others, which end as looplib's do: with code 1, as soon as they notice.
 NOTED = """
-from looplib.processes import orders
+from looplib.base import orders
 count = len(me.workers)
 here = [path.with_name(f"{i}.{me.job_id}") for i in range(count)]
 dead = path.with_name(f"dead.{me.job_id}")
