@@ -17,8 +17,6 @@ from looplib.task.actions import Action
 
 if TYPE_CHECKING:
     from looplib.binary.estimate import Forecast, Stopwatch
-    from looplib.controller import Controller
-
 
 _STEPS = 2
 
@@ -127,7 +125,7 @@ class TrialFlags(FlagPlugin):
         self._watch = Stopwatch()
         return (self._watch,)
 
-    def try_out(self, controller: "Controller", actions: Sequence[Any]) -> str:
+    def try_out(self, controller: Controller, actions: Sequence[Any]) -> str:
         """Makes the trial that `redirect` has prepared; returns what it found.
 
         Args:
@@ -139,7 +137,7 @@ class TrialFlags(FlagPlugin):
             return try_out(controller)
         return str(self._estimate(controller, self._watch, actions))
 
-    def _estimate(self, controller: "Controller", watch: "Stopwatch", actions: Sequence[Any]) -> "Forecast":
+    def _estimate(self, controller: Controller, watch: "Stopwatch", actions: Sequence[Any]) -> "Forecast":
         """Measures, and returns the forecast."""
         from looplib.actions.timed_saves import Timed, TimedSaves
         from looplib.binary import estimate
@@ -169,7 +167,7 @@ class TrialFlags(FlagPlugin):
             tuple(self._notes),
         )
 
-    def _end(self, controller: "Controller") -> int:
+    def _end(self, controller: Controller) -> int:
         """Returns the step to train to: --train_steps, or the end of the data before it."""
         asked, training = self._values["train_steps"], controller.loops["train"]
         length = None if training.endless else controller.steps_per_epoch

@@ -206,14 +206,15 @@ class RecordLog:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file; one that is longer than any record in parts, which are not records."""
-    begun = b""
+    """Yields the lines of a file; of one that is longer than any record the beginning, which is no record."""
+    begun, is_cut = b"", False
     while part := file.read(_PART):
         *lines, begun = (begun + part).split(b"\n")
-        yield from lines
+        for line in lines:
+            yield line[:_LONGEST_LINE] if is_cut else line
+            is_cut = False
         if len(begun) > _LONGEST_LINE:
-            yield begun
-            begun = b""
+            begun, is_cut = begun[:_LONGEST_LINE], True
     yield begun
 
 
