@@ -27,8 +27,8 @@ def status(tools: Any) -> None:
         help="show every run below some folders: step, rate, time left, last metrics, and whether it is alive",
         description="Shows every run below some folders, such as those of a sweep. It only reads, and may be used "
         "while the runs train. States: starting; running; silent (running without news); killed (its process is gone "
-        "without a word); done; preempted (saved and ended by a signal, to be run again); failed; unknown. With --alert, "
-        "--alert_when or --until_end, --watch prints what happens to the runs: failures, kills, stalls, ends.",
+        "without a word); done; preempted (saved and ended by a signal, to be run again); failed; unknown. "
+        "With --alert, --alert_when or --until_end, --watch prints what happens to the runs: failures, kills, stalls, ends.",
         epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
     )
     parser.add_argument(
