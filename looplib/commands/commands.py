@@ -28,7 +28,7 @@ def status(tools: Any) -> None:
         description="Shows every run below some folders, such as those of a sweep. It only reads, and may be used "
         "while the runs train. States: starting; running; silent (running without news); killed (its process is gone "
         "without a word); done; preempted (saved and ended by a signal, to be run again); failed; unknown. "
-        "With --alert, --alert_when or --until_end, --watch prints what happens to the runs: failures, kills, stalls, ends.",
+        "With --alert, --alert_when or --until_end, --watch prints what happens: failures, kills, stalls, ends.",
         epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
     )
     parser.add_argument(
