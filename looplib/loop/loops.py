@@ -211,6 +211,8 @@ class Loops:
             ran = self.training.run(request, "train")
         except BaseException as error:
             self.half_updated = not self.training.failed_between_steps(error)
+            if not self.half_updated:  # whole steps may have run before it
+                self.step = int(self.global_step)
             raise
         self.step = step + ran.done
         self.check_count(ran.counted)
