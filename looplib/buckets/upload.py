@@ -17,8 +17,8 @@ from looplib.buckets.lease import HeldFolders, Lease, is_index
 from looplib.buckets.note import CHECKPOINTS, MARKER, OUTGOING, LocalCopy, marker_of, steps_of
 from looplib.errors import RunDirectoryError
 from looplib.run import commits, lock
-from looplib.run.directory import METRICS, PAGE, RECORDS, REPORTS
-from looplib.run.records import Record, RecordLog, RecordWriter
+from looplib.run.directory import EVAL_JSON, METRICS, PAGE, RECORDS, REPORTS
+from looplib.run.records import Record, RecordLog, RecordWriter, aside_of
 from looplib.stores.stores import Store
 
 EVERY = 30.0  # seconds from one copy of what the run reports to the next
@@ -138,7 +138,8 @@ class Copier:
     def _check_beginning(self, path: str) -> None:
         """Raises `RunDirectoryError` if records have lost their first ones, as where somebody removes the directory."""
         first, before = next((record.step for record in RecordLog(path)), None), self._copy.note.first
-        if None not in (first, before) and first > before:
+        lost = None not in (first, before) and first > before
+        if lost and all(record.step != before for record in RecordLog(aside_of(path))):  # no resume has taken it out
             raise RunDirectoryError(
                 f"{path} begins with step {first:,}, and with step {before:,} in the store, so that somebody has "
                 "removed or changed it; the store keeps what it has: remove the local run directory, and run the same "
@@ -175,7 +176,7 @@ class Copier:
 
 FOLDER = "evaluations"
 IDS = ("mlflow.id", "wandb.id")  # of tracked runs, which a job adds to
-_OF_THE_TRAINING = (*REPORTS, *IDS, PAGE, "train/", "csv/", "alerts.log")
+_OF_THE_TRAINING = (*(name for name in REPORTS if name != EVAL_JSON), *IDS, PAGE, "train/", "csv/", "alerts.log")
 _MOST_JOBS = 10_000
 
 

@@ -7,14 +7,13 @@ from absl import logging
 
 from looplib.base import files, folders
 from looplib.base.decoding import READ, SHOWN, Limits, decode, parse_json
-from looplib.run.records import RecordLog
+from looplib.run.records import RecordLog, aside_of
 from looplib.run.report import RunReport, read_report
 
 T = TypeVar("T")
 RUN_JSON, METRICS, MEDIA, LOCK = "run.json", "metrics.jsonl", "media.jsonl", "lock"
 PAGE, CONFIG, DIFF = "report.html", "config.yaml", "code.diff"
-_EVAL_JSON = "run_eval.json"  # the report of a job that does not train
-_VOIDED = ".voided.jsonl"
+EVAL_JSON = "run_eval.json"  # the report of a job that does not train
 
 # What a run directory holds; docs/reference/run_directory.md is made of it. The name of a folder ends with a slash.
 CONTENTS = {
@@ -45,7 +44,7 @@ CONTENTS = {
 }
 RECORDS = (METRICS, MEDIA)
 """Files of records, to which a training and evaluation jobs add."""
-REPORTS = (*RECORDS, *(name.replace(".jsonl", _VOIDED) for name in RECORDS), RUN_JSON, _EVAL_JSON, CONFIG, DIFF)
+REPORTS = (*RECORDS, *(aside_of(name) for name in RECORDS), RUN_JSON, EVAL_JSON, CONFIG, DIFF)
 """Files that say what the run has come to."""
 
 
@@ -70,11 +69,11 @@ class RunDir:
 
     def report_path(self, trains: bool = True) -> str:
         """Returns the path of the report of a training, or of an evaluation job."""
-        return os.path.join(self.path, RUN_JSON if trains else _EVAL_JSON)
+        return os.path.join(self.path, RUN_JSON if trains else EVAL_JSON)
 
     def records(self, name: str = METRICS, voided: bool = False) -> RecordLog:
         """Returns the reader of a file of records; `voided` of those that a resume or a rollback has repeated."""
-        return RecordLog(os.path.join(self.path, name.replace(".jsonl", _VOIDED) if voided else name))
+        return RecordLog(os.path.join(self.path, aside_of(name) if voided else name))
 
     def text(self, name: str) -> str:
         """Returns the text of a file of at most 16 MiB; "" if it cannot be read."""

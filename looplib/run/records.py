@@ -243,6 +243,11 @@ def cut_short(path: str) -> bool:
         return file.read(1) not in (b"", b"\n")
 
 
+def aside_of(path: str) -> str:
+    """Returns the path of the file that keeps the void records of a file."""
+    return ".voided".join(os.path.splitext(path))
+
+
 class RecordWriter:
     """Appends records with unique keys: one that is written again with other values replaces the first one.
 
@@ -303,7 +308,7 @@ class RecordWriter:
             for record in self._records():
                 lines[condition(record)].append(record.line)
             if void := lines[False]:
-                aside = ".voided".join(os.path.splitext(self._path))
+                aside = aside_of(self._path)
                 known = {one.line for one in RecordLog(aside)}
                 with files.appending(aside) as file:
                     file.write("".join(line for line in void if line not in known).encode())
