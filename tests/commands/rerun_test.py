@@ -159,7 +159,10 @@ def test_a_run_has_the_commit_and_the_changes_and_a_rerun_the_changes_since(pyth
 REFUSED = {
     "not ended": ({"status": "preempted"}, "has not ended well (it is preempted at step 20)"),
     "several processes": ({"strategy": "MultiWorkerMirroredStrategy, 2 replicas"}, "had several processes"),
-    "an older looplib": ({"starts": [{"changed": {}}]}, "how the run was started: 'program' is missing in it"),
+    "an older looplib": (
+        {"starts": [{"changed": {}}]},
+        "is of a Controller without launch.run, so that it has no command to repeat",
+    ),
     "changed settings": (
         {"starts": [{"changed": {"config.learning_rate": [0.1, 0.2]}}]},
         "was resumed with config.learning_rate=0.2, and had 0.1 before",

@@ -16,6 +16,7 @@ import hostile_test
 import numpy as np
 import pytest
 from conftest import make_strategy, repetitions
+from paths import ROOT
 from tampering import NUL, SURROGATE, WRONG, aliases, make_directory, make_endless, make_fifo, mutate_fields, mutated
 
 from looplib.__main__ import main as cli
@@ -425,7 +426,7 @@ def test_a_start_takes_the_times_and_the_restarts_from_a_record_whose_old_starts
 @pytest.mark.slow
 def test_a_commit_that_git_would_take_for_an_option_is_none(folder, tmp_path, capsys, monkeypatch):
     report, made = json.loads((folder / "run.json").read_text()), tmp_path / "made"
-    program = report["starts"][0]["program"] | {"repository": str(hostile_test.pathlib.Path(__file__).parents[2]),
+    program = report["starts"][0]["program"] | {"repository": str(ROOT),
                                                 "arguments": [__file__], "commit": f"--output={made}", "changes": "x"}  # fmt: skip
     report["program"] = report["starts"][0]["program"] = program
     (folder / "run.json").write_text(json.dumps(report))

@@ -195,7 +195,7 @@ class _Program:
         expected = tf.nest.flatten(trained(x, training=False))
         differences = {"outputs": _largest(tf.nest.flatten(loaded.serve(x)), expected)}
         if (path / "model.keras").exists():
-            again = self._keras.compat_keras.load_model(path / "model.keras", compile=False)
+            again = self._keras.models.load_model(path / "model.keras", compile=False)
             differences["model.keras"] = _largest(tf.nest.flatten(again(x, training=False)), expected)
         return differences
 
@@ -317,7 +317,7 @@ def head():
 
 
 def names_in(text):
-    """Returns the lines of a table by the names of their compat_keras."""
+    """Returns the lines of a table by the names of their models."""
     return {match[1]: match[0] for match in re.finditer(r"^\| (`\w+`(?: \(tf_keras\))?) \| .*$", text, re.MULTILINE)}
 
 
