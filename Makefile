@@ -11,13 +11,17 @@ RUN := PYTHONDONTWRITEBYTECODE= TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
 env: $(VENV)/installed
 
-$(VENV)/installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+# What a ready trainer needs; then what the tests and Model Garden need.
+$(VENV)/runs: INSTALLS := trainers
+$(VENV)/installed: INSTALLS := $(EXTRAS)
+$(VENV)/installed: $(VENV)/runs
+$(VENV)/runs $(VENV)/installed: setup.cfg pyproject.toml
+	test -e $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]' 'tensorflow~=$(TF).0'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[$(INSTALLS)]' 'tensorflow~=$(TF).0'
 	touch $@
 
-demo: env
+demo: $(VENV)/runs
 	rm -rf build/demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 

@@ -28,51 +28,42 @@ class RunConfig:
 
     A binary has a flag for each; see `looplib.launch.run`.
 
+    Attributes:
+      global_batch_size: examples of a training step over all replicas; also for evaluators that set no size of their
+        own. Required, except for `OrbitTrainer` and `OrbitEvaluator`, which bring their own data.
+      steps_per_loop: steps of one call into the device; training metrics are reported at its exact multiples. Default
+        100, or an epoch for a `KerasTrainer`.
+      loop: the engine: "graph"; "xla", chunks of steps as one program of XLA; "auto", the fastest of these for the
+        model, found in the first loops; "eager", for debugging.
+      seed: seed of the order of the training data; `looplib.runtime.setup` seeds everything else.
+      max_time: seconds, a `datetime.timedelta` or text such as "1h30m"; kept as seconds. After this time a call of
+        `train` ends as by a signal: after the current step, with a save, by `Preempted`. A binary's time counts from
+        its own start.
+      overfit_batch: trains on the first batch of the data in each step, to see whether the model can fit it.
+      bad_records: maximum number of damaged records of `context.records` that the run skips; one more ends it. Without
+        a run directory, each worker counts its own records.
+      distribute: how batches reach the replicas. "auto" uses one plain iterator per process on CPUs and GPUs; "tf" uses
+        the iterators of tf.distribute everywhere.
+
     Raises:
       UsageError: for bad input, in a sentence.
     """
 
     global_batch_size: int | None = setting(None, "Examples of one step over all replicas.", least=1, flag_default=64)
-    """Examples of a training step over all replicas; also for evaluators that set no size of their own.
-
-    Required, except for `OrbitTrainer` and `OrbitEvaluator`, which bring their own data.
-    """
-
     steps_per_loop: int | None = setting(
         None, "Steps per call to the device, and per report.", least=1, flag_default=100
     )
-    """Steps of one call into the device; training metrics are reported at its exact multiples.
-
-    Default 100, or an epoch for a `KerasTrainer`.
-    """
-
     loop: str = setting("graph", "Loop engine; auto selects the fastest; eager is for debugging.", choices=ENGINES)
-    """The engine.
-
-    "graph"; "xla", chunks of steps as one program of XLA; "auto", the fastest of these for the model, found in the
-    first loops; "eager", for debugging.
-    """
-
     seed: int = setting(
         0, "Seeds initial weights, data order and everything else.", check=functools.partial(whole_number, least=0)
     )
-    """Seed of the order of the training data; `looplib.runtime.setup` seeds everything else."""
-
     max_time: float | str | datetime.timedelta | None = setting(
         None,
         "Saves and ends with code 75 after this time: 90 (seconds), 45m, 1h30m.",
         check=duration,
         read=lambda text: text or None,
     )
-    """Seconds, a `datetime.timedelta` or text such as "1h30m"; kept as seconds.
-
-    After this time a call of `train` ends as by a signal: after the current step, with a save, by `Preempted`. A
-    binary's time counts from its own start.
-    """
-
     overfit_batch: bool = setting(False, "Trains on the first batch of the data in each step.")
-    """Trains on the first batch of the data in each step, to see whether the model can fit it."""
-
     bad_records: int = setting(
         0,
         "skip:N leaves out up to N damaged records in a run; none: an error.",
@@ -80,16 +71,7 @@ class RunConfig:
         flag_default=None,
         read=_read_bad_records,
     )
-    """Maximum number of damaged records of `context.records` that the run skips; one more ends it.
-
-    Without a run directory, each worker counts its own records.
-    """
-
     distribute: str = setting("auto", "What hands out batches; tf: tf.distribute's iterators.", choices=("auto", "tf"))
-    """How batches reach the replicas.
-
-    "auto" uses one plain iterator per process on CPUs and GPUs; "tf" uses the iterators of tf.distribute everywhere.
-    """
 
     def __post_init__(self) -> None:
         settings.check(self)

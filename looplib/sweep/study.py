@@ -9,6 +9,7 @@ the sweep. So a kill at any moment loses no trial, and none is taken twice.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -173,7 +174,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 PRUNERS = {
     "none": optuna.pruners.NopPruner,
-    "median": optuna.pruners.MedianPruner,
+    "median": functools.partial(optuna.pruners.MedianPruner, n_startup_trials=2),  # 5 are most of a small sweep
     "halving": optuna.pruners.SuccessiveHalvingPruner,
     "hyperband": optuna.pruners.HyperbandPruner,
 }
