@@ -187,7 +187,9 @@ class Session:
     def _done(self) -> Outcome:
         if self.tried:
             return done(self.tried)
-        line = f"done at step {_where(self.controller)}; the run directory is {self.values['model_dir']}"
+        url, directory = self.controller.report.standing().url, self.values["model_dir"]
+        place = f"{url}, its local copy {directory}" if url else directory
+        line = f"done at step {_where(self.controller)}; the run directory is {place}"
         line += f", and its page {self.page}" * bool(self.page)
         return done(line if self.controller.is_chief else "")
 

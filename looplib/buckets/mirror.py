@@ -59,9 +59,9 @@ class StoreMirror(Mirror):
     """
 
     def __init__(self, store: Store, directory: str) -> None:
-        self.directory, self._store = directory, store
+        self.directory, self.url, self._store = directory, masked_text(store.url), store
         self._copy = LocalCopy(store.url, directory)
-        self.standing = Standing(masked_text(store.url), complete=time.time())
+        self.standing = Standing(self.url, complete=time.time())
         self._fetcher = Fetcher(store, self._copy)
         self._copier: Copier | None = None
         self._lease: Lease | None = None

@@ -132,6 +132,7 @@ class Checkpointer:
             metrics={**trained, **reporter.last_evaluation},
             rollbacks=record.rollbacks,
             engines=loops.choices,
+            url=self.directory.mirror.url,
             saved_step=int(latest.rsplit("-", 1)[1]) if latest else None,
         )
 

@@ -50,7 +50,7 @@ class Alert:
 
     Attributes:
       kind: a name in `KINDS`.
-      run: the run directory.
+      run: the run directory; its URL, if it is in an object store.
       step: the global step; None where it is not known.
       sentence: what has happened.
       host: the machine that tells it.
@@ -139,6 +139,7 @@ class RunObserver:
     def __init__(self, folder: str, conditions: Sequence[Condition] = (), process: int | None = None) -> None:
         self._folder, self._conditions, self._process = folder, conditions, process
         self._run = RunDir(folder)
+        self._name = folder  # or the URL of the run
         self._records = self._run.records()
         self._looked = False
         self._start: tuple[Any, ...] = ()  # the newest start
@@ -159,6 +160,7 @@ class RunObserver:
     def look(self) -> list[Alert]:
         """Returns what has happened since the last look, in the order of steps."""
         report = self._run.report(SHOWN)
+        self._name = report.url or self._folder if report else self._name
         status = read_status(self._folder, report, self._age())
         starts, newest = (report.starts, report.newest) if report else ([], StartEntry())
         pid = newest.process.pid
@@ -167,7 +169,7 @@ class RunObserver:
                 return []  # it has not written its report yet
             self._looked, self._state, self._start = True, status.state, (newest.started, pid)
             self._process_ended = True
-            return [Alert("killed", self._folder, status.step, "its process has ended before it wrote a report")]
+            return [Alert("killed", self._name, status.step, "its process has ended before it wrote a report")]
         first, self._looked = not self._looked, True
         known = first and self._process is None
         found = self._of_starts(starts, known)
@@ -198,15 +200,15 @@ class RunObserver:
             return []
         if state == "silent":
             text = status.detail or "the run is alive and reports nothing"
-            return [Alert("silent", self._folder, status.step, f"no news for {status.age:.0f} s: {text}")]
+            return [Alert("silent", self._name, status.step, f"no news for {status.age:.0f} s: {text}")]
         if state in ENDED:
             sentence = status.detail if state in ("failed", "preempted") and status.detail else _SENTENCES[state]
             if self._missed and self._process is not None:
                 missed = join_names(sorted(map(str, self._missed)))
                 sentence += f"; no metric of --alert_when was reported for {missed}"
-            return [Alert(state, self._folder, status.step, sentence)]
+            return [Alert(state, self._name, status.step, sentence)]
         if before == "silent" and state == "running":
-            return [Alert("recovered", self._folder, status.step, "the run reports again")]
+            return [Alert("recovered", self._name, status.step, "the run reports again")]
         return []
 
     def _of_starts(self, starts: Sequence[StartEntry], known: bool) -> list[Alert]:
@@ -234,18 +236,18 @@ class RunObserver:
 
     def _rollback(self, noted: Rollback) -> Alert:
         sentence = f"back to step {noted.to}: {noted.reason or 'no reason is known'}"
-        return Alert("rollback", self._folder, noted.step, sentence)
+        return Alert("rollback", self._name, noted.step, sentence)
 
     def _of_records(self, records: Sequence[Record]) -> Iterator[Alert]:
         for record in records:
             step, split, metrics = record.shown_step, record.split, record.numbers
             if metrics.get("skipped_steps") and split not in self._bad:
                 self._bad.add(split)
-                yield Alert("not_finite", self._folder, step, f"steps of {split} were skipped by --non_finite=skip")
+                yield Alert("not_finite", self._name, step, f"steps of {split} were skipped by --non_finite=skip")
             for name, value in metrics.items():
                 if value is None and (key := f"{split}/{name}") not in self._bad:
                     self._bad.add(key)
-                    yield Alert("not_finite", self._folder, step, f"{key} is NaN or infinite")
+                    yield Alert("not_finite", self._name, step, f"{key} is NaN or infinite")
             for condition in self._conditions:
                 value = metrics.get(condition.metric)
                 if condition.split == split and condition.metric in metrics:
@@ -256,7 +258,7 @@ class RunObserver:
                     self._met.discard(condition)
                 elif condition not in self._met:
                     self._met.add(condition)
-                    yield Alert("worse", self._folder, step, f"{split}/{condition.metric} is {value:g} ({condition})")
+                    yield Alert("worse", self._name, step, f"{split}/{condition.metric} is {value:g} ({condition})")
 
 
 def _is_alive(process: int) -> bool:

@@ -7,6 +7,7 @@ class Mirror:
     """Mirrors a run directory in an object store. This base class is for a local directory, and copies nothing."""
 
     directory = ""  # the local run directory
+    url = ""  # of the run in the store, for messages
 
     def begin(self, trains: bool) -> None:
         """Fetches what the chief needs. For a training, takes the run in the store, and begins to copy what is new."""

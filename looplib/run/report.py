@@ -234,6 +234,7 @@ class StartEntry:
     step: int | None = None
     verdict: _Line = ""
     error: str = _rarely(default="")
+    url: _Line = _rarely(default="")
     console: str = _rarely(default="")
     points: list[Point] = _list()
     seconds: dict[str, Seconds] = _mapping()
@@ -312,6 +313,7 @@ class RunReport:
     step: int | None = None
     verdict: _Line = ""
     error: str = _rarely(default="")
+    url: _Line = _rarely(default="")
     console: str = _rarely(default="")
     final_step: int | None = None
     end: int | None = None
@@ -365,6 +367,7 @@ FIELDS = {
     "workers), `replica_checks` what happened in it, `machine` the kind of machine.",
     "goodput": "What share of the time since the first start became kept steps, and the seconds by cause.",
     "error, traceback": "Of a start that failed.",
+    "url": "Where the run is in an object store; this directory is its local copy.",
     "console": "Why something that was printed is lost.",
 }
 

@@ -9,6 +9,7 @@ from clouds import wait_for
 
 from looplib.commands.compare import compare
 from looplib.errors import EXIT_PREEMPTED
+from looplib.report.alerts import RunObserver
 from looplib.run import commits
 from looplib.run.records import read_jsonl
 
@@ -69,6 +70,19 @@ def test_sigterm_uploads_the_final_save_before_the_exit(cloud):
     assert run["status"] == "preempted" and run["step"] == step
     lease = max(name for name in cloud.names() if name.startswith(".lease"))
     assert json.loads(cloud.read(lease))["released"]
+
+
+def test_the_last_line_the_page_and_alerts_name_the_run_by_its_url(cloud):
+    life = cloud.run("--train_steps=5", machine="one")
+    assert life.code() == 0, life.output()
+    url, local = cloud.url("run"), cloud.local("one")
+    assert f"the run directory is {url}, its local copy {local}, and its page {local}/report.html" in life.output()
+    assert json.loads((local / "run.json").read_text())["url"] == url
+    assert url in (local / "report.html").read_text()
+    observer = RunObserver(
+        str(local), process=json.loads((local / "run.json").read_text())["starts"][-1]["process"]["pid"]
+    )
+    assert [(alert.kind, alert.run) for alert in observer.look()] == [("done", url)]
 
 
 @pytest.mark.slow

@@ -393,7 +393,7 @@ def read_run(directory: str, name: str) -> Run:
     marked += [*of_curves(found), *of_checkpoints(saved, metric)]
     return Run(
         name=text(name, 200),
-        directory=text(directory, 1000),
+        directory=text(report.url or directory, 1000),
         report=report,
         status=status,
         step=step,
