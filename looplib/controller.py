@@ -265,17 +265,18 @@ class Controller:
         Returns:
           dict, the last reported training metrics, of an earlier start of the run if there was nothing left to do.
         """
-        return self._train(self._loops.steps_of(steps, epochs), None, -1)
+        return self._train(self._loops.steps_of(steps, epochs), {}, -1)
 
     def train_and_evaluate(
-        self, steps: int | None = None, eval_interval: int | None = None, eval_steps: int = -1, *,
+        self, steps: int | None = None, eval_interval: int | Mapping[str, int] | None = None, eval_steps: int = -1, *,
         epochs: float | None = None,
     ) -> dict[str, Metrics]:  # fmt: skip
         """Trains, saving and evaluating at exact multiples of `eval_interval` and at the end.
 
         Args:
           steps: the global step to train to; -1 for the end of the data.
-          eval_interval: steps between evaluations; default an epoch.
+          eval_interval: steps between evaluations; a dict has those of each evaluator, by name. Default an epoch. At
+            the end, all evaluate.
           eval_steps: steps of each evaluation; -1 for all data.
           epochs: in place of steps, how often the data is to come.
 
@@ -284,19 +285,18 @@ class Controller:
         """
         loops = self._loops
         end = loops.steps_of(steps, epochs)
-        interval = whole_number("eval_interval", loops.steps_of_an_epoch() if eval_interval is None else eval_interval)
         eval_steps = task_loop.check_evaluation(loops.evaluations, eval_steps)
-        self._train(end, interval, eval_steps)
+        self._train(end, loops.evaluation_intervals(eval_interval), eval_steps)
         return self._reporter.last_evaluation
 
-    def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
+    def _train(self, end: int, evaluate_every: Mapping[str, int], eval_steps: int) -> Metrics:
         self._loops.refuse_if_unfit("train", self.latest_checkpoint)
         self._loops.refuse_if_borrowed("train")
         self._directory.check_may_train()
         reporter, checkpointer = self._reporter, self._checkpointer
         end = self._loops.check_end(end)
         schedule = Schedule(
-            self.steps_per_loop, self.policy.every_steps, eval_interval, end, tuple(self._actions.stops)
+            self.steps_per_loop, self.policy.every_steps, evaluate_every, end, tuple(self._actions.stops)
         )
         reporter.end, self._stopped = schedule.end, False
         with self._actions.around_training(checkpointer.take_committed, self), self._training():
@@ -326,7 +326,7 @@ class Controller:
             for action in self._actions.stops.get(step, ()):
                 action.on_reaching(step, self)
             reached = step == due.step
-            self._due = due.evaluate or (due.end and bool(schedule.evaluate_every)), due.end
+            self._due = bool(due.evaluators or (due.end and schedule.evaluate_every)), due.end
             reporter.show_progress(step, schedule.next_evaluation(step))
             if reached and due.report:
                 self._report(step)
@@ -336,8 +336,8 @@ class Controller:
                 checkpointer.save(wait=False)
             if result.stopped:
                 checkpointer.leave(step)
-            if reached and due.evaluate:
-                self._evaluate(schedule, eval_steps)
+            if reached and due.evaluators:
+                self._evaluate(schedule, eval_steps, due.evaluators)
             self._actions.saved(checkpointer.take_committed(), self)
             if not reached:  # the data has ended
                 loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
@@ -357,8 +357,9 @@ class Controller:
         reporter.last_evaluation = {}
         reporter.speed_meter.measure_from(step)
         reporter.show_progress(step, schedule.next_evaluation(step))
-        if schedule.evaluates_at(step) and checkpointer.lacks_evaluation():
-            self._evaluate(schedule, eval_steps, saves=False)  # the run stopped between the save and the evaluation
+        if lacking := checkpointer.not_evaluated(schedule.evaluators_at(step)):
+            # The run stopped between the save and the evaluation.
+            self._evaluate(schedule, eval_steps, lacking, saves=False)
         self._loops.training.resume(step + checkpointer.record.input_offset)
         self._window.measure_from(step)
         return step
@@ -372,8 +373,8 @@ class Controller:
         checkpointer.check_finite(step)
         if step > checkpointer.record.reported.get("train", 0):
             self._report(step)
-        if schedule.evaluate_every and checkpointer.lacks_evaluation():
-            self._evaluate(schedule, eval_steps)
+        if checkpointer.not_evaluated(schedule.evaluate_every):
+            self._evaluate(schedule, eval_steps, tuple(schedule.evaluate_every))
         self._reporter.writers.flush()
         self._reporter.note_speed(functools.partial(speed.with_share, strategy=self._loops.strategy))
 
@@ -414,18 +415,21 @@ class Controller:
         Returns:
           dict from evaluator name to a dict of metrics, the number of `examples` among them.
         """
+        evaluations = self._loops.evaluations
+        return self._run_evaluators(tuple(evaluations), task_loop.check_evaluation(evaluations, steps))
+
+    def _run_evaluators(self, names: Sequence[str], steps: int) -> dict[str, Metrics]:
         loops, reporter = self._loops, self._reporter
-        steps = task_loop.check_evaluation(loops.evaluations, steps)
         self._checkpointer.need_state()
         with contextlib.nullcontext() if loops.training else self.report.recording_start(self.restored_from):
             results, step = {}, self.global_step
-            reporter.last_evaluation = results  # now, for an action that exports
             with console.guarded(), notice.listening(), self._watchdog.watching():
-                for name in loops.evaluations:
+                for name in names:
                     metrics = loops.evaluate(name, steps)
                     if metrics is None:
                         self._checkpointer.leave(step)
                     results[name] = metrics
+                    reporter.last_evaluation = {**reporter.last_evaluation, name: metrics}  # for an action that exports
                     self._publish(name, step, metrics)
                     reporter.show(name, step, loops.evaluations[name].shown())
             reporter.writers.flush()
@@ -483,12 +487,12 @@ class Controller:
         with console.guarded(), notice.listening(), self._watchdog.watching():
             return predict(self._loops, self._checkpointer, self._reporter, directory, format, piece)
 
-    def _evaluate(self, schedule: Schedule, eval_steps: int, saves: bool = True) -> None:
+    def _evaluate(self, schedule: Schedule, eval_steps: int, names: Sequence[str], saves: bool = True) -> None:
         """Evaluates in a training, and saves before, so that an evaluation that fails loses nothing."""
         step = self.global_step
         with self._checkpointer.saved() if saves else contextlib.nullcontext():
             self._reporter.show_progress(step, schedule.next_evaluation(step), evaluating=True)
-            self.evaluate(eval_steps)
+            self._run_evaluators(names, eval_steps)
             self._reporter.show_progress(step, schedule.next_evaluation(step))
 
     def _report(self, step: int) -> None:

@@ -5,7 +5,7 @@ import os
 import shlex
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -111,10 +111,9 @@ class Checkpointer:
                 "training"
             )
 
-    def lacks_evaluation(self) -> bool:
-        """Returns whether an evaluator has not reported at the current step."""
-        step = self.step
-        return any(self.record.reported.get(name) != step for name in self._parts.loops.evaluations)
+    def not_evaluated(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns which of some evaluators have not reported at the current step."""
+        return tuple(name for name in names if self.record.reported.get(name) != self.step)
 
     def standing(self) -> RunReport:
         """Returns where the run stands, for `run.json`.
@@ -375,21 +374,20 @@ class Checkpointer:
                 "writes there"
             )
 
-    def drop_later(self, evaluate_every: int | None) -> None:
+    def drop_later(self, evaluate_every: Mapping[str, int]) -> None:
         """Moves later checkpoints and records of the run aside, once a training continues from an earlier step.
 
         Args:
-          evaluate_every: steps between the evaluations of the training, or None.
+          evaluate_every: steps between the evaluations of the training, by evaluator; empty for none.
         """
         if self._continued_from is None:
             return
         (step, reported), self._continued_from = self._continued_from, None
         # An evaluation at the end of an earlier training is no evaluation of a longer one.
-        evaluated = step if not evaluate_every or step % evaluate_every == 0 else step - 1
+        evaluated = {name: step - (step % evaluate_every.get(name, 1) > 0) for name in self._parts.loops.evaluations}
         if self._saver:
             self._saver.set_aside_after(step)
-        splits = dict.fromkeys(self._parts.loops.evaluations, evaluated)
-        self._reporter.writers.resume(step, {"train": reported, **splits})
+        self._reporter.writers.resume(step, {"train": reported, **evaluated})
 
     def _read_position(self, path: str) -> None:
         """Sets this worker's position in the data, if the checkpoint is of the same number of workers."""

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -28,8 +28,8 @@ class Boundary:
     step: int  # the global step
     report: bool  # whether the training metrics since the last report are due
     save: bool  # whether a checkpoint is due
-    # whether an evaluation is due. False at the end, where the controller evaluates after the final save.
-    evaluate: bool
+    # the evaluators that are due. None at the end, where the controller evaluates after the final save.
+    evaluators: tuple[str, ...]
     end: bool  # whether the training ends here
 
     @property
@@ -44,13 +44,14 @@ class Schedule:
 
     report_every: int  # steps between reports
     save_every: int  # steps between checkpoints
-    evaluate_every: int | None = None  # steps between evaluations; None for a training without any
+    # steps between evaluations, by evaluator; empty for a training without any
+    evaluate_every: Mapping[str, int] = dataclasses.field(default_factory=dict)
     end: int | None = None  # the step to train to; None trains to the end of the data
     stops: tuple[int, ...] = ()  # further steps where the inner loop returns
 
     def boundaries(self, step: int) -> Iterator[Boundary]:
         """Yields the boundaries after a step, in order: each multiple of an interval, each stop, and the end."""
-        intervals = [every for every in (self.report_every, self.save_every, self.evaluate_every) if every]
+        intervals = {self.report_every, self.save_every, *self.evaluate_every.values()}
         while self.end is None or step < self.end:
             later = [stop for stop in self.stops if stop > step]
             step = min(*(step - step % every + every for every in intervals), *later, math.inf)
@@ -59,19 +60,20 @@ class Schedule:
                 step,
                 report=step % self.report_every == 0,
                 save=step % self.save_every == 0,
-                evaluate=self.evaluates_at(step),
+                evaluators=self.evaluators_at(step),
                 end=step == self.end,
             )
 
-    def evaluates_at(self, step: int) -> bool:
-        """Returns whether an evaluation is due at a step on the way to the end."""
-        return bool(self.evaluate_every and step and step % self.evaluate_every == 0 and step != self.end)
+    def evaluators_at(self, step: int) -> tuple[str, ...]:
+        """Returns the evaluators that are due at a step on the way to the end."""
+        on_the_way = step not in (0, self.end)
+        return tuple(name for name, every in self.evaluate_every.items() if on_the_way and step % every == 0)
 
     def next_evaluation(self, step: int) -> int | None:
         """Returns the step of the next evaluation after a step; None without any, or once the end is reached."""
         if not self.evaluate_every or step == self.end:
             return None
-        after = step - step % self.evaluate_every + self.evaluate_every
+        after = min(step - step % every + every for every in self.evaluate_every.values())
         return after if self.end is None else min(after, self.end)
 
     def horizon(self, boundary: Boundary) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.messages import whole_number
+from looplib.base.messages import join_names, whole_number
 from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
 from looplib.compat import patches
@@ -170,9 +170,17 @@ class Loops:
         examples = Fraction(str(float(epochs))) * epoch.examples  # 0.1 as it is written
         return self.training.batches.step_of(examples, epoch)
 
-    def steps_of_an_epoch(self) -> int:
-        """Returns the steps of an epoch with the present batch size; raises `UsageError` if that is not known."""
-        return math.ceil(self._epoch(1).steps(self.training.batches.size))
+    def evaluation_intervals(self, given: int | Mapping[str, int] | None) -> dict[str, int]:
+        """Returns the steps between evaluations by evaluator; by default of an epoch with the present batch size."""
+        if isinstance(given, Mapping):
+            if given.keys() != self.evaluations.keys():
+                raise SettingError(
+                    f"eval_interval has intervals of {join_names(list(given))}; expected one for each of the "
+                    f"evaluators {join_names(list(self.evaluations))}"
+                )
+            return {name: whole_number(f"eval_interval[{name!r}]", given[name]) for name in self.evaluations}
+        steps = math.ceil(self._epoch(1).steps(self.training.batches.size)) if given is None else given
+        return dict.fromkeys(self.evaluations, whole_number("eval_interval", steps))
 
     def _epoch(self, epochs: float) -> Epoch:
         training = self.training

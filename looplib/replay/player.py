@@ -103,7 +103,8 @@ class Player:
             )
         self.loop = loop
         self.reported: dict[int, dict[str, int | float]] = {}
-        self._controller, self._evaluate_every = controller, evaluate_every
+        names = [name for name in controller.loops if name != "train"] if evaluate_every else []
+        self._controller, self._evaluate_every = controller, dict.fromkeys(names, evaluate_every)
         self._offset = loop.data.stream.start_step - controller.global_step  # of a run that left out data in a rollback
         self.start = self._metrics_since = controller.global_step
 

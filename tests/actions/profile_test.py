@@ -84,7 +84,7 @@ def test_stops_are_between_two_loops_and_change_no_report(profiled):
         ("train", 10), ("reaching", 13, 13), ("leaving", 13, 13), ("reaching", 19, 19), ("leaving", 19, 19),
         ("reaching", 20, 20), ("train", 20),
     ]  # fmt: skip
-    boundaries = list(Schedule(10, 100, None, 20, stops=(13, 19)).boundaries(0))
+    boundaries = list(Schedule(10, 100, {}, 20, stops=(13, 19)).boundaries(0))
     assert [b.step for b in boundaries] == [10, 13, 19, 20]
     assert [b.report for b in boundaries] == [True, False, False, True]
 

@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 from conftest import make_strategy, more
 
 import looplib
+from looplib.errors import UsageError
 from looplib.loop.device_loop import EvaluationLoop
+from looplib.run import commits
+from looplib.run.records import read_jsonl
 
 BATCH = 8
 VALUES = np.random.default_rng(0).normal(size=60)
@@ -122,3 +126,49 @@ def test_auto_tries_an_engine_for_longer_than_an_evaluation_lasts():
     )
     for _ in range(3):
         assert evaluate(controller) == pytest.approx(plain_totals(43, BATCH))
+
+
+class FailsOnce(toy.RegressionEvaluator):
+    """An evaluator whose second evaluation ends the start that does it."""
+
+    def evaluating(self):
+        type(self).evaluations += 1
+        if type(self).evaluations == 2:
+            raise SystemExit("planted")
+        return super().evaluating()
+
+
+def test_each_evaluator_is_due_at_its_own_multiples_and_a_restart_makes_up_for_what_was_missed(tmp_path):
+    FailsOnce.evaluations = 0
+
+    def start():
+        trainer = toy.Regression()
+        evaluators = {"often": toy.RegressionEvaluator(trainer.model), "rare": FailsOnce(trainer.model)}
+        with toy.controller(
+            tf.distribute.get_strategy(), trainer, evaluators, model_dir=tmp_path, writers=["jsonl"]
+        ) as controller:
+            return controller.train_and_evaluate(13, {"often": 2, "rare": 5})
+
+    with pytest.raises(SystemExit, match="planted"):
+        start()
+    found = start()
+    records = read_jsonl(str(tmp_path / "metrics.jsonl"))
+    due = {name: [record["step"] for record in records if record["split"] == name] for name in ("often", "rare")}
+    assert due == {"often": [2, 4, 6, 8, 10, 12, 13], "rare": [5, 10, 13]}
+    assert found.keys() == {"often", "rare"}
+    scored = {
+        done.step: sorted({name.split("/")[0] for name in done.scores})
+        for done in commits.committed(str(tmp_path / "checkpoints"))
+    }
+    assert scored[13] == ["often", "rare"] and scored[12] == ["often"] and scored[10] == ["often", "rare"]
+
+
+def test_intervals_by_name_are_those_of_all_evaluators():
+    trainer = toy.Regression()
+    controller = toy.controller(tf.distribute.get_strategy(), trainer, {"eval": toy.RegressionEvaluator(trainer.model)})
+    with pytest.raises(
+        UsageError, match="eval_interval has intervals of test; expected one for each of the evaluators eval"
+    ):
+        controller.train_and_evaluate(10, {"test": 5})
+    with pytest.raises(UsageError, match=r"eval_interval\['eval'\] is 0"):
+        controller.train_and_evaluate(10, {"eval": 0})

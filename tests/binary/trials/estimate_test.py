@@ -30,7 +30,7 @@ MEASURED = Measured(
 
 
 def boundaries(start, end, loop, save_every, evaluate_every):
-    return list(Schedule(loop, save_every, evaluate_every, end).boundaries(start))
+    return list(Schedule(loop, save_every, {"eval": evaluate_every} if evaluate_every else {}, end).boundaries(start))
 
 
 @pytest.mark.parametrize("start, end, loop, save_every, evaluate_every, evaluates", CASES)
@@ -38,8 +38,8 @@ def test_saves_and_evaluations_are_those_of_the_schedule(start, end, loop, save_
     every = evaluate_every if evaluates else None
     due = boundaries(start, end, loop, save_every, every)
     plan = RunPlan(start, end, save_every, every, evaluates)
-    assert plan.saves() == [each.step for each in due if each.save or each.evaluate or each.end]
-    assert plan.evaluations == [each.step for each in due if each.evaluate or (each.end and evaluates)]
+    assert plan.saves() == [each.step for each in due if each.save or each.evaluators or each.end]
+    assert plan.evaluations == [each.step for each in due if each.evaluators or (each.end and evaluates)]
 
 
 def test_saves_by_time_count_from_the_last_save():
@@ -70,11 +70,11 @@ def test_the_time_is_that_of_a_walk_through_the_schedule(start, end, loop, save_
     for due in boundaries(start, end, loop, save_every, every):
         now += (due.step - step) * MEASURED.step
         step = due.step
-        if due.save or due.evaluate or due.end:
+        if due.save or due.evaluators or due.end:
             now += MEASURED.first_save if first else MEASURED.save if due.end else MEASURED.stop
             free = now if first or due.end else now + MEASURED.save - MEASURED.stop  # when the save is complete
             first = False
-        if due.evaluate:
+        if due.evaluators:
             now = max(now + MEASURED.evaluation, free)
         if due.end and evaluates:
             now += MEASURED.evaluation
