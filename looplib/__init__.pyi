@@ -1,3 +1,4 @@
+from looplib import errors as errors
 from looplib import launch as launch
 from looplib.actions.learning_warnings import LearningWarnings as LearningWarnings
 from looplib.actions.plateau import EarlyStopping as EarlyStopping

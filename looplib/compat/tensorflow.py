@@ -542,6 +542,14 @@ keep_builtins()
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def not_converted(function: Function) -> Function:
+    """Returns a function that AutoGraph does not convert, nor what it calls; for names that users see.
+
+    TensorFlow's decorator has no types, so that a checker would take what it returns for `Any`.
+    """
+    return tf.autograph.experimental.do_not_convert(function)
+
+
 def converted(function: Function) -> Function:
     """Returns a function that AutoGraph converts in each trace, also if what calls it is not converted.
 

@@ -53,12 +53,12 @@ class Prediction(Evaluator):
         self.uneven_parts = evaluator.uneven_parts
         self.outputs: dict[str, str] = {}
 
-    def dataset(self, context: InputContext) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
         """See `Evaluator`."""
         return self._evaluator.dataset(context)
 
     @tf.autograph.experimental.do_not_convert
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`."""
         batch = batch_size(inputs)
         if batch is None:

@@ -104,11 +104,11 @@ class _Sampling(Evaluator):
         if isinstance(task, Evaluator):
             self.global_batch_size = task.global_batch_size
 
-    def dataset(self, context: InputContext) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
         """See `Evaluator`."""
         return self._task.dataset(context)
 
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`."""
         found = find_inputs(inputs, self._signature)
         if found is None:

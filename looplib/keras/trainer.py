@@ -10,7 +10,7 @@ import tensorflow as tf
 from looplib.base.messages import shown
 from looplib.compat import keras as _keras
 from looplib.compat import patches
-from looplib.compat.tensorflow import converted
+from looplib.compat.tensorflow import converted, not_converted
 from looplib.data.context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.keras import means, rows
@@ -170,7 +170,7 @@ class KerasTrainer(Adapter, Trainer):
         """See `ReportsArrays`."""
         return self._keras_results.arrays
 
-    def dataset(self, context: InputContext) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
         """See `Trainer`."""
         count = self.model.distribute_strategy.num_replicas_in_sync
         _keras.check_stateful_batch(self.model, context.global_batch_size / count)
@@ -178,8 +178,8 @@ class KerasTrainer(Adapter, Trainer):
             self._keras_data.check_size(context.global_batch_size)
         return self._keras_data.training(context, self._keras_shuffle)
 
-    @tf.autograph.experimental.do_not_convert
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    @not_converted
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Trainer`."""
         with part_of_batch():
             return self._keras_results.of_step(self._keras_data.whole(inputs), self.global_step)
@@ -220,18 +220,18 @@ class KerasEvaluator(Evaluator):
         """See `ReportsArrays`."""
         return self._keras_results.arrays
 
-    def dataset(self, context: InputContext) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
         """See `Evaluator`."""
         return self._keras_data.evaluation(context)
 
-    @tf.autograph.experimental.do_not_convert
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    @not_converted
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`."""
         with part_of_batch():
             return self._keras_results.of_step(self._keras_data.whole(inputs))
 
-    @tf.autograph.experimental.do_not_convert
-    def predict_fn(self, inputs: Any) -> dict[str, Any]:
+    @not_converted
+    def predict_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
         outputs = converted(self.model.predict_step)(self._keras_data.whole(inputs))
         if isinstance(outputs, (list, tuple)):

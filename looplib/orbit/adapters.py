@@ -127,11 +127,11 @@ class _OrbitAdapter(OwnLoop[Specification, Loop]):
         if step is not None and all(variable is not step for _, variable in variables_of(state_of(self))):
             vars(self)[_STEP] = step
 
-    def dataset(self, context: Any) -> tf.data.Dataset:
+    def dataset(self, context: Any, /) -> tf.data.Dataset:
         """Is not called: Orbit's object has its own data."""
         raise NotImplementedError
 
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """Is not called: Orbit's object has its own step."""
         raise NotImplementedError
 

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.compat.tensorflow import not_converted
 from looplib.errors import ClosedError, SettingError
 
 _in_use: list["WeightAverages"] = []  # exchanged with their variables, in this order
@@ -73,7 +74,7 @@ class WeightAverages(tf.Module):
         """(variable, its average) of all averages."""
         return list(zip(self._averaged.variables, self.values))
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def update(self, variables: Sequence[Any] | None = None, when: tf.Tensor | None = None) -> None:
         """Moves the averages towards all variables, or some of them; in replica context.
 

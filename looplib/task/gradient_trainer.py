@@ -12,7 +12,7 @@ from looplib.base.messages import join_names, whole_number
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
-from looplib.compat.tensorflow import converted
+from looplib.compat.tensorflow import converted, not_converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
@@ -21,6 +21,7 @@ from looplib.task.learning_rates import learning_rate
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Exported, Trainer
 
+Loss = tf.Tensor | Reduction
 _START, _GROWS_AFTER = 2.0**15, 2000  # of the scale of the loss
 _SMALL = 1e-3  # the least norm of a unit's weights in adaptive clipping, so that zero weights can move
 
@@ -57,7 +58,7 @@ class Clipping:
         """Whether there is a limit."""
         return self != Clipping()
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def clip(self, gradients: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the clipped gradients; one that is not finite stays so, for the guards to see."""
         gradients = list(gradients)
@@ -85,7 +86,7 @@ def _unit_norm(value: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(tf.reduce_sum(tf.square(value), axis=axes, keepdims=True))
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def global_norm(values: Sequence[tf.Tensor]) -> tf.Tensor:
     """Returns the Euclidean norm of all values together: float32 scalar."""
     return tf.sqrt(tf.add_n([2 * tf.nn.l2_loss(tf.cast(value, tf.float32)) for value in values]))
@@ -106,7 +107,7 @@ class DynamicLossScale(tf.Module):
         self.scale = tf.Variable(_START, trainable=False, name="loss_scale")
         self._good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="steps_since_overflow")
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def adjust(self, finite: tf.Tensor) -> None:
         """Adjusts the factor after a step by whether all gradients were finite on all replicas; in replica context."""
         steps = tf.where(finite, self._good_steps + 1, tf.zeros_like(self._good_steps))
@@ -252,7 +253,7 @@ class GradientTrainer(Trainer):
         self._own_losses_checked = self._outside_checked = False
 
     @abc.abstractmethod
-    def loss_fn(self, inputs: Any) -> Any:
+    def loss_fn(self, inputs: Any, /) -> Loss | tuple[Loss, Mapping[str, Any]]:
         """Computes the loss of one batch, or of a micro-batch, on one replica.
 
         Args:
@@ -265,8 +266,8 @@ class GradientTrainer(Trainer):
           added to it under `loss_name`.
         """
 
-    @tf.autograph.experimental.do_not_convert
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    @not_converted
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
         _check_trainable(type(self).__name__, self.model, self.update_plan.trainable)
         if self.micro_batches is None:
@@ -296,7 +297,7 @@ class GradientTrainer(Trainer):
         whole = self.micro_batches == 1 and not self._gradients_compiled
         return self._backward(inputs) if whole else self._accumulated(inputs)
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def _backward(self, inputs: Any) -> _Backward:
         with tf.GradientTape(persistent=True) as tape:
             losses, metrics = _losses_and_metrics(type(self), converted(self.loss_fn)(inputs), inputs)
@@ -314,7 +315,7 @@ class GradientTrainer(Trainer):
             )
         return _Backward(data, own, weight, {self.loss_name: losses, **own_metrics, **metrics})
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def _targets(
         self, losses: Any, inputs: Any
     ) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None, dict[str, Any]]:
@@ -392,7 +393,7 @@ class GradientTrainer(Trainer):
 
     # The update.
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def _update(self, backward: _Backward) -> dict[str, Any]:
         """Updates the weights with the gradients of all replicas; returns the metrics of `report`."""
         gradients = self._global_gradients(backward)
@@ -501,7 +502,7 @@ def _at_least_float32(value: tf.Tensor) -> tf.Tensor:
     return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def _flattened(backward: _Backward, variables: Sequence[Any]) -> list[tf.Tensor]:
     """Returns the gradients, dense, and the weight, if there is one."""
     flat = []

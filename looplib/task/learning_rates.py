@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import keras as _keras
+from looplib.compat.tensorflow import not_converted
 from looplib.task.trainer import Trainer
 
 
@@ -61,7 +62,7 @@ class LearningRates:
                 )  # fmt: skip
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def learning_rate(optimizer: Any) -> tf.Tensor:
     """Returns the learning rate of the update that follows, to report as `looplib.last` of it; in `step_fn`.
 

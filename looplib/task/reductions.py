@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from looplib.base.messages import whole_number
 from looplib.cluster import updates
+from looplib.compat.tensorflow import not_converted
 from looplib.errors import MetricError, StepError
 
 
@@ -31,7 +32,7 @@ class Media:
 _CHANNELS = (1, 2, 3, 4)  # gray, gray and alpha, RGB, RGBA: what PNG has
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def image(value: Any, most: int = 4) -> Media:
     """Shows images: of the reported step of a training, of the first step of an evaluation, on the first replica.
 
@@ -63,7 +64,7 @@ def image(value: Any, most: int = 4) -> Media:
     return Media("image", (value,))
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def text(value: Any, most: int = 4, decode: Callable[[np.ndarray], str] | None = None) -> Media:
     """Shows texts: of the reported step of a training, of the first step of an evaluation, on the first replica.
 
@@ -94,7 +95,7 @@ def text(value: Any, most: int = 4, decode: Callable[[np.ndarray], str] | None =
     return Media("text", (value[:most],), decode)
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def histogram(value: Any, bins: int = 30) -> Media:
     """Shows how values spread: of the reported step of a training, of the first of an evaluation, on the first replica.
 
@@ -139,7 +140,7 @@ class Reduction:
     weight: tf.Tensor | None = None
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def weighted_sum(
     values: tf.Tensor, weights: tf.Tensor, axis: Sequence[int] | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -156,7 +157,7 @@ def weighted_sum(
     return tf.reduce_sum(tf.math.multiply_no_nan(values, weights), axis), tf.reduce_sum(weights, axis)
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def mean(value: Any, weight: Any = None) -> Reduction:
     """Makes a weighted mean over all steps and replicas: sum(value * weight) / sum(weight).
 
@@ -174,7 +175,7 @@ def mean(value: Any, weight: Any = None) -> Reduction:
     return Reduction("mean", value, None if weight is None else tf.convert_to_tensor(weight))
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def total(value: Any) -> Reduction:
     """Makes a sum over all steps and replicas, element by element, exact for whole numbers up to 2**53.
 
@@ -184,7 +185,7 @@ def total(value: Any) -> Reduction:
     return Reduction("total", tf.convert_to_tensor(value))
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def last(value: Any) -> Reduction:
     """Keeps the value of the last step on the first replica; of the first micro-batch there.
 
@@ -194,7 +195,7 @@ def last(value: Any) -> Reduction:
     return Reduction("last", tf.convert_to_tensor(value))
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def each(value: Any) -> Reduction:
     """Hands the value of every step and replica to `Evaluator.collect` on the host, and reduces nothing.
 
@@ -207,7 +208,7 @@ def each(value: Any) -> Reduction:
     return Reduction("each", tf.nest.map_structure(tf.convert_to_tensor, value))
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def all_gather(value: Any) -> tf.Tensor:
     """Concatenates the values of all replicas, in the order of the global batch; in `step_fn` or `loss_fn`.
 
@@ -231,7 +232,7 @@ def all_gather(value: Any) -> tf.Tensor:
     return tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value), axis=0)
 
 
-@tf.autograph.experimental.do_not_convert
+@not_converted
 def global_positions(value: Any) -> tf.Tensor:
     """Returns where `all_gather` puts the rows of this replica; in `step_fn` or `loss_fn`.
 

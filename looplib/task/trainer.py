@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
+from looplib.compat.tensorflow import not_converted
 from looplib.data.context import InputContext
 from looplib.errors import ExportError, StepError
 from looplib.task.actions import Event
@@ -75,6 +76,7 @@ def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Ex
 
 Specification = TypeVar("Specification")
 Loop = TypeVar("Loop")
+_LATER: Any = None  # until a controller sets it, before the methods that use it
 
 
 class Adapter:
@@ -179,8 +181,8 @@ class Trainer(abc.ABC):
         ```
     """
 
-    global_batch_size: int | None = None
-    global_step: tf.Variable | None = None
+    global_batch_size: int = _LATER
+    global_step: tf.Variable = _LATER
     run_seed: int = 0
     batches: str = "per_replica"
     batch_size_varies: bool = False
@@ -190,7 +192,7 @@ class Trainer(abc.ABC):
     step_method: ClassVar[str] = "step_fn"  # what a subclass defines, for messages
 
     @abc.abstractmethod
-    def dataset(self, context: InputContext) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
         """Returns the training data of one input pipeline.
 
         Args:
@@ -204,7 +206,7 @@ class Trainer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """Does one training step on one replica: forward, backward, update.
 
         Args:
@@ -244,7 +246,7 @@ class Trainer(abc.ABC):
         """
         return metrics
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def step_seed(self, salt: int = 0) -> tf.Tensor:
         """Returns a seed of this step for `tf.random.stateless_*`; in `step_fn`.
 
@@ -285,7 +287,7 @@ class Trainer(abc.ABC):
         """
         updates.apply_gradients(optimizer, grads_and_vars, summed=summed)
 
-    @tf.autograph.experimental.do_not_convert
+    @not_converted
     def global_mean(self, values: Any, weights: Any = None) -> tf.Tensor:
         """Returns the sum of `values` over this replica divided by the global batch's examples, or its sum of weights.
 
@@ -360,7 +362,7 @@ class Evaluator(abc.ABC):
     global_batch_size: int | None = None
     batches: str = "per_replica"
     uneven_parts: bool = False
-    global_step: tf.Variable | None = None
+    global_step: tf.Variable = _LATER
     averages: WeightAverages | None = None
     step_method: ClassVar[str] = "step_fn"  # as in a trainer
 
@@ -369,7 +371,7 @@ class Evaluator(abc.ABC):
             self.model = model
 
     @abc.abstractmethod
-    def dataset(self, context: InputContext) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
         """Returns the evaluation data of one input pipeline.
 
         Args:
@@ -382,7 +384,7 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_fn(self, inputs: Any) -> dict[str, Any]:
+    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """Evaluates one batch on one replica.
 
         Args:
@@ -402,7 +404,7 @@ class Evaluator(abc.ABC):
         """
         return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
 
-    def predict_fn(self, inputs: Any) -> dict[str, Any]:
+    def predict_fn(self, inputs: Any, /) -> dict[str, Any]:
         """Predicts for one batch on one replica, for `Controller.predict` and `--mode=predict`.
 
         Args:

@@ -11,15 +11,15 @@ from my_project.settings import Config
 class Evaluation(looplib.Evaluator):
     """Measures the loss and the accuracy."""
 
-    def __init__(self, model: keras.Model, config: Config):
+    def __init__(self, model: keras.Model, config: Config) -> None:
         super().__init__(model)
         self.config = config
 
-    def dataset(self, context):
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """Returns the test data, each example once."""
         return context.resident(data.read(self.config, "test"))
 
-    def step_fn(self, inputs):
+    def step_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns metrics with one value for each example of a batch; looplib averages them over all examples."""
         features, classes = inputs
         logits = self.model(features, training=False)

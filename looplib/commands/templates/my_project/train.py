@@ -7,7 +7,7 @@ from my_project.settings import Config
 from my_project.trainer import make_trainer
 
 
-def build(config: Config):
+def build(config: Config) -> tuple[looplib.Trainer, looplib.Evaluator]:
     """Returns the trainer and the evaluator. looplib calls it where variables belong: under the strategy's scope."""
     trainer = make_trainer(config)
     return trainer, Evaluation(trainer.model, config)

@@ -8,7 +8,7 @@ from my_project.model import make_model
 from my_project.settings import Config
 
 
-def make_trainer(config: Config) -> looplib.Trainer:
+def make_trainer(config: Config) -> looplib.KerasTrainer:
     """Returns the trainer with its model."""
     model = make_model(config)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -12,15 +12,15 @@ from my_project.settings import Config
 class Classifier(looplib.GradientTrainer):
     """Minimizes the cross-entropy of the classes."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config) -> None:
         super().__init__(make_model(config), keras.optimizers.Adam(config.learning_rate))
         self.config = config
 
-    def dataset(self, context):
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """Returns the training data, in a new order in each epoch."""
         return context.resident(data.read(self.config, "train"))
 
-    def loss_fn(self, inputs):
+    def loss_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         """Returns the loss of each example of a batch, and further metrics."""
         features, classes = inputs
         logits = self.model(features, training=True)
@@ -28,6 +28,6 @@ class Classifier(looplib.GradientTrainer):
         return losses, {"accuracy": tf.equal(tf.argmax(logits, 1, tf.int32), classes)}
 
 
-def make_trainer(config: Config) -> looplib.Trainer:
+def make_trainer(config: Config) -> Classifier:
     """Returns the trainer with its model."""
     return Classifier(config)

@@ -12,16 +12,16 @@ from my_project.settings import Config
 class Stepper(looplib.Trainer):
     """Minimizes the cross-entropy of the classes."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.model = make_model(config)
         self.optimizer = keras.optimizers.Adam(config.learning_rate)
 
-    def dataset(self, context):
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """Returns the training data, in a new order in each epoch."""
         return context.resident(data.read(self.config, "train"))
 
-    def step_fn(self, inputs):
+    def step_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Does one step on the batch of one replica; returns metrics with one value for each example."""
         features, classes = inputs
         with tf.GradientTape() as tape:
@@ -33,6 +33,6 @@ class Stepper(looplib.Trainer):
         return {"loss": losses, "accuracy": tf.equal(tf.argmax(logits, 1, tf.int32), classes)}
 
 
-def make_trainer(config: Config) -> looplib.Trainer:
+def make_trainer(config: Config) -> Stepper:
     """Returns the trainer with its model."""
     return Stepper(config)
