@@ -469,12 +469,14 @@ class Controller:
     ) -> dict[str, str]:
         """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
 
+        The examples are those of its `predict_dataset`, which may be new ones without labels.
+
         A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
         that differ from the finished pieces are refused.
 
         Args:
           directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
-          format: "jsonl", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
+          format: "jsonl", "csv", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
           piece: records of a file.
 
         Returns:

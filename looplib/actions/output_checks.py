@@ -192,7 +192,8 @@ def _predict_fn(task: Any) -> Callable[[Any], Any] | None:
     """Returns what predicts for a batch: `predict_fn`, or the one Keras model of an evaluator; None without either."""
     if not isinstance(task, Evaluator):
         return None
-    if type(task).predict_fn is not Evaluator.predict_fn:
+    of_other_data = type(task).predict_dataset is not Evaluator.predict_dataset
+    if type(task).predict_fn is not Evaluator.predict_fn and not of_other_data:
         return task.predict_fn
     models = list({id(value): value for value in vars(task).values() if _keras.is_model(value)}.values())
     if len(models) != 1:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from looplib.compat import tensorflow as _tf
 
 T = TypeVar("T")
+_BLOCK = 1 << 16  # numbers that one sum takes
 
 
 def outside(make: Callable[[], T]) -> T:
@@ -105,9 +106,58 @@ class Workers:
         return _sum(self._strategy, tf.cast(flag, tf.float32)) > 0 if self.count > 1 else flag
 
     @tf.autograph.experimental.do_not_convert
+    def join(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Waits for the others, also in a `tf.function`; returns the rows of all workers, worker 0's first.
+
+        A collective op of TensorFlow has one shape for the whole run. Here the numbers of rows may differ between
+        workers and from call to call, so the values are sent in blocks of one size.
+
+        Args:
+          values: numbers `[rows, ...]`, with equal dtypes and further dimensions on each worker; as many on each.
+        """
+        if self.count == 1:
+            return list(values)
+        words = [_words(value) for value in values]
+        sizes = self._of_all(tf.stack([tf.size(part) for part in words]))
+        blocks = -(-tf.reduce_max(tf.reduce_sum(sizes, axis=1)) // _BLOCK)
+        content = tf.concat(words, axis=0)
+        content = tf.reshape(tf.pad(content, [[0, blocks * _BLOCK - tf.size(content)]]), [-1, _BLOCK])
+        _, gathered = tf.while_loop(
+            lambda number, _: number < blocks,
+            lambda number, done: (number + 1, done.write(number, self._of_all(content[number]))),
+            (0, tf.TensorArray(tf.int32, size=blocks, element_shape=[self.count, _BLOCK])),
+            parallel_iterations=1,
+        )
+        rows = tf.reshape(tf.transpose(gathered.stack(), [1, 0, 2]), [self.count, -1])
+        parts = [tf.split(rows[i, : tf.reduce_sum(sizes[i])], sizes[i], num=len(words)) for i in range(self.count)]
+        return [
+            tf.concat([_from_words(part, value) for part in of_workers], axis=0)
+            for value, of_workers in zip(values, zip(*parts))
+        ]
+
+    def _of_all(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Returns the int32 numbers `[n]` of all workers as `[count, n]`; n is known and the same on each."""
+        mine = tf.one_hot(self.index, self.count, dtype=tf.int32)
+        return _sum(self._strategy, mine[:, None] * numbers)
+
+    @tf.autograph.experimental.do_not_convert
     def mean(self, value: tf.Tensor) -> tf.Tensor:
         """Waits for the others, also in a `tf.function`; returns the mean over workers of a float64 scalar tensor."""
         return _sum(self._strategy, value) / self.count if self.count > 1 else value
+
+
+def _words(value: tf.Tensor) -> tf.Tensor:
+    """Returns the bits of numbers as int32 `[n]`, which every collective takes; small types take those of float32."""
+    return tf.reshape(tf.bitcast(tf.cast(value, tf.float32) if value.dtype.size < 4 else value, tf.int32), [-1])
+
+
+def _from_words(words: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """Returns the rows that `_words` has made int32 of, with the dtype and the further dimensions of a tensor."""
+    width = like.dtype.size // 4
+    words = tf.reshape(words, [-1, width]) if width > 1 else words
+    numbers = tf.cast(tf.bitcast(words, like.dtype if width else tf.float32), like.dtype)
+    rows = tf.reshape(numbers, tf.concat([[-1], tf.shape(like)[1:]], axis=0))
+    return tf.ensure_shape(rows, [None, *like.shape[1:]])
 
 
 def _sum(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:

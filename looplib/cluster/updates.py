@@ -160,7 +160,7 @@ def times(gradient: Gradient, factor: tf.Tensor | None) -> Gradient:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
+def over_replicas(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns the sum of each gradient over replicas, as one device has it for the global batch; in replica context.
 
     All in one reduction, as Keras does it. The rows of a sparse gradient are concatenated, because one device has one
@@ -168,8 +168,7 @@ def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
     example, such as that of positions, is done once on one device and once on each replica: its rows are summed.
 
     Where the number of rows is not known when the step is traced, TensorFlow's reduction fails in a loop where it
-    changes from step to step. Then the rows of replicas are joined in another way, and are refused on several workers,
-    in the name of `who` uses them.
+    changes from step to step. Then the rows of replicas are joined in another way.
     """
     context, lookups = tf.distribute.get_replica_context(), [_lookups(gradient) for gradient in gradients]
     given = [part for parts in lookups for part in parts]
@@ -188,12 +187,6 @@ def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
             summed[i] = value
         several = reduced[len(together) :]
     if varying:
-        if Workers(context.strategy).count > 1:
-            raise StepError(
-                f"{who} is given a sparse gradient (of an embedding, say) whose number of rows varies with the batch, "
-                "and TensorFlow cannot sum these over several workers; make batches of one shape (padded_batch with "
-                f"padded_shapes, drop_remainder=True), or {MAKE_DENSE}"
-            )
         parts = [part for i in varying for part in (given[i].values, given[i].indices)]
         joined = iter(context.merge_call(_join, args=tuple(parts)))
         for i in varying:
@@ -242,8 +235,8 @@ def _by_row(gradient: tf.IndexedSlices, distinct: tf.Tensor) -> tf.IndexedSlices
 
 @tf.autograph.experimental.do_not_convert
 def _join(strategy: tf.distribute.Strategy, *parts: Iterable) -> list[tf.Tensor]:
-    """Concatenates each value over replicas; across replicas."""
-    return [tf.concat(strategy.experimental_local_results(part), axis=0) for part in parts]
+    """Concatenates each value over the replicas of all workers; across replicas."""
+    return Workers(strategy).join([tf.concat(strategy.experimental_local_results(part), axis=0) for part in parts])
 
 
 def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, summed: bool = False) -> None:
@@ -282,7 +275,7 @@ def _apply(
     if _optimizers.num_replicas() > 1:
         _make_ready(optimizer, trainable_variables)
         if not summed:
-            grads = over_replicas(type(optimizer).__name__, grads)
+            grads = over_replicas(grads)
     with _optimizers.summed():
         return converted(plain)(grads, trainable_variables, **kwargs)
 
@@ -341,7 +334,7 @@ def _apply_pairs(
             )
         kwargs |= skip
         if not summed:
-            gradients = over_replicas(type(optimizer).__name__, gradients)
+            gradients = over_replicas(gradients)
     with _optimizers.summed():
         return converted(plain)(list(zip(gradients, variables)), *args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from looplib.errors import ExportError, PluginError
 
-PREDICTIONS = ("jsonl", "tfrecord", "parquet")  # kinds of files
+PREDICTIONS = ("jsonl", "tfrecord", "parquet", "csv")  # kinds of files
 _LONGEST_LICENSE = 100  # characters
 
 

@@ -1,12 +1,14 @@
 """The folder of the predictions for one data set: its pieces, how they are written, and the index of those finished."""
 
+import csv
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import google_crc32c
@@ -61,18 +63,54 @@ def _plain(name: str, row: Row) -> Any:
     if isinstance(row, list):
         return [_plain(name, item) for item in row]
     if isinstance(row, bytes):
-        try:
-            return row.decode()
-        except UnicodeDecodeError as error:
-            raise PredictionError(
-                f"the prediction {name!r} has bytes that are not UTF-8, which JSON cannot hold; write tfrecord or "
-                "parquet, or encode them with tf.io.encode_base64"
-            ) from error
+        return _text(name, row)
     row = _standard(row)
     if row.dtype.kind == "O" or (row.dtype.kind == "f" and not np.isfinite(row).all()):
         values = row.tolist()
         return _plain(name, values) if isinstance(values, (list, bytes)) else values if math.isfinite(values) else None
     return row.tolist()
+
+
+def _text(name: str, row: bytes) -> str:
+    try:
+        return row.decode()
+    except UnicodeDecodeError as error:
+        raise PredictionError(
+            f"the prediction {name!r} has bytes that are not UTF-8, which JSON and CSV cannot hold; write tfrecord or "
+            "parquet, or encode them with tf.io.encode_base64"
+        ) from error
+
+
+def _csv(records: Sequence[Record]) -> bytes:
+    sink = io.StringIO()
+    writer = csv.writer(sink, lineterminator="\n")
+    header: list[str] = []
+    for record in records:
+        cells = [cell for name, row in record.items() for cell in _cells(name, row)]
+        names = [name for name, _ in cells]
+        if not header:
+            header = names
+            writer.writerow(header)
+        if names != header or len(set(names)) < len(names):
+            raise PredictionError(
+                "the predictions have no columns that each record has once, as CSV needs them: an output has rows of "
+                "several lengths, or a name such as 'a[0]' beside 'a'; pad or rename it, or write jsonl or parquet"
+            )
+        writer.writerow([text for _, text in cells])
+    return sink.getvalue().encode()
+
+
+def _cells(name: str, row: Row) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each element of a row, such as `probabilities[0]`."""
+    if isinstance(row, list):
+        raise PredictionError(
+            f"the prediction {name!r} is ragged in more than one dimension, which CSV cannot hold; write jsonl or "
+            "parquet"
+        )
+    row = np.asarray(row, object) if isinstance(row, bytes) else _standard(row)
+    for place, value in np.ndenumerate(row):
+        text = _text(name, value) if isinstance(value, bytes) else str(value)
+        yield name + "".join(f"[{number}]" for number in place), text
 
 
 def _standard(row: Any) -> np.ndarray:
@@ -192,7 +230,7 @@ def rows_of(values: np.ndarray, splits: Sequence[np.ndarray]) -> list[Row]:
 
 
 KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = dict(
-    zip(PREDICTIONS, (_jsonl, _tfrecord, _parquet), strict=True)
+    zip(PREDICTIONS, (_jsonl, _tfrecord, _parquet, _csv), strict=True)
 )
 
 

@@ -48,23 +48,21 @@ class Prediction(Evaluator):
 
     def __init__(self, evaluator: Evaluator, take: Take) -> None:
         self._evaluator, self._take = evaluator, take
-        self._who = type(evaluator).__name__
+        self._who, self._data = type(evaluator).__name__, _data_of(evaluator)
         self.batches, self.global_batch_size = evaluator.batches, evaluator.global_batch_size
         self.uneven_parts = evaluator.uneven_parts
         self.outputs: dict[str, str] = {}
 
     def dataset(self, context: InputContext, /) -> tf.data.Dataset:
         """See `Evaluator`."""
-        return self._evaluator.dataset(context)
+        return self._evaluator.predict_dataset(context)
 
     @tf.autograph.experimental.do_not_convert
     def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`."""
         batch = batch_size(inputs)
         if batch is None:
-            raise PredictionError(
-                f"{self._who}.dataset has batches without a batch dimension, so no example to predict for"
-            )
+            raise PredictionError(f"{self._data} has batches without a batch dimension, so no example to predict for")
         parts = self._parts(converted(self._evaluator.predict_fn)(inputs))
         return {"predictions": reductions.each({"examples": _checksums(inputs, batch[1]), "outputs": parts})}
 
@@ -113,6 +111,13 @@ class Prediction(Evaluator):
                     )
             records += [dict(zip(columns, rows)) for rows in zip(*columns.values())]
         self._take(records, np.concatenate(examples))
+
+
+def _data_of(evaluator: Evaluator) -> str:
+    """Returns the name of the method that makes the data to predict for."""
+    kind = type(evaluator)
+    own = kind.predict_dataset is not Evaluator.predict_dataset
+    return f"{kind.__name__}.{'predict_dataset' if own else 'dataset'}"
 
 
 @tf.autograph.experimental.do_not_convert
@@ -215,7 +220,7 @@ def _predict_into(
         in_order = loop.data.stream.positioned or task.batches == "global"
         if not in_order and workers.count > 1:
             raise PredictionError(
-                f"{type(evaluator).__name__}.dataset divides the data among {workers.count} workers itself, so its "
+                f"{_data_of(evaluator)} divides the data among {workers.count} workers itself, so its "
                 "order is not known; make it with context.indices, or predict in one process"
             )
         if chief:

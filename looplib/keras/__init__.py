@@ -7,6 +7,7 @@ Names that other rooms may use, by file:
     data: none
     losses: none
     means: none
+    new_rows: none
     python_data: python_batches
     results: none
     rows: none

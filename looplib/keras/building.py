@@ -14,7 +14,7 @@ from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
 from looplib.compat.patches import alone
 from looplib.compat.tensorflow import converted
-from looplib.errors import LossError, UsageError, VariableError
+from looplib.errors import DatasetError, LossError, UsageError, VariableError
 from looplib.keras.data import KerasData
 from looplib.loop.step import raise_refusal
 from looplib.task.state import state_kept, state_of_model, unheld
@@ -50,7 +50,9 @@ def _build_by_test_step(model: Any, data: KerasData) -> None:
     """Runs the test step on few examples, where that is faster than to trace it; or traces it."""
     if model.built and model.distribute_strategy.num_replicas_in_sync == 1:
         with contextlib.suppress(Exception), state_kept(model):  # a layer may need batches of another size
-            model.distribute_strategy.run(model.test_step, args=(data.sample(1),))
+            sample = data.sample(1)
+            _refuse_without_targets(model, sample)
+            model.distribute_strategy.run(model.test_step, args=(sample,))
             return
     _trace(model, model.test_step, data)
 
@@ -75,10 +77,22 @@ def _build_by_train_step(model: Any, data: KerasData) -> None:
     refuse_others(strategy, unheld(strategy, traced.variables, state_of_model(model)))
 
 
+def _refuse_without_targets(model: Any, batch: Any) -> None:
+    """Raises `UsageError` for a batch without targets if Keras would give them to the compiled loss."""
+    own = any(_keras.has_own_step(model, name) for name in ("train_step", "test_step", "compute_loss"))
+    if not own and model.loss and _keras.unpacked(model, batch)[1] is None:
+        raise DatasetError(
+            "the data of KerasTrainer or its evaluator has no targets, which the compiled loss needs; give y, or "
+            "elements (inputs, targets); to predict for rows without targets, give them to trainer.predict(x), or as "
+            "trainer.evaluator(predict_data=x)"
+        )
+
+
 def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.experimental.ConcreteFunction:
     """Traces a step on all replicas, for batches like the data's."""
     strategy = model.distribute_strategy
     spec = data.spec(strategy.num_replicas_in_sync)
+    _refuse_without_targets(model, spec)
     _keras.check_stateful_batch(
         model, next((part.shape[0] for part in tf.nest.flatten(spec) if part is not None), None)
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.base.messages import shown
+from looplib.base.messages import shown, whole_number
 from looplib.compat import keras as _keras
 from looplib.compat import patches
 from looplib.compat.tensorflow import converted, not_converted
@@ -18,7 +18,9 @@ from looplib.keras.building import build
 from looplib.keras.callbacks import KerasCallbacks
 from looplib.keras.data import KerasData
 from looplib.keras.losses import part_of_batch
+from looplib.keras.new_rows import NewRows, named
 from looplib.keras.results import BatchLogs, KerasResults
+from looplib.loop.loops import loops_of
 from looplib.task.state import state_of_model, variables_of
 from looplib.task.trainer import Adapter, Evaluator, Exported, Trainer, of_model
 
@@ -131,25 +133,52 @@ class KerasTrainer(Adapter, Trainer):
         self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in held]
         self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
 
-    def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
+    def evaluator(
+        self, x: Any = None, y: Any = None, sample_weight: Any = None, *, predict_data: Any = None,
+        predict_ids: Any = None,
+    ) -> "KerasEvaluator":  # fmt: skip
         """Returns an evaluator of the model with its compiled loss and metrics.
 
         Args:
           x: as for the trainer; default the trainer's `validation_data`.
           y: as for the trainer.
           sample_weight: as for the trainer.
+          predict_data: what `Controller.predict` and `--mode=predict` predict for, as the trainer's x, without targets;
+            default the evaluation data.
+          predict_ids: for arrays as predict_data, an array of a whole number or text for each row, which records have
+            as "id"; or the key of a dict of columns, which the model then does not get.
 
         Raises:
-          UsageError: without data.
+          UsageError: without data, or for data that does not fit together.
         """
-        if x is not None:
-            return KerasEvaluator(self.model, x, y, sample_weight, uneven_parts=self.uneven_parts)
-        if self._keras_validation is None:
+        if x is None and self._keras_validation is None:
             raise DatasetError(
                 "KerasTrainer.evaluator() has no data; give it x and y, or give the trainer validation_data"
             )
-        held_out = _as_arguments(self._keras_validation)
-        return KerasEvaluator(self.model, *held_out, uneven_parts=self.uneven_parts)
+        if predict_data is None and predict_ids is not None:
+            raise DatasetError("KerasTrainer.evaluator() got predict_ids without predict_data; give both")
+        data = _as_arguments(self._keras_validation) if x is None else (x, y, sample_weight)
+        if predict_data is None:
+            return KerasEvaluator(self.model, *data, uneven_parts=self.uneven_parts)
+        new_rows = NewRows(self.model, predict_data, predict_ids)
+        return KerasPredictor(self.model, *data, uneven_parts=self.uneven_parts, new_rows=new_rows)
+
+    def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
+        """Returns what the model predicts for all rows, in their order: numpy arrays, as `model.predict` does.
+
+        The batch size, the replicas and the state of normalizations are those of an evaluation of the training.
+
+        Args:
+          x: inputs, as for the trainer; targets beside them in a data set are not used.
+          batch_size: examples of a step over all replicas; default that of the controller, or 32 for each
+            replica where there is none.
+
+        Raises:
+          UsageError: for data that does not fit together, or outputs that make no arrays.
+        """
+        if batch_size is not None:
+            whole_number("batch_size", batch_size)
+        return NewRows(self.model, x).predict(loops_of(self), batch_size)
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:
@@ -233,10 +262,7 @@ class KerasEvaluator(Evaluator):
     @not_converted
     def predict_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
-        outputs = converted(self.model.predict_step)(self._keras_data.whole(inputs))
-        if isinstance(outputs, (list, tuple)):
-            return {f"prediction_{number}": output for number, output in enumerate(outputs)}
-        return outputs if isinstance(outputs, dict) else {"prediction": outputs}
+        return named(converted(self.model.predict_step)(self._keras_data.whole(inputs)))
 
     def export(self) -> Exported:
         """See `Evaluator`; of a `Distiller`, its student."""
@@ -251,6 +277,29 @@ class KerasEvaluator(Evaluator):
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `Evaluator`: gives metrics the names and values that they have in `fit`."""
         return self._keras_results.finished(metrics)
+
+
+class KerasPredictor(KerasEvaluator):
+    """A `KerasEvaluator` that predicts for other data than it evaluates on.
+
+    Args:
+      *arguments: those of `KerasEvaluator`.
+      new_rows: what it predicts for.
+      **settings: those of `KerasEvaluator`.
+    """
+
+    def __init__(self, *arguments: Any, new_rows: NewRows, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._keras_new_rows = new_rows
+
+    def predict_dataset(self, context: InputContext) -> tf.data.Dataset:
+        """See `Evaluator`."""
+        return self._keras_new_rows.dataset(context)
+
+    @tf.autograph.experimental.do_not_convert
+    def predict_fn(self, inputs: Any) -> dict[str, Any]:
+        """See `Evaluator`."""
+        return self._keras_new_rows.predict_fn(inputs)
 
 
 def _as_arguments(data: Any) -> tuple:

@@ -7,13 +7,13 @@ Names that other rooms may use, by file:
     device_loop: none
     engines: none
     host_loop: as_shown
-    loops: Loops
+    loops: Loops, loops_of
     packing: batch_size
     phased_loop: PhasedLoop
     reducer: Accumulator, State, UnknownOutputsError
     speed: of_training, with_share
     step: now, raise_refusal, Step, StepFn
     step_checks: none
-    task_loop: as_numbers, check_evaluation, TaskLoop, Window
+    task_loop: as_numbers, check_evaluation, no_batch, TaskLoop, Window
     xla: none
 """

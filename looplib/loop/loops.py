@@ -34,6 +34,12 @@ from looplib.task.trainer import Adapter, Evaluator, Trainer
 _newest: weakref.WeakValueDictionary[int, "Loops"] = weakref.WeakValueDictionary()
 
 
+def loops_of(trainer: Trainer) -> "Loops | None":
+    """Returns the loops of the newest controller of a trainer that is not closed."""
+    found = _newest.get(id(trainer))
+    return None if found is None or found.closed else found
+
+
 class Loops:
     """The loops of a run, and the counters of their steps.
 
@@ -127,8 +133,7 @@ class Loops:
             task.global_batch_size, task.run_seed = self.config.global_batch_size, self.config.seed
 
     def _warn_of_others(self, trainer: Trainer) -> None:
-        other = _newest.get(id(trainer))
-        if other is not None and not other.closed:
+        if loops_of(trainer) is not None:
             logging.warning(
                 "this %s is also the trainer of another controller that is not closed: both train its weights, and "
                 "each counts and saves its own steps only; close the other one",

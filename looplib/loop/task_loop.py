@@ -536,7 +536,10 @@ def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:
     So it does where there is nothing to evaluate. The loops are given by the names of the evaluators.
     """
     if not evaluations:
-        raise MissingPartError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
+        raise MissingPartError(
+            "this controller has no evaluator; give Controller(evaluator=...) to evaluate, such as "
+            "trainer.evaluator() of a KerasTrainer with validation_data"
+        )
     steps = whole_number("the number of evaluation steps", steps, or_all=True)
     for name, evaluation in evaluations.items():
         if steps == -1 and evaluation.endless:

@@ -424,7 +424,7 @@ class GradientTrainer(Trainer):
         strategy, weight = tf.distribute.get_strategy(), backward.weight
         values = [*backward.data, *backward.auxiliary, *([] if weight is None else [weight])]
         if strategy.num_replicas_in_sync > 1:
-            values = updates.over_replicas(type(self).__name__, values)
+            values = updates.over_replicas(values)
         count, factor = len(backward.data), None
         inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
         data, auxiliary = values[:count], values[count : count + len(backward.auxiliary)]

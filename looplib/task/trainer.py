@@ -404,11 +404,19 @@ class Evaluator(abc.ABC):
         """
         return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
 
+    def predict_dataset(self, context: InputContext) -> tf.data.Dataset:
+        """Returns the data to predict for, such as new rows without labels; by default that of `dataset`.
+
+        Args:
+          context: as for `dataset`.
+        """
+        return self.dataset(context)
+
     def predict_fn(self, inputs: Any, /) -> dict[str, Any]:
         """Predicts for one batch on one replica, for `Controller.predict` and `--mode=predict`.
 
         Args:
-          inputs: one batch of `dataset`, as in `step_fn`.
+          inputs: one batch of `predict_dataset`.
 
         Returns:
           A dict from name to a dense or ragged tensor `[batch, ...]` of numbers, booleans or strings, with a row for

@@ -1,5 +1,6 @@
 """Predictions: one record for each example, in order, whatever predicts them and however often it is killed."""
 
+import csv
 import itertools
 import json
 import pathlib
@@ -16,7 +17,7 @@ from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.errors import PredictionError
-from looplib.exports.folder import encode
+from looplib.exports.folder import encode, rows_of
 
 LOOP = repetitions("eager", "graph")  # where a test names none: tracing is most of what a small prediction costs
 WORDS = [b"", b"digit", "Gl\u00fcck".encode()]
@@ -186,6 +187,41 @@ def test_parquet_files_are_one_table(tmp_path):
     check(records, names=None)
 
 
+def test_csv_files_have_a_column_for_each_element_and_read_back_equal(tmp_path):
+    class Flat(PredictsAll):
+        def predict_fn(self, inputs):
+            outputs = super().predict_fn(inputs)
+            del outputs["nested"], outputs["repeated"]
+            return outputs | {"odd": inputs[0][:, 0] / 0}
+
+    folder = predict(make_strategy("mirrored_x2"), tmp_path, Flat, format="csv", piece=10)
+    rows = [row for path in pieces(folder) for row in csv.DictReader(path.open(newline="", encoding="utf-8"))]
+    records = [
+        {
+            "logits": np.float32([row[f"logits[{i}]"] for i in range(3)]),
+            "outer": np.float32([[row[f"outer[{i}][{j}]"] for j in range(3)] for i in range(2)]),
+            "word": row["word"],
+            "half": float(row["half"]),
+            "right": row["right"] == "True",
+        }
+        for row in rows
+    ]
+    check(records, names=expected()[0].keys() - {"nested", "repeated"})
+    assert {row["odd"] for row in rows} == {"inf", "-inf"} and len(rows[0]) == 13
+    np.testing.assert_array_equal([record["outer"][1, 0] for record in records], toy.X[:, 1] * toy.X[:, 0])  # every bit
+
+
+@pytest.mark.parametrize("records", [
+    [{"a": np.arange(2)}, {"a": np.arange(3)}],
+    [{"a": np.arange(1), "a[0]": np.int64(1)}],
+    [{"a": rows_of(np.arange(3), [np.array([0, 1, 2]), np.array([0, 2, 3])])[0]}],
+    [{"a": b"\xff"}],
+])  # fmt: skip
+def test_what_csv_cannot_hold_is_a_sentence(records):
+    with pytest.raises(PredictionError, match="CSV"):
+        encode("csv", records)
+
+
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     class Odd(Predicts):
         def predict_fn(self, inputs):
@@ -327,7 +363,7 @@ def test_what_cannot_be_predicted_is_a_sentence(tmp_path):
     for folder, build, settings, words in [
         (tmp_path, toy.RegressionEvaluator, {}, "RegressionEvaluator has no predict_fn"),
         (None, Predicts, {}, "predict without a directory needs a model_dir"),
-        (tmp_path, Predicts, dict(format="csv"), "the predictions' format is 'csv'; expected one of jsonl"),
+        (tmp_path, Predicts, dict(format="xml"), "the predictions' format is 'xml'; expected one of jsonl"),
         (tmp_path, Predicts, dict(piece=0), "expected a whole number of at least 1"),
         ("/proc/x", Predicts, {}, "cannot be written to /proc/x"),
         (tmp_path, lambda model: Predicts(model, tf.data.INFINITE_CARDINALITY, True), {}, "no _index.json"),

@@ -131,7 +131,7 @@ class Faulty(looplib.Trainer):
             options.update(gradient_accumulation_steps=3, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2)
         self.optimizer = keras.optimizers.SGD(schedule, momentum=0.9, **options)
         if config.sparse:
-            self.table = tf.Variable(tf.zeros([NUM_CLASSES, 2]))
+            self.table = tf.Variable(tf.zeros([NUM_CLASSES, 2**14]))
             self.optimizer.build([*self.model.trainable_variables, self.table])
         self.ballast = tf.Variable(tf.zeros([int(config.state_mb * 2**18)]), trainable=False)
 
@@ -188,7 +188,7 @@ class Faulty(looplib.Trainer):
             loss = self.global_mean(losses)
             if self.config.sparse:
                 words = tf.boolean_mask(y, y > 0)
-                loss += tf.reduce_sum(tf.gather(self.table, words))
+                loss += self.global_mean(tf.square(tf.gather(self.table, words) - 1))
         variables = self.model.trainable_variables + ([self.table] if self.config.sparse else [])
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         context = tf.distribute.get_replica_context()

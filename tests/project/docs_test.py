@@ -204,6 +204,7 @@ def test_the_programs_of_after_training_run_as_printed(results, folders):
     served, labels = (line.split() for line in re.search(r"classes: \[(.*)\] labels: \[(.*)\]", out).groups())
     assert len(served) == 5 and sum(a == b for a, b in zip(served, labels)) >= 4
     assert shown(r"accuracy of the records: (\S+)", out)[0] > 0.9
+    assert "\nid,prediction[0],prediction[1]\n" in out and shown(r"right: (\S+)", out)[0] > 0.9
     kept = {path.name for path in (folders["after_training"] / "after_training" / "export").iterdir()}
     assert kept and kept <= {"step-100", "step-200"}
 

@@ -166,6 +166,17 @@ def test_a_run_resumes_with_more_and_with_fewer_workers(first, second, nursery, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])])
+def test_two_workers_sum_sparse_gradients_of_any_number_of_rows_as_one_device_does(keras, nursery, tmp_path):
+    arguments = [*QUIET, f"--config.keras={keras}", "--config.sparse=True", "--mode=train"]
+    for workers in (0, 2):
+        run(nursery, tmp_path / str(workers), workers, *arguments)
+    check_weights(tmp_path / "2", tmp_path / "0")
+    (table,) = [value for name, value in tensors(tmp_path / "2").items() if name.startswith("table/")]
+    assert 0 < table[1:].min() and table[1:].max() < 1 and not table[0].any()  # of the words that were looked up
+
+
+@pytest.mark.slow
 def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, runs):
     folder, _ = runs["multi_worker_x2"]
     run(nursery, folder, 2, *QUIET, "--mode=eval", "--config.collects=True")
@@ -181,7 +192,6 @@ def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, run
     [
         ("data=unsharded", "Faulty.dataset gives all 2 workers the same data"),
         ("data=ragged", "FaultyEvaluator.dataset has elements RaggedTensorSpec"),  # before any step
-        ("sparse=True", "SGD is given a sparse gradient (of an embedding, say) whose number of rows varies"),
     ],
 )
 def test_what_workers_cannot_share_is_refused_when_the_controller_is_built(flag, words, nursery, tmp_path):

@@ -1,0 +1,223 @@
+"""Predictions for rows without targets: what Keras and numpy compute, in the order of the rows, with their ids."""
+
+import csv
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy, more
+
+import looplib
+from looplib.errors import DatasetError, PredictionError
+
+N, BATCH = 37, 8  # the last batch has fewer rows
+X = np.random.default_rng(0).normal(size=(N, 4)).astype("float32")
+Y = (X[:, 0] > 0).astype("int64")
+WORDS = np.array([f"row, {number}" for number in range(N)])
+BOTH = [("keras", "mirrored_x2"), *more([("tf_keras", "mirrored_x2"), ("keras", "default"), ("tf_keras", "default")])]
+
+
+def of_one_output(keras):
+    return keras.Sequential([keras.layers.InputLayer((4,)), keras.layers.Dense(2, "tanh")])
+
+
+def of_columns(keras):
+    inputs = {name: keras.Input((1,), name=name) for name in "ab"}
+    return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Concatenate()(list(inputs.values()))))
+
+
+def of_many_outputs(keras):
+    """Two inputs; outputs of two dimensions and of one, in a dict."""
+    first, second = keras.Input((4,), name="first"), keras.Input((4,), name="second")
+    both = keras.layers.Concatenate()([first, second])
+    maps = keras.layers.Reshape((2, 3))(keras.layers.Dense(6)(both))
+    return keras.Model([first, second], {"maps": maps, "score": keras.layers.Dense(1)(both)})
+
+
+def of_a_list(keras):
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, [keras.layers.Dense(2)(inputs), keras.layers.Dense(3)(inputs)])
+
+
+MODELS = {
+    "one": (of_one_output, X, Y),
+    "columns": (of_columns, {"a": X[:, :1], "b": X[:, 1:2]}, X[:, :2]),
+    "many": (of_many_outputs, (X, X[::-1].copy()), {"maps": np.zeros([N, 2, 3]), "score": X[:, :1]}),
+    "list": (of_a_list, X, (np.zeros([N, 2]), np.zeros([N, 3]))),
+}
+
+
+def trained(keras, name, kind="one", **settings):
+    """A trainer on a strategy, with a controller that has trained it a little."""
+    make, x, y = MODELS[kind]
+    strategy = make_strategy(name)
+    with strategy.scope():
+        model = make(keras)
+        model.compile("sgd", "mse" if kind != "one" else keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        trainer = looplib.KerasTrainer(model, x, y, validation_data=(x, y))
+        evaluator = trainer.evaluator(**settings)
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    controller = looplib.Controller(config, trainer=trainer, evaluator=evaluator, strategy=strategy, writers=[])
+    controller.train(3)
+    return trainer, controller
+
+
+def by_keras(keras, model, kind="one", x=None):
+    """What `model.predict` says of the same weights on one device."""
+    alone = MODELS[kind][0](keras)
+    alone.set_weights(model.get_weights())
+    x = MODELS[kind][1] if x is None else x
+    return alone.predict(list(x) if isinstance(x, tuple) else x, batch_size=BATCH, verbose=0)
+
+
+def check(found, expected):
+    tf.nest.assert_same_structure(found, expected)
+    for ours, theirs in zip(tf.nest.flatten(found), tf.nest.flatten(expected)):
+        assert type(ours) is np.ndarray and ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def read(folder):
+    pieces = sorted(pathlib.Path(folder).glob("piece-*"))
+    return [json.loads(line) for path in pieces for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("family, name", BOTH)
+def test_arrays_are_predicted_as_by_keras(family, name, kind):
+    keras = pytest.importorskip(family)
+    trainer, controller = trained(keras, name, kind)
+    x = MODELS[kind][1]
+    for size in (None, 6, 64):
+        check(trainer.predict(x, batch_size=size), by_keras(keras, trainer.model, kind))
+    controller.train(6)  # goes on as if nothing was predicted
+    controller.close()
+    check(trainer.predict(x), by_keras(keras, trainer.model, kind))
+
+
+@pytest.mark.parametrize("family", ["keras", *more(["tf_keras"])])
+def test_a_prediction_needs_no_controller_and_equals_numpy(family):
+    keras = pytest.importorskip(family)
+    model = of_one_output(keras)
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, X, X[:, :2])
+    kernel, bias = model.get_weights()
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :2])).batch(33)
+    for x in (X, X.tolist(), data, data.map(lambda x, y: x), lambda: (X[i : i + 9] for i in range(0, N, 9))):
+        np.testing.assert_allclose(trainer.predict(x), np.tanh(X @ kernel + bias), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, name", BOTH)
+def test_rows_without_targets_are_predicted_in_files_beside_an_evaluation(family, name, tmp_path):
+    keras = pytest.importorskip(family)
+    new = np.concatenate([X, X + 1])[: N + 8]
+    ids = np.arange(len(new)) * 10**15
+    trainer, controller = trained(keras, name, predict_data=new, predict_ids=ids)
+    assert controller.evaluate()["eval"]["examples"] == N
+    records = read(controller.predict(tmp_path, piece=10)["eval"])
+    assert [record["id"] for record in records] == ids.tolist()
+    check(np.array([record["prediction"] for record in records], "float32"), by_keras(keras, trainer.model, x=new))
+
+
+@pytest.mark.parametrize("as_dataset", [True, *more([False])])
+def test_a_column_names_the_rows_and_is_no_input(as_dataset, tmp_path):
+    import keras
+
+    columns = {**MODELS["columns"][1], "word": WORDS}
+    data = tf.data.Dataset.from_tensor_slices(columns).batch(BATCH) if as_dataset else columns
+    trainer, controller = trained(keras, "default", "columns", predict_data=data, predict_ids="word")
+    (folder,) = controller.predict(tmp_path, format="csv", piece=20).values()
+    rows = [row for path in sorted(pathlib.Path(folder).glob("*.csv")) for row in csv.DictReader(path.open(newline=""))]
+    assert [row["word"] for row in rows] == WORDS.tolist() and rows[0].keys() == {
+        "word",
+        "prediction[0]",
+        "prediction[1]",
+    }
+    found = np.array([[row["prediction[0]"], row["prediction[1]"]] for row in rows], "float32")
+    check(found, by_keras(keras, trainer.model, "columns"))
+
+
+class Unlabelled(looplib.Evaluator):
+    """Evaluates on labels, and predicts for rows that have none."""
+
+    def dataset(self, context):
+        return context.resident((X, Y))
+
+    def step_fn(self, inputs):
+        return {"accuracy": tf.equal(tf.argmax(self.model(inputs[0]), 1), inputs[1])}
+
+    def predict_dataset(self, context):
+        rows = {"x": X + 1, "name": WORDS}
+        return context.indices(N).map(lambda i: {key: tf.gather(value, i) for key, value in rows.items()})
+
+    def predict_fn(self, inputs):
+        return {"name": inputs["name"], "logits": self.model(inputs["x"], training=False)}
+
+
+@pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
+def test_an_evaluator_predicts_for_another_data_set_than_it_evaluates(name, tmp_path):
+    import keras
+
+    with make_strategy(name).scope():
+        model = of_one_output(keras)
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    with looplib.Controller(
+        config, evaluator=Unlabelled(model), strategy=make_strategy(name), writers=[]
+    ) as controller:
+        assert controller.evaluate()["eval"]["examples"] == N
+        records = read(controller.predict(tmp_path)["eval"])
+    kernel, bias = model.get_weights()
+    assert [record["name"] for record in records] == WORDS.tolist()
+    expected = np.tanh((X + 1) @ kernel + bias)
+    np.testing.assert_allclose([record["logits"] for record in records], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["keras", *more(["tf_keras"])])
+def test_targets_that_are_missing_are_a_sentence(family):
+    keras = pytest.importorskip(family)
+    model = of_one_output(keras)
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, X, X[:, :2])
+    data = tf.data.Dataset.from_tensor_slices(X).batch(BATCH)
+    for build in (
+        lambda: looplib.KerasTrainer(model, X),
+        lambda: looplib.KerasTrainer(model, data),
+        lambda: trainer.evaluator(X),
+        lambda: trainer.evaluator(data.map(lambda x: (x, None))),
+    ):
+        with pytest.raises(DatasetError, match=r"no targets.*trainer\.predict\(x\)"):
+            build()
+
+
+def test_ids_that_fit_no_rows_are_a_sentence(tmp_path):
+    import keras
+
+    trainer, _ = trained(keras, "default")
+    predict = lambda **settings: looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH), evaluator=trainer.evaluator(**settings), writers=[]
+    ).predict(tmp_path)
+    data = tf.data.Dataset.from_tensor_slices(X).batch(BATCH)
+    for settings, words in [
+        (dict(predict_ids=np.arange(N)), "without predict_data"),
+        (dict(predict_data=data, predict_ids=np.arange(N)), "the rows are a data set"),
+        (dict(predict_data=X, predict_ids=np.arange(N - 1)), "equally many"),
+        (dict(predict_data=X, predict_ids=np.arange(N) / 2), "ids of rows are float32"),
+        (dict(predict_data=X, predict_ids="word"), "expected a dict of columns"),
+        (dict(predict_data={"x": X}, predict_ids="word"), "'word', and the rows have 'x'"),
+    ]:
+        with pytest.raises(DatasetError, match=words):
+            predict(**settings)
+
+
+def test_outputs_that_make_no_array_are_a_sentence():
+    import keras
+
+    model = keras.Sequential([keras.Input((None, 1)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, X[..., None], X[..., None])
+    with pytest.raises(PredictionError, match="in different batches"):
+        trainer.predict(lambda: (X[:4, :length, None] for length in (2, 3)))
