@@ -1,21 +1,41 @@
-# Every target does its own set-up; `make env` makes the virtual environment .venv that the others use. With TF=2.21 they
-# use another one, with that version of TensorFlow and without Model Garden, which requires 2.20.
+# Every target does its own set-up; `make env` makes the virtual environment .venv that the others use. With TF=2.22 or
+# KERAS=3.10 they use a copy of it with that version, or its release candidate. Model Garden requires TensorFlow 2.20.
 PYTHON ?= python3
 TF ?= 2.20
-VENV := $(if $(filter 2.20,$(TF)),.venv,.venv-tf$(TF))
-EXTRAS := dev,$(if $(filter 2.20,$(TF)),models,trainers)
+OTHER_TF := $(filter-out 2.20,$(TF))
+VENV := .venv$(OTHER_TF:%=-tf%)$(KERAS:%=-keras%)
 # Bytecode is kept, even if the shell says otherwise: without it each process compiles looplib, and rewrites all assertions.
 RUN := PYTHONDONTWRITEBYTECODE= TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test test-all test-turn test-tf221 smoke smoke-tf221 bench bench-growth lint docs bazel
+.PHONY: env demo test test-all test-turn smoke bench bench-growth lint docs bazel
 
 env: $(VENV)/installed
 
-$(VENV)/installed: setup.cfg pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]' 'tensorflow~=$(TF).0'
+PIP := $(VENV)/bin/python -m pip --quiet
+
+.venv/installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install --quiet --editable '.[dev,models]' 'tensorflow~=2.20.0'
 	touch $@
+
+# Hard links, because pip replaces files and does not write into them. Of the packages that are for one TensorFlow, those
+# of Keras are not there yet for a release candidate; it brings keras-nightly, which has the files of keras.
+ifneq ($(VENV),.venv)
+$(VENV)/installed: .venv/installed
+	rm -rf $(VENV)
+	cp -alH .venv $(VENV)
+ifneq ($(OTHER_TF),)
+	$(PIP) uninstall --yes keras keras-hub tensorflow-text tf-models-official tf_keras
+	$(PIP) install --upgrade 'tensorboard >= 2.20' 'tensorflow~=$(TF).0rc0'
+	-$(PIP) install keras-hub 'tf_keras~=$(TF).0'
+endif
+ifdef KERAS
+	$(PIP) uninstall --yes keras keras-nightly
+	$(PIP) install --no-deps 'keras~=$(KERAS).0'
+endif
+	rm $@ && touch $@
+endif
 
 demo: env
 	rm -rf build/demo
@@ -37,15 +57,9 @@ test-all test-turn: env
 	$(RUN) -m pytest $(CASES) -n 4 $(TOGETHER)
 	$(RUN) -m pytest --all -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
 
-# What needs no Model Garden; what does is listed as skipped.
-test-tf221:
-	$(MAKE) test TF=2.21 PYTEST_ADDOPTS=-rs
-
-# A part of it: TensorFlow's internals, both Keras families, loops, checkpoints, evaluation, a ready trainer.
-SMOKE := compat/tf loop/loops checkpoint/checkpoints loop/evaluator ready_trainers/image_classification
-
-smoke-tf221:
-	$(MAKE) smoke TF=2.21 PYTEST_ADDOPTS=-rs
+# A part of the tests: versions, TensorFlow's internals, both Keras families, loops, checkpoints, evaluation, a ready
+# trainer.
+SMOKE := compat/versions compat/tf loop/loops checkpoint/checkpoints loop/evaluator ready_trainers/image_classification
 
 smoke: env
 	$(RUN) -m pytest -n 2 --dist loadfile $(SMOKE:%=tests/%_test.py)
