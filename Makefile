@@ -19,16 +19,18 @@ PIP := $(VENV)/bin/python -m pip --quiet
 	.venv/bin/python -m pip install --quiet --editable '.[dev,models]' 'tensorflow~=2.20.0'
 	touch $@
 
-# Hard links, because pip replaces files and does not write into them. Of the packages that are for one TensorFlow, those
-# of Keras are not there yet for a release candidate; it brings keras-nightly, which has the files of keras.
+# Hard links, because pip replaces files and does not write into them. tensorflow-text and tf_keras are each for one
+# TensorFlow, and come later than its release candidate, for which the newest tf_keras is taken. The candidate brings
+# keras-nightly, which has the files of keras.
 ifneq ($(VENV),.venv)
 $(VENV)/installed: .venv/installed
 	rm -rf $(VENV)
 	cp -alH .venv $(VENV)
 ifneq ($(OTHER_TF),)
 	$(PIP) uninstall --yes keras keras-hub tensorflow-text tf-models-official tf_keras
-	$(PIP) install --upgrade 'tensorboard >= 2.20' 'tensorflow~=$(TF).0rc0'
-	-$(PIP) install keras-hub 'tf_keras~=$(TF).0'
+	$(PIP) install --upgrade --no-compile 'tensorboard >= 2.20' 'tensorflow~=$(TF).0rc0'
+	$(PIP) install --no-deps 'tf_keras <= $(TF).99'
+	$(PIP) install keras-hub 'tensorflow-text~=$(TF).0' 2> /dev/null || echo 'no tensorflow-text is for TensorFlow $(TF)'
 endif
 ifdef KERAS
 	$(PIP) uninstall --yes keras keras-nightly
