@@ -1,29 +1,51 @@
-# Every target does its own set-up; `make env` makes the virtual environment .venv that the others use. With TF=2.21 they
-# use another one, with that version of TensorFlow and without Model Garden, which requires 2.20.
+# Every target does its own set-up; `make env` makes the virtual environment .venv that the others use. With TF=2.22 or
+# KERAS=3.10 they use a copy of it with that version, or its release candidate. Model Garden requires TensorFlow 2.20.
 PYTHON ?= python3
 TF ?= 2.20
-VENV := $(if $(filter 2.20,$(TF)),.venv,.venv-tf$(TF))
-EXTRAS := dev,$(if $(filter 2.20,$(TF)),models,trainers)
+OTHER_TF := $(filter-out 2.20,$(TF))
+VENV := .venv$(OTHER_TF:%=-tf%)$(KERAS:%=-keras%)
 # Bytecode is kept, even if the shell says otherwise: without it each process compiles looplib, and rewrites all assertions.
 RUN := PYTHONDONTWRITEBYTECODE= TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test test-all test-turn test-tf221 smoke smoke-tf221 bench bench-growth lint docs bazel
+.PHONY: env demo test test-all test-turn smoke bench bench-growth lint docs bazel
 
 env: $(VENV)/installed
 
+PIP := $(VENV)/bin/python -m pip --quiet
+
 # What a ready trainer needs; then what the tests and Model Garden need.
-$(VENV)/runs: INSTALLS := trainers
-$(VENV)/installed: INSTALLS := $(EXTRAS)
-$(VENV)/installed: $(VENV)/runs
-$(VENV)/runs $(VENV)/installed: setup.cfg pyproject.toml
-	test -e $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable '.[$(INSTALLS)]' 'tensorflow~=$(TF).0'
+.venv/runs: EXTRAS := trainers
+.venv/installed: EXTRAS := dev,models
+.venv/installed: .venv/runs
+.venv/runs .venv/installed: setup.cfg pyproject.toml
+	test -e .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]' 'tensorflow~=2.20.0'
 	touch $@
 
-demo: $(VENV)/runs
+# Hard links, because pip replaces files and does not write into them. tensorflow-text and tf_keras are each for one
+# TensorFlow, and come later than its release candidate, for which the newest tf_keras is taken. The candidate brings
+# keras-nightly, which has the files of keras.
+ifneq ($(VENV),.venv)
+$(VENV)/installed: .venv/installed
+	rm -rf $(VENV)
+	cp -alH .venv $(VENV)
+ifneq ($(OTHER_TF),)
+	$(PIP) uninstall --yes keras keras-hub tensorflow-text tf-models-official tf_keras
+	$(PIP) install --upgrade --no-compile 'tensorboard >= 2.20' 'tensorflow~=$(TF).0rc0'
+	$(PIP) install --no-deps 'tf_keras <= $(TF).99'
+	$(PIP) install keras-hub 'tensorflow-text~=$(TF).0' 2> /dev/null || echo 'no tensorflow-text is for TensorFlow $(TF)'
+endif
+ifdef KERAS
+	$(PIP) uninstall --yes keras keras-nightly
+	$(PIP) install --no-deps 'keras~=$(KERAS).0'
+endif
+	rm $@ && touch $@
+endif
+
+demo: .venv/runs
 	rm -rf build/demo
-	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
+	TF_CPP_MIN_LOG_LEVEL=3 .venv/bin/python -m trainers.image_classification --model_dir=build/demo
 
 # More processes than cores, because many tests wait, the slow ones most.
 TOGETHER := --dist loadfile --no-loadscope-reorder -m "not alone"
@@ -41,15 +63,9 @@ test-all test-turn: env
 	$(RUN) -m pytest $(CASES) -n 4 $(TOGETHER)
 	$(RUN) -m pytest --all -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
 
-# What needs no Model Garden; what does is listed as skipped.
-test-tf221:
-	$(MAKE) test TF=2.21 PYTEST_ADDOPTS=-rs
-
-# A part of it: TensorFlow's internals, both Keras families, loops, checkpoints, evaluation, a ready trainer.
-SMOKE := compat/tf loop/loops checkpoint/checkpoints loop/evaluator ready_trainers/image_classification
-
-smoke-tf221:
-	$(MAKE) smoke TF=2.21 PYTEST_ADDOPTS=-rs
+# A part of the tests: versions, TensorFlow's internals, both Keras families, loops, checkpoints, evaluation, a ready
+# trainer.
+SMOKE := compat/versions compat/tf loop/loops checkpoint/checkpoints loop/evaluator ready_trainers/image_classification
 
 smoke: env
 	$(RUN) -m pytest -n 2 --dist loadfile $(SMOKE:%=tests/%_test.py)

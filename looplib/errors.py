@@ -57,6 +57,10 @@ class PluginError(UsageError, AttributeError):  # so that `hasattr(looplib, name
     """A part of looplib, or a package that it needs, is not installed. Install the package that the message names."""
 
 
+class VersionError(UsageError):
+    """TensorFlow, Keras or tf_keras is missing, or in a version that does not fit. Install what the message names."""
+
+
 class MissingPartError(UsageError):
     """A call needs a trainer, an evaluator or a run directory that this controller does not have."""
 

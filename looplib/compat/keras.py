@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import tensorflow as tf
 
+from looplib.compat import versions
 from looplib.errors import BatchSizeError, ExportError, KerasFamilyError, SettingError, StepError
 
 _ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
@@ -554,3 +555,8 @@ def served(model: Any) -> Any:
 def float_type(model: Any) -> str:
     """Returns the name of the type of floating-point numbers that the family of a model computes with by default."""
     return sys.modules[family(model)].backend.floatx()
+
+
+versions.check_legacy(tf.__version__)
+when_imported("keras", lambda module: versions.check_keras(module.__version__, tf.__version__))
+when_imported("tf_keras", lambda module: versions.check_tf_keras(module.__version__, tf.__version__))

@@ -8,7 +8,7 @@
 - Keras writes an update as arithmetic on whole tensors, a dozen ops for a variable. `fused_update` finds the one kernel
   of TensorFlow that does the same; the slots that it needs have no public names.
 
-Each works with the versions of `KNOWN`, and is refused, or left out, with another one that lacks these names.
+Each works with the versions that `versions.py` knows, and is refused, or left out, with one that lacks these names.
 """
 
 import contextlib
@@ -19,9 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.compat.versions import KNOWN_KERAS
 from looplib.errors import OptimizerError
-
-KNOWN = "Keras 3.15"
 
 # The class that adapts optimizers of Keras 3 to tf.distribute, and the methods changed here.
 _ADAPTER = "keras.src.backend.tensorflow.optimizer"
@@ -121,7 +120,7 @@ def leave_out_sum(optimizer: Any) -> None:
     if adapter is None or any(name not in vars(adapter) for name in (_SUM, *_UPDATES)):
         raise OptimizerError(
             f"{type(optimizer).__name__} sums gradients over replicas in a way that looplib does not know (it knows "
-            f"{KNOWN}), so it could clip before the sum; use one replica, another version of Keras, or tf_keras"
+            f"Keras {KNOWN_KERAS}), so it could clip before the sum; use one replica, another version of Keras, or tf_keras"
         )
     if vars(adapter)[_SUM].__module__ == __name__:
         return

@@ -11,7 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.compat.optimizers import KNOWN, num_replicas
+from looplib.compat.optimizers import num_replicas
+from looplib.compat.versions import KNOWN, KNOWN_KERAS
 from looplib.errors import ModelError, StepError
 
 _alone: "weakref.WeakSet[tf.distribute.ReplicaContext]" = weakref.WeakSet()
@@ -44,8 +45,8 @@ def alone() -> Iterator[None]:
     try:
         if tf.distribute.get_strategy().num_replicas_in_sync != 1:
             raise StepError(
-                f"TensorFlow {tf.__version__} counts replicas in a way that looplib does not know (it knows 2.20 and "
-                "2.21), so that Keras would scale losses by it; train the compiled model on one replica"
+                f"TensorFlow {tf.__version__} counts replicas in a way that looplib does not know (it knows {KNOWN}), "
+                "so that Keras would scale losses by it; train the compiled model on one replica"
             )
         yield
     finally:
@@ -193,8 +194,8 @@ def synchronize(holder: Any) -> None:
         kind = next((one for one in type(layer).__mro__ if _MOMENTS in vars(one)), None)
         if kind is None or list(inspect.signature(vars(kind)[_MOMENTS]).parameters) != _ARGUMENTS:
             raise ModelError(
-                f"{layer.name} is synchronized over replicas in a way that looplib does not know (it knows {KNOWN}), "
-                "and which may leave out masks; use one replica, another version of Keras, or tf_keras"
+                f"{layer.name} is synchronized over replicas in a way that looplib does not know (it knows Keras "
+                f"{KNOWN_KERAS}), and which may leave out masks; use one replica, another version of Keras, or tf_keras"
             )
         if vars(kind)[_MOMENTS].__module__ != __name__:
             setattr(kind, _MOMENTS, _of_all_replicas(vars(kind)[_MOMENTS]))

@@ -6,7 +6,7 @@ of them stay; the collector would visit them again and again, which takes a fift
 Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
 Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
 is not as expected, and looplib then says less and does not fail. `tests/compat/tf_test.py` tries each with the
-installed TensorFlow, and names what that version changed; all work with the versions of `KNOWN`. Of this kind is also
+installed TensorFlow, and names what that version changed; all work with the versions that `versions.py` knows. Of this kind is also
 `replay/xla.py`, for messages and programs of XLA that one tool reads.
 """
 
@@ -25,12 +25,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from looplib.base.messages import gist
+from looplib.compat import versions
 from looplib.errors import DeviceError, UsageError, WorkerError
 
 _collects = gc.isenabled()
 gc.disable()
 try:
     import tensorflow as tf
+except ModuleNotFoundError as error:
+    if error.name != "tensorflow":
+        raise
+    raise versions.not_installed() from error
 except TypeError as error:
     if sys.flags.optimize < 2:
         raise
@@ -42,7 +47,7 @@ finally:
 
 from absl import logging
 
-KNOWN = ("2.20", "2.21")  # versions of TensorFlow
+versions.check_tensorflow(tf.__version__)
 
 _FOLDER = os.path.dirname(tf.__file__) + os.sep
 _STRATEGIES = {
@@ -186,7 +191,7 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
 
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
-    """Returns the public name of a strategy's class; TensorFlow up to 2.21 uses other names for two of them."""
+    """Returns the public name of a strategy's class; TensorFlow up to 2.22 uses other names for two of them."""
     name = type(strategy).__name__.removesuffix("V2")
     return _STRATEGIES.get(name, name)
 
@@ -306,7 +311,7 @@ def growing_array(nodes: Iterable[tf.compat.v1.NodeDef]) -> str | None:
 
 def is_late_variable(error: BaseException) -> bool:
     """Returns whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
-    return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.21)
+    return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.22)
 
 
 def is_merge_in_branch(error: BaseException) -> bool:
@@ -324,7 +329,7 @@ def is_merge_of_some(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "different number of replica_context().merge_call()" in str(error)
 
 
-# How TensorFlow 2.20 and 2.21 write the state of an iterator as text. If another version has none of these names, no
+# How TensorFlow 2.20 to 2.22 write the state of an iterator as text. If another version has none of these names, no
 # stage is found, and `data.iterator_state` saves nothing.
 
 
@@ -371,7 +376,7 @@ class RepeatedSeeds:
 def repeated_seeds(dataset: tf.data.Dataset) -> RepeatedSeeds | None:
     """Finds the stages with seeds below the repetitions of a pipeline, except those in functions of other stages.
 
-    None where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+    None where TensorFlow does not tell a pipeline's stages.
     """
     found = collections.Counter()
 
@@ -406,7 +411,7 @@ def is_by_element(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_
 
     Then it begins at any position if those do. Other stages, such as a shuffle, depend on the elements before, and so
     does a map that draws random numbers one after another. One that runs in parallel does not repeat them anyway. False
-    where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages. With `any_other`, branches
+    where TensorFlow does not tell a pipeline's stages. With `any_other`, branches
     that read none of the origins are known to begin at any position too.
     """
     try:
@@ -452,7 +457,7 @@ def _stateful_ops(stage: tf.data.Dataset) -> set[str]:
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:
-    """Returns why TensorFlow (2.20, 2.21) would restore an iterator's state wrongly; "" if no reason is known."""
+    """Returns why TensorFlow (2.20 to 2.22) would restore an iterator's state wrongly; "" if no reason is known."""
     stages = stages_of_iterator_state(texts)
     if "CSV" in stages:
         return "it reads CSV files, whose saved place TensorFlow restores at the end of what was buffered"
@@ -473,7 +478,7 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
 
 
 def message_without_op(error: tf.errors.OpError) -> str:
-    """Returns the message of an error without the op's name, which TensorFlow 2.20 and 2.21 put before and after it."""
+    """Returns the message of an error without the op's name, which TensorFlow 2.20 to 2.22 put before and after it."""
     return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
 
 
@@ -589,7 +594,7 @@ def leaves_no_trace(dataset: tf.data.Dataset, known: list[tf.data.Dataset]) -> b
     """Returns whether a pipeline has no state that a second iterator over it would change.
 
     Such a state are the seeds of a shuffle, random numbers, a cache, and whatever a Python function keeps. False where
-    TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+    TensorFlow does not tell a pipeline's stages.
 
     Args:
       dataset: the pipeline.
