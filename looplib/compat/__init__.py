@@ -20,4 +20,5 @@ Names that other rooms may use, by file:
         name_of, name_of_variable, nodes_in, object_graph, OBJECT_GRAPH_KEY, python_state_key, RANDOM_OPS,
         repeated_seeds, ReplicaLocal, stages_of_iterator_state, started, stateful_ops_of_maps, updated_by,
         variable_key, why_restored_wrongly, worker_devices
+    versions: none
 """
