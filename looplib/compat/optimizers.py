@@ -120,7 +120,8 @@ def leave_out_sum(optimizer: Any) -> None:
     if adapter is None or any(name not in vars(adapter) for name in (_SUM, *_UPDATES)):
         raise OptimizerError(
             f"{type(optimizer).__name__} sums gradients over replicas in a way that looplib does not know (it knows "
-            f"Keras {KNOWN_KERAS}), so it could clip before the sum; use one replica, another version of Keras, or tf_keras"
+            f"Keras {KNOWN_KERAS}), so it could clip before the sum; use one replica, another version of Keras, or "
+            "tf_keras"
         )
     if vars(adapter)[_SUM].__module__ == __name__:
         return

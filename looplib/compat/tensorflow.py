@@ -6,8 +6,8 @@ of them stay; the collector would visit them again and again, which takes a fift
 Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
 Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
 is not as expected, and looplib then says less and does not fail. `tests/compat/tf_test.py` tries each with the
-installed TensorFlow, and names what that version changed; all work with the versions that `versions.py` knows. Of this kind is also
-`replay/xla.py`, for messages and programs of XLA that one tool reads.
+installed TensorFlow, and names what that version changed; all work with the versions that `versions.py` knows. Of this
+kind is also `replay/xla.py`, for messages and programs of XLA that one tool reads.
 """
 
 import builtins

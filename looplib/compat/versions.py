@@ -29,12 +29,12 @@ def not_installed() -> VersionError:
     here = f"{system} {machine} with Python {sys.version_info.major}.{sys.version_info.minor}"
     if (system, machine) not in _SYSTEMS or (system == "Linux" and libc != "glibc"):
         return VersionError(
-            f"TensorFlow is not installed, and has no wheels for {here}{'' if libc else ' without glibc'}; it has some "
+            f"TensorFlow is not installed, and has no wheels for {here}; it has some "
             "for Linux with glibc on x86_64 and aarch64, and for macOS on arm64: use one of these, or build TensorFlow"
         )
     return VersionError(
-        f"TensorFlow is not installed in this Python, {sys.executable}; pip install 'tensorflow>={_text(min(_OLDEST_KERAS))}', which "
-        f"has wheels for {_PYTHONS} (this is {here})"
+        f"TensorFlow is not installed in {sys.executable}; pip install 'tensorflow>={_text(min(_OLDEST_KERAS))}', "
+        f"which has wheels for {_PYTHONS} (this is {here})"
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from conftest import make_strategy, more, repetitions
 
-from looplib.compat import places
+from looplib.compat import places, versions
 from looplib.compat import tensorflow as _tf
 from looplib.data import iterator_state
 from looplib.replay import preflight
@@ -383,7 +383,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/compat/tensorflow.py (or replay/preflight.py)"
+            f"TensorFlow {tf.__version__} does not give {what} as {versions.KNOWN} did; fix it in looplib/compat/tensorflow.py (or replay/preflight.py)"
         ) from error
 
 

@@ -556,6 +556,7 @@ def test_a_resume_warns_of_what_skipping_may_not_repeat(name, doubt, caplog):
     caplog.set_level(logging.WARNING, logger="absl")
     make = lambda: BY_SKIPPING[name][1](None)
     stream(make).iterate()
-    assert not [record for record in caplog.records if record.name == "absl"]  # TensorFlow 2.22 takes a name for Python's
+    # TensorFlow 2.22 takes a variable of the name `random` for Python's module, and warns of it.
+    assert not [record for record in caplog.records if record.name == "absl"]
     stream(make, 5).iterate()
     assert doubt in caplog.text
