@@ -7,7 +7,13 @@ that it uses.
 """
 
 import importlib
+import sys
 from typing import Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "looplib is for Linux, macOS and WSL, not for Windows itself; install WSL 2, and run Python in it"
+    )
 
 __version__ = "0.1.0"
 

@@ -283,12 +283,12 @@ def is_at(descriptor: int, path: str) -> bool:
 
 
 def is_open_here(path: str) -> bool:
-    """Returns whether this process has a file open; False without /proc."""
+    """Returns whether this process has a file open."""
     with contextlib.suppress(OSError):
         own = os.stat(path)
-        for number in os.listdir("/proc/self/fd"):
+        for number in os.listdir("/dev/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile
-                if os.path.samestat(os.stat(f"/proc/self/fd/{number}"), own):
+                if os.path.samestat(os.fstat(int(number)), own):
                     return True
     return False
 

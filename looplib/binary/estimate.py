@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from looplib.actions.timed_saves import Timed
 from looplib.base.numbers import format_seconds, format_size
 from looplib.controller import Controller
 from looplib.errors import CheckError
+from looplib.report.run_report import peak_bytes
 from looplib.run import commits
 from looplib.run.commits import Commit
 from looplib.run.policy import KeepBest, KeepRule
@@ -253,7 +253,7 @@ def measure(controller: Controller, watch: Stopwatch, eval_steps: int | None) ->
         evaluation_bytes=max(0.0, (other_bytes - last_bytes) / max(1, evaluations)),
         reports=len(watch.reports_seen),
         evaluations=evaluations,
-        memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        memory=peak_bytes(),
         device_memory=_device_memory(),
     )
 

@@ -132,6 +132,7 @@ class Child:
             with contextlib.suppress(OSError):  # it has ended
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, nice)
         self.pid, self.stdout, self.stderr = self._process.pid, self._process.stdout, self._process.stderr
+        self._watcher = _watcher(self.pid, ends_by) if ends_by is not None and _LIBC is None else None
 
     def __enter__(self) -> "Child":
         return self
@@ -149,12 +150,23 @@ class Child:
         The processes that one which failed has left are killed: they would hold its output, and write while it is
         started again.
         """
-        if self._process.returncode is None and self._own_group:
-            with contextlib.suppress(ChildProcessError):  # another thread has waited for it
-                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if ended is not None and ended.si_status:
-                    self._signal_group(signal.SIGKILL)  # its number is not free before it was waited for
-        return self._process.poll()
+        if self._process.returncode is None and self._own_group and self._has_failed():
+            self._signal_group(signal.SIGKILL)
+        code, watcher = self._process.poll(), self._watcher
+        if code is not None and watcher is not None:
+            self._watcher = None
+            watcher.communicate(b"\n")
+        return code
+
+    def _has_failed(self) -> bool:
+        """Returns whether it has ended and failed; its number is then not free before it was waited for."""
+        try:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return ended is not None and ended.si_status != 0
+        except ChildProcessError:  # another thread has waited for it
+            return False
+        except AttributeError:  # macOS before Python 3.13: its number may be free, but rarely is another group's
+            return bool(self._process.poll())
 
     def wait(self, seconds: float = math.inf, tick: Callable[[], None] = lambda: None) -> int | None:
         """Waits for its end; returns what `poll` does.
@@ -195,11 +207,14 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped, by SIGSTOP or a terminal; False where the system does not say."""
+        """Whether it was stopped, by SIGSTOP or a terminal."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0] == "T"
-        except (OSError, IndexError):
+        except (OSError, IndexError):  # no Linux, or it has ended
+            with contextlib.suppress(OSError):
+                told = subprocess.run(["ps", "-o", "state=", "-p", str(self.pid)], capture_output=True)
+                return told.stdout.strip().startswith(b"T")
             return False
 
 
@@ -215,6 +230,20 @@ def _dying_with_parent(number: int) -> Callable[[], None] | None:
             os.kill(os.getpid(), number)
 
     return ask
+
+
+def _watcher(pid: int, number: int) -> subprocess.Popen[bytes]:
+    """Starts what sends a child a signal when this process ends, where the system cannot; a line of input ends it.
+
+    It waits for its input, a pipe that the system closes with this process, however that ends.
+    """
+    return subprocess.Popen(
+        ["/bin/sh", "-c", 'read -r line || kill -"$1" "$2"', "sh", str(int(number)), str(pid)],
+        stdin=PIPE,
+        stdout=NOTHING,
+        stderr=NOTHING,
+        start_new_session=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

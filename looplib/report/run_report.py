@@ -5,6 +5,7 @@ import dataclasses
 import datetime
 import functools
 import os
+import resource
 import sys
 import time
 import traceback
@@ -137,12 +138,18 @@ class Points:
             self.points, self._every = self.points[1::2], 2 * self._every
 
 
-def _host_bytes() -> int | None:
+def _host_bytes() -> int:
+    """Returns the memory of this process; the most so far where the system does not say."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        return None
+        return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Returns the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _device_bytes() -> int | None:

@@ -16,6 +16,7 @@ import pytest
 from looplib.base import orders
 from looplib.base.orders import Order, ReplayOrder
 from looplib.errors import CommandError, FlagError
+from looplib.processes import child as module
 from looplib.processes.child import Child, CommandLine, TemporaryFolder, last_lines, output_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -51,7 +52,10 @@ def running(folder):
 PARENT = f"""
 import os, pathlib, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
+from looplib.processes import child as module
 from looplib.processes.child import Child, CommandLine
+if len(sys.argv) > 4:  # as on macOS, where the kernel does not end a child
+    module._LIBC = None
 folder = pathlib.Path(sys.argv[1])
 code = sys.argv[2]
 with Child(CommandLine([sys.executable, "-c", code, str(folder)]), ends_by=signal.Signals(int(sys.argv[3]))) as child:
@@ -71,9 +75,10 @@ signal.signal(signal.SIGINT, lambda *_: (folder / "interrupted").touch())
 SLEEPS = NOTES + "note(os.getpid())\ntime.sleep(1000)\n"
 
 
+@pytest.mark.parametrize("way", [[], ["watched"]])
 @pytest.mark.parametrize("ends_by", [signal.SIGTERM, signal.SIGKILL])
-def test_a_child_ends_when_its_parent_is_killed_also_a_stopped_one_by_sigkill(ends_by, tmp_path):
-    parent = subprocess.Popen([*PYTHON, PARENT, str(tmp_path), SLEEPS, str(int(ends_by))])
+def test_a_child_ends_when_its_parent_is_killed_also_a_stopped_one_by_sigkill(ends_by, way, tmp_path):
+    parent = subprocess.Popen([*PYTHON, PARENT, str(tmp_path), SLEEPS, str(int(ends_by)), *way])
     (pid,) = wait_for(lambda: running(tmp_path))
     if ends_by == signal.SIGKILL:
         os.kill(int(pid), signal.SIGSTOP)
@@ -81,6 +86,14 @@ def test_a_child_ends_when_its_parent_is_killed_also_a_stopped_one_by_sigkill(en
     parent.wait()
     wait_for(lambda: not running(tmp_path))
     assert (tmp_path / "saved").exists() == (ends_by == signal.SIGTERM)
+
+
+def test_a_child_that_was_waited_for_is_watched_no_longer(monkeypatch):
+    monkeypatch.setattr(module, "_LIBC", None)
+    with Child(CommandLine([*PYTHON, "import time; time.sleep(0.5)"])) as child:
+        watcher = child._watcher
+        assert watcher.poll() is None and child.wait(30) == 0
+        assert watcher.poll() == 0
 
 
 def test_a_ctrl_c_in_the_terminal_reaches_a_child_once_as_a_request_to_save(tmp_path):

@@ -270,6 +270,8 @@ FAULTS = [
           "                folders.remove(top, name)\n", "                pass\n", "child"),
     Fault("a child ends with its parent", "processes/child.py",
           "        _LIBC.prctl(1, int(number))  # PR_SET_PDEATHSIG\n", "        pass\n", "child"),
+    Fault("a child ends with its parent where the kernel does not end it", "processes/child.py",
+          'read -r line || kill', 'read -r line && kill', "child"),
     Fault("an order of others is not followed", "base/orders.py", "& 0o077:", "& 0:", "child"),
     Fault("Ctrl-C prints no traceback of workers that import", "processes/group.py",
           "    return signal.SIGTERM if number == signal.SIGINT else number", "    return number", "local_workers"),

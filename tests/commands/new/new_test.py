@@ -1,11 +1,9 @@
-"""`python -m looplib new`: each project trains and passes its own tests; a wheel has the templates; refusals."""
+"""`python -m looplib new`: each project trains and passes its own tests; refusals."""
 
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
-import zipfile
 
 import numpy as np
 import pytest
@@ -65,24 +63,6 @@ def test_the_projects_differ_in_the_trainer_alone_and_have_no_other_name(tmp_pat
     for split, examples in {"train": 900, "test": 300}.items():
         rows = np.loadtxt(tmp_path / "loss" / "spirals" / "data" / f"{split}.csv", delimiter=",", skiprows=1)
         assert rows.shape == (examples, 3) and set(rows[:, 2]) == {0, 1, 2} and np.isfinite(rows).all()
-
-
-@pytest.mark.slow
-def test_a_wheel_has_the_templates(tmp_path):
-    copy, wheels, installed = (tmp_path / name for name in ("copy", "wheels", "installed"))
-    shutil.copytree(ROOT / "looplib", copy / "looplib", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    pip = (sys.executable, "-m", "pip", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, copy)
-    (wheel,) = wheels.iterdir()
-    run(*pip, "install", "--no-deps", "--target", installed, wheel)
-    names = {name.removeprefix("looplib/commands/templates/") for name in zipfile.ZipFile(wheel).namelist()}
-    assert set(contents(TEMPLATES)) <= names
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    run(sys.executable, "-m", "looplib", "new", "spirals", cwd=tmp_path, env=environment)
-    project.make(str(tmp_path / "here" / "spirals"), "loss")
-    assert contents(tmp_path / "spirals") == contents(tmp_path / "here" / "spirals")
 
 
 @pytest.mark.parametrize(
