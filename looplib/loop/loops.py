@@ -381,7 +381,9 @@ class BorrowedState:
         differing = {_tf.identity_of(part): part for _, parts in self._differing for part in parts}
         updated = {key: part for key, part in evaluates.items() if key in trained}
         self._kept = list((differing | updated).values())
-        self._reducer = evaluation.reducer
+        clear = evaluation.reducer.clear
+        # TensorFlow warns of a step on replicas that is not traced.
+        self._clear = tf.function(clear, autograph=False) if several and evaluation.traced else clear
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -394,7 +396,7 @@ class BorrowedState:
                     for part in parts:
                         part.assign(value)
             if self._kept:
-                self._reducer.clear()  # of metrics that the training has too
+                self._clear()  # of metrics that the training has too
             yield
 
 

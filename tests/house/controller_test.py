@@ -461,7 +461,7 @@ def test_what_is_missing_is_named():
     controller = toy.controller(DEFAULT, trainer)
     for call, message in (
         (controller.evaluate, "has no evaluator"),
-        (lambda: controller.train_and_evaluate(10, 5), "has no evaluator"),
+        (lambda: controller.train_and_evaluate(10, 5), "trainer.evaluator"),
         (controller.save_checkpoint, "save_checkpoint needs a model_dir"),
         (controller.restore_checkpoint, "restore_checkpoint needs a model_dir"),
         (toy.controller(DEFAULT, None, evaluator).train, "has no trainer"),

@@ -141,6 +141,31 @@ def test_a_column_names_the_rows_and_is_no_input(as_dataset, tmp_path):
     check(found, by_keras(keras, trainer.model, "columns"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["keras", *more(["tf_keras"])])
+def test_a_job_that_predicts_restores_the_model_of_the_training(family, tmp_path):
+    """As `--mode=predict` does: an evaluator without a trainer."""
+    keras = pytest.importorskip(family)
+
+    def built():
+        model = of_one_output(keras)
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        trainer = looplib.KerasTrainer(model, X, Y, validation_data=(X, Y))
+        return trainer, trainer.evaluator(predict_data=X + 1)
+
+    trainer, evaluator = built()
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    settings = dict(model_dir=tmp_path / "run", writers=[])
+    with looplib.Controller(config, trainer=trainer, evaluator=evaluator, **settings) as controller:
+        controller.train(3)
+        (folder,) = controller.predict().values()
+    with looplib.Controller(config, evaluator=built()[1], **settings) as controller:
+        records = read(controller.predict(tmp_path / "again")["eval"])
+    expected = by_keras(keras, trainer.model, x=X + 1)
+    check(np.array([record["prediction"] for record in records], "float32"), expected)
+    assert records == read(folder)
+
+
 class Unlabelled(looplib.Evaluator):
     """Evaluates on labels, and predicts for rows that have none."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 
@@ -197,3 +197,22 @@ def test_a_training_without_such_state_lends_nothing_to_an_evaluation(monkeypatc
     run.evaluate()
     (borrowing,) = run._loops._borrowings.values()
     assert not borrowing._kept
+
+
+@pytest.mark.parametrize("kind", ["compiled", *more(["own"])])
+def test_an_evaluation_on_replicas_runs_nothing_on_them_that_is_not_traced(kind, monkeypatch):
+    """TensorFlow would warn of it at each evaluation."""
+    strategy, run, eager = make_strategy("mirrored_x2"), tf.distribute.Strategy.run, []
+    with strategy.scope():
+        trainer, evaluator = pair(kind, keras3)
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    controller = looplib.Controller(config, trainer=trainer, evaluator=evaluator, strategy=strategy, writers=[])
+
+    def watched(self, *args, **kwargs):
+        eager.append(tf.executing_eagerly())
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(tf.distribute.Strategy, "run", watched)
+    for _ in range(2):
+        controller.train_and_evaluate(steps=controller.global_step + 1, eval_interval=1)
+    assert eager and not any(eager)
