@@ -1,15 +1,15 @@
 """The run directory: its lock, its commits, run.json, metrics.jsonl, its status; all of it without TensorFlow.
 
 Names that other rooms may use, by file:
-    choice: BEST, best, check, choose, divided, final, FINAL, LATEST
+    choice: BEST, best, check, choose, divided, FINAL, final, LATEST
     code_version: diff, git, this_program
-    commits: add_scores, begin, checkpoint_folder, commit, Commit, committed, FileChecksum, latest_checkpoint,
+    commits: add_scores, begin, checkpoint_folder, Commit, commit, committed, FileChecksum, latest_checkpoint,
         list_is_foreign, listing, newest, newest_intact, path_of, position_path, positions_of, read_marker, remove,
-        set_aside, SET_ASIDE, set_aside_before, set_foreign_aside, UNFINISHED, verify
+        SET_ASIDE, set_aside, set_aside_before, set_foreign_aside, UNFINISHED, verify
     directory: check_inside, CONFIG, CONTENTS, DIFF, LOCK, MEDIA, METRICS, PAGE, RECORDS, REPORTS, RUN_JSON, RunDir
     goodput: as_report, goodput, spans, TimeSpan
     lock: acquire, holder, LockKind, LockNote, RunLock
-    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, mode_of, refuse_in
+    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, known_mode, mode_of, refuse_in
     mirror: Mirror
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     records: cut_short, MOST_BYTES, Record, RecordLog, RecordWriter
