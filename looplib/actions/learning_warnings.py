@@ -19,9 +19,11 @@ from looplib.loop.contracts import Loop
 from looplib.run.report import RunWarning, read_report
 from looplib.task.actions import Action, Event
 
+_FREE = 0.2  # seconds that checks may take in any case, so that a short first run has them too
+
 
 class Budget:
-    """Keeps what checks take below a share of the time since the training began.
+    """Keeps what checks take below a share of the time since the training began, and a fifth of a second.
 
     Args:
       share: such as 0.004, for 0.4%.
@@ -38,7 +40,7 @@ class Budget:
 
     def allows(self, seconds: float) -> bool:
         """Returns whether a check that takes about so many seconds fits."""
-        return self.seconds + seconds <= self.share * (time.perf_counter() - self._began)
+        return self.seconds + seconds <= _FREE + self.share * (time.perf_counter() - self._began)
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
@@ -103,6 +105,7 @@ def _finding(name: str, norm: float, usual: float, count: int, since: int) -> Le
     )
 
 
+_SOONEST = 20  # steps between two checks early in a training
 _SECONDS_OF_A_VARIABLE = 0.001  # that a check of weights may take, before one was made
 _SECONDS_TO_LIST = 0.005  # the variables
 _MOST_KNOWN = 100_000  # findings in a checkpoint
@@ -111,13 +114,15 @@ _MOST_KNOWN = 100_000  # findings in a checkpoint
 class LearningWarnings(Action):
     """Warns, with the evidence, of a training that runs without an error and loses its meaning.
 
-    It looks for predictions that are equal for all examples, weights that no longer change, and norms that explode
-    against their own history. A warning is logged once in a run, is part of `run.json`, and is shown on the report
-    page. Nothing that the run computes changes. Where several workers train, the chief watches reported norms alone.
+    It looks for weights without a gradient, predictions that are equal for all examples, weights that no longer change,
+    and norms that explode against their own history. A warning is logged once in a run, is part of `run.json`, and is
+    shown on the report page. Nothing that the run computes changes. Where several workers train, the chief watches
+    reported norms alone.
 
     Args:
-      every: steps between two checks of the weights, at least; they are made with a report.
-      share: of the time of the training that all checks may take.
+      every: steps between two checks of the weights, at least, and fewer early in a training; they are made with a
+        report.
+      share: of the time of the training that all checks may take, beside a fifth of a second.
 
     Raises:
       UsageError: for bad input.
@@ -137,7 +142,8 @@ class LearningWarnings(Action):
         self._weights, self._norms, self._outputs = WeightChecks(), MetricNorms(), ConstantOutputs()
         self._trained: TrainedVariables | None = None  # of the loops
         self._loops: list[Loop] = []
-        self._checked: int | None = None  # the step of the last check of the weights
+        self._first = 0  # the step of the first check of the weights
+        self._checked: int | None = None  # the step of the last one
         self._seconds: float | None = None  # that it took
         self._failed = self._is_training = self._several = False
 
@@ -189,11 +195,14 @@ class LearningWarnings(Action):
                 return found
             with self._budget.spending():
                 self._trained = TrainedVariables(loops["train"])
+            found += self._trained.unreached(event.step, self._known)
+            self._known.update(one for finding in found for one in finding.keys)
         before = self._checked if self._checked is not None and self._checked < event.step else event.step - 1
         trained = self._trained.between(before, event.step)
         expected = self._seconds if self._seconds is not None else _SECONDS_OF_A_VARIABLE * len(trained)
         if not trained or not self._budget.allows(expected):
             return found
+        self._first = event.step if self._checked is None else self._first
         started, self._checked = time.perf_counter(), event.step
         with self._budget.spending():
             found += self._weights.check(event.step, trained, self._known)
@@ -202,7 +211,8 @@ class LearningWarnings(Action):
 
     def _is_due(self, step: int) -> bool:
         """Returns whether so many steps have passed since the last check, or the run went back."""
-        return self._checked is None or not 0 <= step - self._checked < self._every
+        distance = min(self._every, max(_SOONEST, (step - self._first) // 4))
+        return self._checked is None or not 0 <= step - self._checked < distance
 
     def _of_evaluation(self, event: Event) -> list[LearningFinding]:
         loop, compiled = event.controller.loops.get(event.split), event.controller.clock.of("compile")

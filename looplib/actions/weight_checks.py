@@ -45,6 +45,10 @@ class TrainedVariables:
 
     Args:
       loop: of the trainer.
+
+    Attributes:
+      left_out: those that an optimizer was built for and that the traced step does not update, because they have no
+        gradient: the loss does not depend on them.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -52,6 +56,7 @@ class TrainedVariables:
         self._phases = trainer.training_phases
         built = dict(_built(trainer))
         self._all: list[TrainedVariable] = []
+        self.left_out: list[TrainedVariable] = []
         strategy = loop.traced.strategy if loop.traced else tf.distribute.get_strategy()
         if runtime.is_remote(strategy):
             return
@@ -59,10 +64,23 @@ class TrainedVariables:
         names: dict[str, int] = {}
         for name, variable in _trainable(trainer):
             parts = strategy.experimental_local_results(variable)
-            if id(variable) in built or not updated.isdisjoint(map(_tf.identity_of, parts)):
+            is_updated = not updated.isdisjoint(map(_tf.identity_of, parts))
+            if id(variable) in built or is_updated:
                 names[name] = number = names.get(name, 0) + 1
                 unique = f"{name} ({number})" if number > 1 else name
                 self._all.append(TrainedVariable(unique, variable, built.get(id(variable), -1)))
+                if loop.traced and self._phases is None and not is_updated:
+                    self.left_out.append(self._all[-1])
+
+    def unreached(self, step: int, known: Collection[str]) -> list[LearningFinding]:
+        """Returns a finding for all variables of `left_out` that have none yet."""
+        own = [one.name for one in self.left_out if key(NO_CHANGE, one.name) not in known]
+        if not own or len(self.left_out) == len(self._all):  # a step of all of whose updates nothing is known
+            return []
+        have = "has" if len(own) == 1 else "have"
+        text = f"{join_names(own, 6)} {have} no gradient: the loss depends on {len(self._all) - len(self.left_out)} of "
+        text += f"{len(self._all)} trained variables, and the others keep their first values"
+        return [LearningFinding(NO_CHANGE, tuple(own), step, text, _UNREACHED)]
 
     def between(self, before: int, step: int) -> list[TrainedVariable]:
         """Returns the variables that are trained in all of the steps after `before`, up to `step`."""
@@ -94,7 +112,7 @@ def _trainable(trainer: Any) -> Iterator[tuple[str, tf.Variable]]:
 
 
 NO_CHANGE, EXPLODING = "no change", "exploding norm"
-_STILL = 5  # checks in a row without a change
+_STILL = 3  # checks in a row without a change
 _ALIKE = 1e-5  # up to this difference of their directions, weights are compared element by element at the next check
 _MOST = 1 << 22  # elements of a variable that are compared
 _SCALED = 8  # elements that a factor needs; any change of fewer could be one
@@ -102,6 +120,10 @@ _FINER = 4.0  # two binades
 _HISTORY, _FEWEST = 20, 10  # norms of a variable: kept, and needed for a verdict
 _RATIO, _LEAST_RMS = 10.0, 0.1  # of a norm that explodes: to the median of its history, and by element
 _DIGITS = 6  # of a norm in a checkpoint
+_UNREACHED = (
+    "look for tf.stop_gradient, a rounded value, or a branch or head that the loss does not use, or set "
+    "trainable=False on what is to stay"
+)
 
 
 @dataclasses.dataclass
@@ -124,7 +146,7 @@ class WeightChecks:
     """Follows the weights of a training from check to check.
 
     A variable whose elements keep every bit has a gradient of zero, or one that is too small to change it; so has one
-    that weight decay alone changes, by one factor for all elements. That is a finding after five checks, where another
+    that weight decay alone changes, by one factor for all elements. That is a finding after three checks, where another
     variable of the same optimizer changes that is not finer: late in a training, an update may be too small for large
     elements and still change small ones. A norm explodes if it is ten times the median of its last checks.
 

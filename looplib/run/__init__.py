@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
         RunDir
     goodput: as_report, goodput, spans, TimeSpan
     lock: acquire, holder, LockKind, LockNote, RunLock
-    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, mode_of, refuse_in
+    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, known_mode, mode_of, refuse_in
     mirror: Mirror
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     records: aside_of, cut_short, MOST_BYTES, Record, RecordLog, RecordWriter

@@ -12,8 +12,14 @@ CHECKSUM = "examples_checksum"
 BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/full", "batch_sizes/more", "batch_sizes/count")
 _OWN = frozenset({"epoch", "examples", "skipped_steps", "steps_per_second", CHECKSUM, *BATCH_SIZES})
 # Names whose mode is known, and no parts of other names: many a metric has "loss" in its name, and is better if higher.
-_LOWER_IS_BETTER = frozenset("loss error mae mse rmse mape perplexity nll wer cer fid".split())
-_HIGHER_IS_BETTER = frozenset("accuracy acc auc precision recall f1 bleu iou dice psnr ssim".split())
+_LOWER_IS_BETTER = frozenset(
+    "loss error mae mse rmse mape perplexity nll wer cer fid mean_absolute_error mean_squared_error "
+    "root_mean_squared_error mean_absolute_percentage_error".split()
+)
+_HIGHER_IS_BETTER = frozenset(
+    "accuracy acc auc precision recall f1 bleu iou dice psnr ssim binary_accuracy categorical_accuracy "
+    "sparse_categorical_accuracy top_k_categorical_accuracy sparse_top_k_categorical_accuracy".split()
+)
 
 
 def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None:
@@ -69,6 +75,7 @@ def gain(value: Any, best: Any, mode: str) -> float:
 
 
 def _is_score(value: Any) -> bool:
+    """Returns whether a value can be compared: only a finite number can."""
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
@@ -95,12 +102,15 @@ def mode_of(who: str, metric: str, mode: str | None) -> str:
             f"{who} got the metric {metric!r} and the mode {mode!r}; expected <evaluator>/<metric>, "
             'such as "eval/accuracy", and "max" or "min"'
         )
-    if mode is not None:
-        return mode
+    if found := mode or known_mode(metric):
+        return found
+    raise MetricError(
+        f"{who} got the metric {metric!r} without a mode, and the name does not imply whether "
+        'higher or lower is better; give "max" or "min" as the mode'
+    )
+
+
+def known_mode(metric: str) -> str:
+    """Returns "max" or "min" for a metric with a well-known name, such as "eval/accuracy"; "" for any other."""
     name = metric.rpartition("/")[2].lower()
-    if name not in _LOWER_IS_BETTER | _HIGHER_IS_BETTER:
-        raise MetricError(
-            f"{who} got the metric {metric!r} without a mode, and the name does not imply whether "
-            'higher or lower is better; give "max" or "min" as the mode'
-        )
-    return "min" if name in _LOWER_IS_BETTER else "max"
+    return "min" if name in _LOWER_IS_BETTER else "max" if name in _HIGHER_IS_BETTER else ""

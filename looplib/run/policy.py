@@ -78,8 +78,8 @@ class KeepBest:
         return f"{self.mode}:{self.metric}"
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
-        """Returns the ones in `kept`, newest first, to keep; among equal ones the newer."""
-        return best_first(kept, lambda done: done.scores.get(self.metric), self.mode)[: self.number]
+        """Returns the ones in `kept`, newest first, to keep; among equal ones the earlier, which was better first."""
+        return best_first(reversed(kept), lambda done: done.scores.get(self.metric), self.mode)[: self.number]
 
 
 @dataclasses.dataclass(frozen=True)

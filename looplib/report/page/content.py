@@ -4,7 +4,6 @@ import base64
 import collections
 import dataclasses
 import os
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from looplib.report.page.curves import Curve
 from looplib.run import commits
 from looplib.run.directory import DIFF, MEDIA, RunDir
 from looplib.run.goodput import TimeSpan, goodput, spans
-from looplib.run.metric_names import best_first
+from looplib.run.metric_names import best_first, known_mode
 from looplib.run.records import MOST_BYTES, Record, RecordLog
 from looplib.run.report import (
     MeasuredSpeed,
@@ -209,8 +208,8 @@ class Run:
       final_step: the step of an earlier checkpoint that was restored after the training, or None.
       seconds: dict from phase to seconds, over all starts, without the sum.
       wall: the sum.
-      best_metric: the metric by which a checkpoint is the best, such as "eval/accuracy"; "" for none.
-      best_mode: "max" or "min".
+      best_metric: the metric by which the run is judged, such as "eval/accuracy"; "" for none.
+      best_mode: "max" or "min", which of its values is better.
       settings: dict from the name of each setting to its text.
       changed: the settings that differ from their defaults, with these; None where the defaults are not known.
       totals: counts of the model, such as "parameters".
@@ -255,47 +254,42 @@ class Run:
         """Returns the curve of "<split>/<name>", or None."""
         return next((one for one in self.curves if f"{one.split}/{one.name}" == metric and not one.undone), None)
 
+    def mode(self, curve: Curve) -> str:
+        """Returns "max" or "min", which of two values of a curve is better; "" where that is not known."""
+        metric = f"{curve.split}/{curve.name}"
+        return self.best_mode if metric == self.best_metric else known_mode(metric)
+
 
 _MOST_SKIPPED, _MOST_PHASES = 200, 50  # marks
-# Words of a metric's name, for a guess at which of two values is better. Being wrong costs nothing here: the page only
-# shows what it takes for the best. Whatever chooses by a metric asks the user (`looplib.run.metric_names.mode_of`).
-_LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
-_MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
 
 
-def guessed_mode(metric: str) -> str | None:
-    """Returns "max" or "min", guessed from words in a metric's name such as "eval/accuracy"; None if none tells."""
-    words = set(re.split(r"[^a-z0-9]+", metric.partition("/")[2].lower()))
-    less, more = bool(words & _LESS), bool(words & _MORE)
-    return None if less == more else "min" if less else "max"
-
-
-def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
-    """Returns the metric that decides which checkpoint is the best, and its mode; "" if no name decides it.
+def best_metric(watched: Any, found: Sequence[Curve]) -> tuple[str, str]:
+    """Returns the metric by which a run is judged, and its mode; "" if there is none.
 
     Args:
-      kept: the setting --keep_best, which comes first.
-      found: the curves; an evaluation's comes next.
+      watched: the setting `keep_best`: what the run itself keeps the best by, or stops by. It comes first.
+      found: the curves; next comes the loss of an evaluation, and then its only metric with a well-known name. Of
+        several others, none is the run's: a recall of 1 may be that of a model that finds one class everywhere.
     """
-    mode, _, wanted = text(kept, 200).rpartition(":")
+    mode, _, metric = text(watched, 200).rpartition(":")
+    if "/" in metric and mode in ("max", "min"):
+        return metric, mode
     metrics = [f"{curve.split}/{curve.name}" for curve in found if curve.split != "train"]
-    metrics.sort(key=lambda metric: "loss" in metric)  # an accuracy says more than a loss
-    if "/" in wanted and mode in ("max", "min"):
-        return wanted, mode
-    candidates = [wanted] if not mode else []
-    guesses = ((metric, guessed_mode(metric)) for metric in [*candidates, *metrics])
-    return next(((metric, guess) for metric, guess in guesses if guess), ("", ""))
+    known = [metric for metric in metrics if known_mode(metric)]
+    losses = [metric for metric in known if metric.endswith("/loss")]
+    chosen = losses[0] if losses else known[0] if len(known) == 1 else ""
+    return chosen, known_mode(chosen)
 
 
 def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
-    """Returns the checkpoints with a mark on the best by a metric, among equal ones on the newest.
+    """Returns the checkpoints with a mark on the best by a metric, among equal ones on the first.
 
     Args:
       saved: the checkpoints, oldest first.
       metric: such as "eval/accuracy".
       mode: "max" or "min".
     """
-    intact = [one for one in reversed(saved) if not one.trouble]
+    intact = [one for one in saved if not one.trouble]
     best = best_first(intact, lambda one: one.scores.get(metric), mode)[:1]
     return [dataclasses.replace(one, best=one in best) for one in saved]
 

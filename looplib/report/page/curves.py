@@ -68,7 +68,8 @@ class DrawnCurve:
       points: how many values the whole curve has.
       bad_steps: the first steps whose value was not finite.
       bad: how many there are.
-      last, lowest, highest: of the whole curve; None if no value is finite.
+      last: the last finite value of the whole curve, or None.
+      best: the best one, the first of equal ones; None if none is finite, or which of two is better is not known.
     """
 
     split: str
@@ -80,13 +81,12 @@ class DrawnCurve:
     bad_steps: list[int]
     bad: int
     last: Extreme | None
-    lowest: Extreme | None
-    highest: Extreme | None
+    best: Extreme | None
 
 
-def last_of(values: np.ndarray, value: float) -> int:
-    """Returns the place of a value; of equal ones the last, as `looplib.KeepBest` keeps the newest checkpoint."""
-    return int(np.flatnonzero(values == value)[-1])
+def best_place(values: np.ndarray, mode: str) -> int:
+    """Returns the place of the best of finite values, the first of equal ones, as `metric_names.best_first` has it."""
+    return int(values.argmax() if mode == "max" else values.argmin())
 
 
 def of_records(records: Iterable[Record], undone: bool = False) -> list[Curve]:
@@ -113,22 +113,23 @@ def of_records(records: Iterable[Record], undone: bool = False) -> list[Curve]:
     return [curve.sorted() for curve in found.values()]
 
 
-def draw(curve: Curve, most: int) -> DrawnCurve:
+def draw(curve: Curve, most: int, mode: str = "") -> DrawnCurve:
     """Returns a curve for the page.
 
     Args:
       curve: the curve.
       most: points that it may have; at least 40 are kept. Of a longer one, the lowest and the highest value of each
         bucket of steps, so that no peak is lost.
+      mode: "max" or "min", which of two values is better; "" where that is not known.
     """
     steps, found = np.asarray(curve.steps), np.asarray(curve.values)
     kept = _thinned(found, max(most, _FEWEST_POINTS))
     bad = np.flatnonzero(~np.isfinite(found))
     finite_steps, finite = curve.finite
-    ends = [None] * 3
+    ends = [None, None]
     if finite.size:
-        places = (-1, last_of(finite, finite.min()), last_of(finite, finite.max()))
-        ends = [Extreme(int(finite_steps[at]), _short(finite[at])) for at in places]
+        places = [-1, *([best_place(finite, mode)] if mode else [])]
+        ends = [*(Extreme(int(finite_steps[at]), _short(finite[at])) for at in places), None][:2]
     return DrawnCurve(
         curve.split, curve.name, curve.undone, steps[kept].tolist(), [_short(value) for value in found[kept]],
         len(steps), steps[bad[:5]].tolist(), len(bad), *ends

@@ -20,6 +20,7 @@ from looplib.report.page import curves
 from looplib.report.page.content import Run, not_shown, read_run
 from looplib.report.page.verdict import findings
 from looplib.run.directory import PAGE
+from looplib.run.metric_names import best_first
 
 _SCRIPTS = (
     "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "equal.js", "charts.js", "controls.js", "time.js",
@@ -77,7 +78,7 @@ def page(runs: Sequence[Run], title: str, written: datetime.datetime | None = No
     assets = importlib.resources.files(__package__) / "assets"
     style, script = _style(), _script()
     written = written or datetime.datetime.now(datetime.timezone.utc)
-    data = _json({"title": title, "written": written.isoformat(timespec="seconds")})
+    data = _json({"title": title, "written": written.isoformat(timespec="seconds"), "leaders": _leaders(runs)})
     return string.Template((assets / "page.html").read_text("utf-8")).substitute(
         policy=policy_of([style], [script]),
         title=html.escape(printable(title)),
@@ -148,8 +149,22 @@ def _drawn(runs: Sequence[Run]) -> Iterator[str]:
             yield _json(_of_run(not_shown(run.directory, run.name, error), most, whole=True))
 
 
+def _leaders(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Returns the mode of each metric that has one, by its name, and the number of the run that ends best by it."""
+    ends: dict[str, dict[int, float]] = {}
+    modes: dict[str, str] = {}
+    for place, run in enumerate(runs):
+        for curve in run.curves:
+            if not curve.undone and (mode := run.mode(curve)):
+                name = f"{curve.split} {curve.name}"
+                ends.setdefault(name, {})[place] = curve.values[-1]
+                modes.setdefault(name, mode)
+    best = {name: best_first(ends[name].items(), lambda item: item[1], modes[name])[:1] for name in ends}
+    return {name: {"mode": modes[name], "run": found[0][0] if found else None} for name, found in best.items()}
+
+
 def _of_run(run: Run, most: int, whole: bool) -> dict[str, Any]:
-    shown = [curves.draw(curve, most) for curve in run.curves if whole or not curve.undone]
+    shown = [curves.draw(curve, most, run.mode(curve)) for curve in run.curves if whole or not curve.undone]
     fields = {**vars(run), **{name: vars(run.report)[name] for name in _OF_THE_REPORT}}
     del fields["report"]
     return {**fields, "curves": shown, "findings": findings(run, alone=whole)}

@@ -5,12 +5,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from looplib.report.page.content import Run, guessed_mode
-from looplib.report.page.curves import Curve, last_of
+from looplib.report.page.content import Run
+from looplib.report.page.curves import Curve, best_place
 
 _FEWEST = 8  # points that a curve needs for a trend
 _MUCH = 0.05  # restarts are mentioned from this part of the time on
 _WORSE = 0.05  # how much worse an evaluation ends than its best, as a part of its range
+_HARDLY = 0.1  # how much it had improved before that, as a part of what it has lost since
+_LONG = 600.0  # seconds; a shorter run always takes much of its time to start
+
+_OVERFITS = "Use the best checkpoint (--keep_best, --checkpoint=best), train less long, or regularize more."
+_NOT_LEARNED = (
+    "Check that each label belongs to its example (a shuffle of one without the other), and that the data of the "
+    "evaluation is prepared as that of the training; else evaluate earlier, or regularize more."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +46,9 @@ def findings(run: Run, alone: bool = True) -> list[Remark]:
     """
     with np.errstate(over="ignore", invalid="ignore"):  # of values whose sums or differences are infinite
         found = [*_of_the_end(run), *_of_warnings(run), *_of_values(run), *_of_learning(run)]
-        found += [*_of_time(run), *_of_the_rate(run)] if alone else []
-    return sorted(found, key=lambda one: ("bad", "note", "good").index(one.kind))
+        found += [*_of_the_rate(run), *_of_time(run)] if alone else []
+    found.sort(key=lambda one: ("bad", "note", "good").index(one.kind))
+    return [*found, *_of_the_limit(run)] if alone and _is_short(run) else found
 
 
 def _of_the_end(run: Run) -> Iterator[Remark]:
@@ -94,30 +103,9 @@ def _of_values(run: Run) -> Iterator[Remark]:
 
 
 def _of_learning(run: Run) -> Iterator[Remark]:
-    for metric, curve in _evaluated(run):
-        steps, found = curve.finite
-        if len(found) < 3:
-            continue
-        rises = guessed_mode(metric) == "max"
-        better = found if rises else -found
-        best, first = last_of(better, better.max()), int(better.argmax())
-        lost, span = better[best] - better[-1], np.ptp(found)
-        text = f"{metric} was best at step {steps[best]:,} ({found[best]:.4g})"
-        text += f", as at step {steps[first]:,}" * (first < best)
-        noise = _noise(run, curve, (found[best] + found[-1]) / 2) if rises else 0.0
-        if lost > max(_WORSE * span, noise):
-            ended = f"{text}, and {found[-1]:.4g} at the end."
-            advice = "Use the best checkpoint (--keep_best, --checkpoint=best), train less long, or regularize more."
-            advice = advice if run.final_step is None else ""
-            overfits = "loss" in metric and _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
-            yield Remark("note", ended + (" Training loss kept falling: it overfits." if overfits else ""), advice)
-        elif first < best == len(found) - 1:
-            yield Remark("good", f"{text}: it has levelled off.")
-        elif best == len(found) - 1:
-            advice = "It may gain by training longer." if run.status == "done" else ""
-            yield Remark("good", f"{text}, the last evaluation.", advice)
-        else:
-            yield Remark("good", f"{text}, and {found[-1]:.4g} at the end: it has levelled off.")
+    curve = run.curve(run.best_metric)
+    if curve is not None and len(curve.finite[0]) >= 3:
+        yield _of_the_best(run, curve)
     loss = run.curve("train/loss")
     if loss and len(loss.finite[1]) >= _FEWEST:
         found = loss.finite[1]
@@ -126,6 +114,30 @@ def _of_learning(run: Run) -> Iterator[Remark]:
             text = "Training loss did not fall in the second half of the run"
             text += f" (median {np.median(found[:half]):.4g}, then {np.median(found[half:]):.4g})."
             yield Remark("note", text, "Try a lower or decaying learning rate.")
+
+
+def _of_the_best(run: Run, curve: Curve) -> Remark:
+    """Says how the metric by which the run is judged ended, against its best value."""
+    steps, found = curve.finite
+    rises = run.best_mode == "max"
+    best = best_place(found, run.best_mode)
+    better = found if rises else -found
+    lost, gained, span = better[best] - better[-1], better[best] - better[0], np.ptp(found)
+    text = f"{run.best_metric} was best at step {steps[best]:,} ({found[best]:.4g})"
+    noise = _noise(run, curve, (found[best] + found[-1]) / 2) if rises else 0.0
+    ended = f"{text}, and {found[-1]:.4g} at the end"
+    if lost > max(_WORSE * span, noise):
+        falls = _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
+        if gained <= _HARDLY * lost:
+            again = " while training loss kept falling: it fits its training data alone" if falls else ""
+            text = f"{run.best_metric} hardly improved after its first evaluation ({found[0]:.4g} at step "
+            return Remark("note", f"{text}{steps[0]:,}), and was {found[-1]:.4g} at the end{again}.", _NOT_LEARNED)
+        overfits = " Training loss kept falling: it overfits." if falls and "loss" in curve.name else ""
+        return Remark("note", f"{ended}.{overfits}", _OVERFITS if run.final_step is None else "")
+    if best == len(found) - 1:
+        advice = "It may gain by training longer." if run.status == "done" else ""
+        return Remark("good", f"{text}, the last evaluation.", advice)
+    return Remark("good", f"{ended}: it has levelled off.")
 
 
 def _noise(run: Run, curve: Curve, rate: float) -> float:
@@ -138,14 +150,6 @@ def _noise(run: Run, curve: Curve, rate: float) -> float:
     return 2 * float(np.sqrt(rate * (1 - rate) / examples[0]))
 
 
-def _evaluated(run: Run) -> Iterator[tuple[str, Curve]]:
-    """Yields (metric, curve) of evaluations where the name says which of two values is better."""
-    for curve in run.curves:
-        metric = f"{curve.split}/{curve.name}"
-        if curve.split != "train" and not curve.undone and guessed_mode(metric):
-            yield metric, curve
-
-
 def _falls(curve: Curve | None, step: int) -> bool:
     """Returns whether the median of a curve is lower after a step than before it."""
     if curve is None:
@@ -155,18 +159,32 @@ def _falls(curve: Curve | None, step: int) -> bool:
     return bool(before.size and after.size and np.median(after) < np.median(before[-len(after) :]))
 
 
-def _of_time(run: Run) -> Iterator[Remark]:
+def _is_short(run: Run) -> bool:
+    """Returns whether starting took most of the time of a run that was short."""
+    return run.wall < _LONG and _limit(run).startswith("start-bound")
+
+
+def _limit(run: Run) -> str:
     trained = [start for start in run.starts if start.trained]
-    said = trained[-1].verdict if trained else run.report.verdict
+    return trained[-1].verdict if trained else run.report.verdict
+
+
+def _of_the_limit(run: Run) -> Iterator[Remark]:
+    """Says what limits the speed of the last start that trained."""
+    said = _limit(run)
     if run.status != "done" and said.startswith("start-bound"):  # as any run is that has not come far
         said = ""
     what, _, advice = said.partition("; ")
     if what:
-        last = " (last start)" if len(trained) > 1 else ""
+        last = " (last start)" if sum(start.trained for start in run.starts) > 1 else ""
         kind = "good" if what.startswith("compute-bound") else "note"
-        yield Remark(
-            kind, f"{what[0].upper()}{what[1:]}{last}.", f"{advice[:1].upper()}{advice[1:]}." if advice else ""
-        )
+        yield Remark(kind, f"{_sentence(what)[:-1]}{last}.", _sentence(advice))
+
+
+def _of_time(run: Run) -> Iterator[Remark]:
+    if not _is_short(run):
+        yield from _of_the_limit(run)
+    trained = [start for start in run.starts if start.trained]
     if len(trained) > 1 and run.wall:
         again = trained[1:]
         seconds = sum(start.seconds.get(name, 0.0) for start in again for name in ("start", "compile", "restore"))

@@ -18,7 +18,7 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.errors import MissingPartError
 from looplib.report.page import curves
-from looplib.report.page.content import read_run
+from looplib.report.page.content import best_metric, read_run
 from looplib.report.page.html import page
 from looplib.report.page.verdict import findings
 from looplib.report.run_report import Page
@@ -448,6 +448,8 @@ def of(run, rows, **changes):
     """What is said about a run with other records."""
     found = dataclasses.replace(read_run(str(run), "run"), **changes)
     found.curves[:] = curves.of_records(as_records(rows))
+    metric, mode = best_metric(None, found.curves)
+    found = dataclasses.replace(found, best_metric=metric, best_mode=mode)
     return " ".join(f"{one.text} {one.advice}".strip() for one in findings(found))
 
 
@@ -456,17 +458,24 @@ def test_the_verdict_follows_the_numbers(run):
         {"step": step, "split": "train", "loss": 1 / step, "steps_per_second": 100 if step < 80 else 50}
         for step in range(1, 101)
     ]
-    worse = [{"step": step, "split": "eval", "loss": (step - 40) ** 2 / 1000} for step in range(10, 101, 10)]
+    worse = [
+        {"step": step, "split": "eval", "loss": (step - 40) ** 2 / 1000 + 5 * (step < 20)}
+        for step in range(10, 101, 10)
+    ]
     text = of(run, falling + worse)
     assert "eval/loss was best at step 40 (0), and 3.6 at the end. Training loss kept falling: it overfits." in text
     assert "The rate fell from 100 to 50 steps a second, from step 76 on." in text and "did not fall" not in text
     ties = [{"step": step, "split": "eval", "accuracy": 0.5, "examples": 200} for step in (10, 20, 30, 40)]
     text = of(run, [*ties[:3], {**ties[3], "accuracy": 0.495}])
-    assert "accuracy was best at step 30 (0.5), as at step 10, and 0.495 at the end: it has levelled off." in text
-    assert "accuracy was best at step 40 (0.5), as at step 10: it has levelled off." in of(run, ties)
+    assert "accuracy was best at step 10 (0.5), and 0.495 at the end: it has levelled off." in text
     (accuracy, *_) = curves.of_records(as_records(ties[1:]))
-    assert curves.draw(accuracy, 100).highest.step == 40  # the newest, as of equal checkpoints
-    assert "was best at step 10 (0.9), and 0.5 at the end" in of(run, [{**ties[0], "accuracy": 0.9}, *ties[1:]])
+    assert curves.draw(accuracy, 100, "max").best.step == 20  # the first, as of equal checkpoints
+    text = of(run, [{**ties[0], "accuracy": 0.9}, *ties[1:]])
+    assert "accuracy hardly improved after its first evaluation (0.9 at step 10), and was 0.5 at the end." in text
+    assert "Check that each label belongs to its example" in text and "train less long" not in text
+    recalls = [{"step": step, "split": "eval", "recall": 1 - step / 100, "loss": 1 / step} for step in (10, 20, 30)]
+    text = of(run, recalls)
+    assert "recall" not in text and "eval/loss was best at step 30 (0.03333), the last evaluation." in text
     flat = [{"step": step, "split": "train", "loss": 2 + step % 2} for step in range(1, 101)]
     better = [{"step": step, "split": "eval", "accuracy": step / 100} for step in range(10, 101, 10)]
     text = of(run, flat + better)

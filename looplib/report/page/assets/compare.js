@@ -34,15 +34,14 @@ function runTable(runs) {
     { name: "Run" },
     { name: "Ended" },
     { name: "Step", numeric: true },
-    ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: /loss|error|perplexity/.test(metric) })),
+    ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: report.leaders[metric]?.mode === "min" })),
     { name: "Time", numeric: true },
     { name: "Steps a second", numeric: true },
     { name: "Restarts", numeric: true },
     ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name] ?? 0)) })),
   ];
   const rows = runs.map((run) => {
-    const last = (metric) => run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
-    const values = metrics.map((metric) => ({ value: last(metric), shown: metricCell(runs, run, metric) }));
+    const values = metrics.map((metric) => ({ value: lastOf(run, metric), shown: metricCell(runs, run, metric) }));
     const own = differing.map((name) => {
       const text = run.settings[name];
       return {
@@ -50,7 +49,7 @@ function runTable(runs) {
         shown: text === undefined ? "–" : el("code", {}, text),
       };
     });
-    const rate = last("train steps_per_second");
+    const rate = lastOf(run, "train steps_per_second");
     const restarts = restartsOf(run);
     return [
       { value: run.name, shown: toggle(run) },
@@ -89,14 +88,14 @@ function metricsOf(runs) {
   return names.slice(0, 8);
 }
 
+function lastOf(run, metric) {
+  return run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
+}
+
 function metricCell(runs, run, metric) {
-  const lasts = runs.map((one) => one.curves.find((curve) => `${curve.split} ${curve.name}` === metric));
-  const own = lasts[run.index];
-  if (!own?.last) return "–";
-  const values = lasts.filter((curve) => curve?.last).map((curve) => curve.last.value);
-  const better = bestOf(own, run);
-  const best = better && (better === own.lowest ? least(values) : most(values));
-  return el(own.last.value === best && values.length > 1 ? "b" : "span", {}, number(own.last.value));
+  const last = lastOf(run, metric);
+  const others = runs.some((one) => one !== run && lastOf(one, metric) !== null);
+  return el(others && report.leaders[metric]?.run === run.index ? "b" : "span", {}, number(last));
 }
 
 /** The names of the settings that are not the same in all runs whose settings are known, apart from directories. */

@@ -62,7 +62,7 @@ function tiles(run) {
     .toSorted((one, other) => Number(one.split === "train") - Number(other.split === "train"))
     .slice(0, 4)
     .map((curve) => {
-      const best = bestOf(curve, run);
+      const { best } = curve;
       const detail =
         best && best.step !== curve.last.step
           ? `best ${number(best.value)} at step ${number(best.step)}`
@@ -108,13 +108,6 @@ function restartsOf(run) {
 function median(values) {
   const sorted = values.filter((value) => value !== null).toSorted((one, other) => one - other);
   return sorted[Math.floor(sorted.length / 2)];
-}
-
-/** The best value of a curve: the lowest of a loss or an error; null if the name does not say which is better. */
-function bestOf(curve, run) {
-  if (`${curve.split}/${curve.name}` === run.best_metric) return run.best_mode === "max" ? curve.highest : curve.lowest;
-  if (/loss|error|perplexity/.test(curve.name)) return curve.lowest;
-  return /acc|auc|f1|precision|recall|bleu/.test(curve.name) ? curve.highest : null;
 }
 
 function failure(run) {
