@@ -461,13 +461,13 @@ def test_what_is_missing_is_named():
     controller = toy.controller(DEFAULT, trainer)
     for call, message in (
         (controller.evaluate, "has no evaluator"),
-        (lambda: controller.train_and_evaluate(10, 5), "trainer.evaluator"),
+        (lambda: controller.train_and_evaluate(10, 5), "evaluator.. of a KerasTrainer"),
         (controller.save_checkpoint, "save_checkpoint needs a model_dir"),
         (controller.restore_checkpoint, "restore_checkpoint needs a model_dir"),
         (toy.controller(DEFAULT, None, evaluator).train, "has no trainer"),
     ):
         with pytest.raises(MissingPartError, match=message):
-            call(10) if "trainer" in message else call()
+            call(10) if "no trainer" in message else call()
 
 
 @pytest.mark.slow
