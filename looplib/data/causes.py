@@ -75,7 +75,8 @@ class Bottleneck:
     """The slowest stage of a pipeline.
 
     Attributes:
-      kind: "read", "expand" (flat_map or interleave of what is no file), "decode", "map", "order", "shuffle", "batch", "generator" or "copy".
+      kind: "read", "expand" (flat_map or interleave of what is no file), "decode", "map", "order", "shuffle", "batch",
+        "generator" or "copy".
       share: its part of the time of all stages, from 0 to 1; time in parallel calls is divided by their number.
       stage: the name that TensorFlow gives the slowest one of this kind.
       milliseconds: that it takes for one of its elements.

@@ -164,7 +164,8 @@ def memory_growth(points: Sequence[Point]) -> RunWarning | None:
         ["memory"],
         known[0].step,
         f"the memory of the process grows steadily, from {format_size(sizes[0])} at step {known[0].step:,} to "
-        f"{format_size(sizes[-1])} at step {known[-1].step:,}: {format_size(1000 * grown / steps)} in 1,000 steps{an_hour}",
+        f"{format_size(sizes[-1])} at step {known[-1].step:,}: {format_size(1000 * grown / steps)} in 1,000 "
+        f"steps{an_hour}",
         "look for a list that keeps something of each step or batch, and for cache() of data that is still being read",
     )
 

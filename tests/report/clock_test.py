@@ -152,4 +152,4 @@ def test_memory_that_grows_steadily_is_a_warning_with_the_rate(sizes, warns):
     found = memory_growth(points)
     assert (found is not None) == warns
     if found:
-        assert "from 1.4 GB at step 100 to 2.6 GB at step 390: 4 GB in 1,000 steps, 144 GB an hour" in found.text
+        assert "from 1.4 GB at step 100 to 2.56 GB at step 390: 4 GB in 1,000 steps, 144 GB an hour" in found.text
