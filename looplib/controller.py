@@ -133,7 +133,7 @@ class Controller:
         flags = {
             **as_flags(run_config),
             "checkpoint_interval": policy.every_steps,
-            "keep_best": str(policy.best) if policy.best else None,
+            "keep_best": str(policy.best) if policy.best else self._actions.watched,
             "guards": dataclasses.asdict(self.guards),
             "phases": trainer.training_phases.as_flags() if trainer and trainer.training_phases else None,
         }

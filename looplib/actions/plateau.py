@@ -38,6 +38,7 @@ class _MetricWatcher(Action):
         if not isinstance(name, str):
             raise ActionError(f"{who}.name is {name!r:.100}; expected a text")
         self.name = ", ".join(filter(None, (metric, self.mode, name)))
+        self.watched = "" if metric.startswith("train/") else f"{self.mode}:{metric}"
         self.patience = whole_number(f"{who}.patience", patience)
         self.min_change = number(f"{who}.min_change", min_change)
         self._best: float | None = None

@@ -49,10 +49,13 @@ _AUTOTUNE = "num_parallel_calls=tf.data.AUTOTUNE"
 # AUTOTUNE starts no more calls than there are cores, and tf.data has no more threads for them.
 _MORE = "num_parallel_calls=16 and options.threading.private_threadpool_size = 16"
 _INTERLEAVE = f"read several files at once: interleave(tf.data.TFRecordDataset, {_AUTOTUNE})"
+_FUNCTION_READS = f"; if its function itself reads, do that in a map in front of it, map(read, {_AUTOTUNE})"
 _SHORT_STEPS = "the steps are shorter than the shuffling of their examples"
 # (kind, whether it runs in parallel already; for the order, whether a map follows) -> what to change.
 _ADVICE = {
     ("read", False): _INTERLEAVE,
+    ("expand", False): "batch in front of it, and let it return larger pieces; arrays need none of it with "
+    f"context.indices or context.resident{_FUNCTION_READS}",
     ("read", True): "move the files nearer, compress them less, or cache() what fits in memory; if it waits for a "
     f"network, cycle_length=16, {_MORE}",
     ("map", False): f"give that map {_AUTOTUNE}",
@@ -65,7 +68,6 @@ _ADVICE = {
     ("order", True): f"use larger batches, or context.resident for arrays that fit on the device: {_SHORT_STEPS}",
     ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time",
 }
-_FUNCTION_READS = f"; if its function itself reads, do that in a map in front of it, map(read, {_AUTOTUNE})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Bottleneck:
     """The slowest stage of a pipeline.
 
     Attributes:
-      kind: "read", "decode", "map", "order", "shuffle", "batch", "generator" or "copy".
+      kind: "read", "expand" (flat_map or interleave of what is no file), "decode", "map", "order", "shuffle", "batch",
+        "generator" or "copy".
       share: its part of the time of all stages, from 0 to 1; time in parallel calls is divided by their number.
       stage: the name that TensorFlow gives the slowest one of this kind.
       milliseconds: that it takes for one of its elements.
@@ -141,6 +144,7 @@ def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: "Sequence[RecordRea
 def _slowest(nodes: Any, copy: float, reads: "Sequence[RecordReads]") -> Bottleneck | None:
     reading = {number: one for one in reads for number in _reading(nodes, one)}
     kinds = {number: "read" if number in reading else _kind(nodes[number].name) for number in nodes}
+    kinds |= dict.fromkeys((number for number in nodes if _expands(nodes, number)), "expand")
     kinds |= dict.fromkeys((number for number in nodes if number not in reading and _orders(nodes, number)), "order")
     children = {number for node in nodes.values() for number in node.inputs}
     found: dict[int, float] = collections.defaultdict(float)
@@ -189,6 +193,16 @@ def _reading(nodes: Any, reads: "RecordReads") -> list[int]:
     maps = [number for number in nodes if nodes[number].name == "Map"]
     alike = ([n for n in maps if abs(nodes[n].num_elements - calls) <= 1] for calls in reads.calls if calls)
     return [max(numbers, key=lambda number: len(_after(nodes, number))) for numbers in alike if numbers]
+
+
+def _expands(nodes: Any, number: int) -> bool:
+    """Returns whether a stage makes data sets of elements by a function that names no file."""
+    if not any(part in nodes[number].name for part in _NESTED):
+        return False
+    below = list(nodes[number].inputs)
+    for other in below:
+        below += nodes[other].inputs
+    return bool(below) and all(_kind(nodes[other].name) != "read" or _expands(nodes, other) for other in below)
 
 
 def _orders(nodes: Any, number: int) -> bool:

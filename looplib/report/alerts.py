@@ -114,11 +114,12 @@ class Condition:
         return _COMPARE[self.comparison](value, self.bound)
 
 
-ENDED = ("done", "failed", "preempted", "killed")
+ENDED = ("done", "failed", "preempted", "pruned", "killed")
 _SENTENCES = {
     "done": "the training has reached its end",
     "failed": "the run has failed",
     "preempted": "the run was ended by a signal or its time limit, and is saved",
+    "pruned": "the sweep has ended the run, because other trials were better",
     "killed": "its process is gone without a word; run the same command to resume",
 }
 

@@ -260,7 +260,7 @@ class Reporter:
         """Gives metrics to the writers."""
         self._check()
         if split == "train":
-            self.report.points.note(step)
+            self.report.note_point(step)
             self.report.keep_fresh()
         self.writers.write(step, split, metrics)
         self.report.page.note_news()

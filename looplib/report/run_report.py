@@ -9,13 +9,14 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from absl import logging
 
 from looplib.base import console, files, folders, orders
 from looplib.base.messages import gist, shown, with_cure
+from looplib.base.numbers import format_size
 from looplib.cluster import peers
 from looplib.errors import MissingPartError, Preempted, UsageError
 from looplib.masks import masked, masked_text
@@ -29,6 +30,7 @@ from looplib.run.report import (
     Point,
     Program,
     RunReport,
+    RunWarning,
     StartEntry,
     as_dict,
     as_text,
@@ -110,6 +112,7 @@ class Page:
 
 _PAGE_SHARE = 0.01  # maximum share of the time of a run that calls `train` many times
 _MOST_POINTS = 100
+_FEWEST_SIZES, _LEAST_GROWTH, _LEAST_GROWTH_SHARE = 15, 200e6, 0.25  # points, bytes, and of the first size
 _FRESH_SECONDS, _LEAST_SHARE = 60.0, 500  # between two writes, and how many times as long as one takes, of many starts
 _MOST_TRACEBACK = 20_000  # characters, of its end
 _OF_BOTH = (  # fields of a start that the report of the run repeats
@@ -136,6 +139,36 @@ class Points:
         self.points.append(Point(step, _host_bytes(), _device_bytes(), seconds))
         if len(self.points) >= _MOST_POINTS:
             self.points, self._every = self.points[1::2], 2 * self._every
+
+
+def memory_growth(points: Sequence[Point]) -> RunWarning | None:
+    """Returns a warning if the memory of the process has grown steadily, to much more than it was.
+
+    Args:
+      points: of one start. The first quarter does not count, in which buffers and caches are filled.
+    """
+    known = [one for one in points if one.host_bytes and one.step is not None]
+    known = known[len(known) // 4 :]
+    if len(known) < _FEWEST_SIZES:
+        return None
+    places = [round(number * (len(known) - 1) / 4) for number in range(5)]
+    sizes = [known[place].host_bytes for place in places]
+    grown, steps = sizes[-1] - sizes[0], known[-1].step - known[0].step
+    steady = all(after - before > grown / 10 for before, after in zip(sizes, sizes[1:]))
+    if not steady or steps <= 0 or grown < max(_LEAST_GROWTH, _LEAST_GROWTH_SHARE * sizes[0]):
+        return None
+    hours = (sum(known[-1].seconds.values()) - sum(known[0].seconds.values())) / 3600
+    an_hour = f", {format_size(grown / hours)} an hour" if hours > 0 else ""
+    return RunWarning(
+        known[-1].step,
+        "growing memory",
+        ["memory"],
+        known[0].step,
+        f"the memory of the process grows steadily, from {format_size(sizes[0])} at step {known[0].step:,} to "
+        f"{format_size(sizes[-1])} at step {known[-1].step:,}: {format_size(1000 * grown / steps)} in 1,000 "
+        f"steps{an_hour}",
+        "look for a list that keeps something of each step or batch, and for cache() of data that is still being read",
+    )
 
 
 def _host_bytes() -> int:
@@ -210,6 +243,7 @@ class StartReport:
     _start: StartEntry = dataclasses.field(default_factory=StartEntry, init=False)
     _begun: bool = dataclasses.field(default=False, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
+    _grows: bool = dataclasses.field(default=False, init=False)  # whether its memory does, as was warned of
     _next: float = dataclasses.field(default=0.0, init=False)  # when it is old, by a clock that nobody sets
 
     def __call__(self) -> WrittenPage:
@@ -277,6 +311,14 @@ class StartReport:
                 ", ".join(texts),
                 self.standing().step,
             )
+
+    def note_point(self, step: int) -> None:
+        """Notes memory and times at a report, and warns once of memory that grows steadily."""
+        self.points.note(step)
+        if not self._grows and (warning := memory_growth(self.points.points)):
+            self._grows = True
+            self.note(warning)
+            logging.warning("step %d: %s; %s", warning.step, warning.text, warning.advice)
 
     def write(self, status: str, error: str = "") -> None:
         """Writes the file. One that cannot be written is a warning and does not end a run.

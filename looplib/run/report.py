@@ -104,7 +104,7 @@ class Rollback:
 
 @dataclasses.dataclass(frozen=True)
 class RunWarning:
-    """A training has lost its meaning: what `LearningWarnings` has found at a step; see `LearningFinding`."""
+    """What was found in a training at a step: see `LearningFinding`, and memory that grows."""
 
     step: int = 0
     kind: Annotated[str, 100] = ""

@@ -80,7 +80,7 @@ class RunStatus:
     """How a run is doing.
 
     Attributes:
-      state: "running", "starting", "silent", "killed", "done", "preempted", "failed" or "unknown".
+      state: "running", "starting", "silent", "killed", "done", "preempted", "pruned", "failed" or "unknown".
       detail: more about the state, such as the error of a failure or a worker that is slow; "" for nothing.
       step: the last known step, or None.
       final: the step of an earlier checkpoint that was restored after the training, or None.
@@ -179,7 +179,7 @@ def _state(report: RunReport | None, holder: lock.LockHolder | None, age: float,
     later = [ENDED_EARLY] if is_later and holder.holds is False else []
     if said == "running":
         return "killed", "; ".join(later)
-    if said in ("done", "preempted", "failed", "restarted"):
+    if said in ("done", "preempted", "pruned", "failed", "restarted"):
         return said, "; ".join([*later, *map(str, report.newest.notices), *filter(None, [report.error])])
     if holder and holder.holds is False and not report:
         return "failed", "it ended before it trained"

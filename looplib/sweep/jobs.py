@@ -16,6 +16,7 @@ from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, SweepError
 from looplib.processes.child import Child, CommandLine, last_lines
 from looplib.run.directory import RunDir
 from looplib.run.metric_names import best_first
+from looplib.run.report import as_text
 from looplib.sweep.study import SweepPlan
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
@@ -88,6 +89,13 @@ class Job:
             return False
         self._idle = 0 if saved_step(self.folder) > self._found else self._idle + 1
         return self._idle < _IDLE_STARTS
+
+    def note_pruned(self) -> None:
+        """Writes into the run's `run.json` why it was ended; it says "preempted", as after any signal."""
+        run = RunDir(self.folder)
+        if (report := run.report()) and report.status == "preempted":
+            report.status = report.starts[-1].status = "pruned"
+            files.write_whole(run.report_path(), as_text(report))
 
     def is_locked(self) -> bool:
         """Returns whether the process ended because another one has its run directory, as of a killed sweep."""

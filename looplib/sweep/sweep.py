@@ -41,7 +41,7 @@ from looplib.sweep.study import (
     values,
 )
 
-_STATES = {TrialState.COMPLETE: "done", TrialState.PRUNED: "stopped", TrialState.FAIL: "failed"}
+_STATES = {TrialState.COMPLETE: "done", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
 Cell = str | int | float | None
 
 
@@ -342,7 +342,8 @@ class _Sweep:
             self._say(job, f"{self.plan.compared} {value:.6g}")
         elif job.stopped is not None:
             self.study.prune(job.trial)
-            self._say(job, f"stopped at step {saved_step(job.folder)}: other trials were better there")
+            job.note_pruned()
+            self._say(job, f"pruned at step {saved_step(job.folder)}: other trials were better there")
         elif job.may_run_again(code):
             if job.is_locked():
                 self._say(job, f"waits: {job.failure(code)}")

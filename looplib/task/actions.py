@@ -63,6 +63,8 @@ class Action:
 
     Attributes:
       name: a text that distinguishes it from other actions of its class; default "".
+      watched: the mode and the metric of an evaluation by which it finds the best value, such as "max:eval/accuracy".
+        That of the first action is the run's, if no `KeepBest` is; default "".
 
     Example:
         ```python
@@ -88,6 +90,7 @@ class Action:
     """
 
     name: str = ""
+    watched: str = ""
 
     def __call__(self, event: Event) -> None:
         """Takes an event."""
@@ -141,6 +144,7 @@ class Actions(Sequence[Callable[[Event], object]]):
 
     Attributes:
       stops: dict from the steps at which actions want to be called to these actions.
+      watched: what the first action that watches a metric of an evaluation does, see `Action`; None for none.
 
     Raises:
       UsageError: if JSON cannot hold a state, an action has only one of `state` and `load`, or two have one name.
@@ -161,6 +165,7 @@ class Actions(Sequence[Callable[[Event], object]]):
                 )
             if key:
                 self._stateful[key] = action
+        self.watched = next((action.watched for action in self._hooked if action.watched), None)
         self._initial = self.save()
 
     def __len__(self) -> int:

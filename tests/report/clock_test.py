@@ -9,7 +9,9 @@ from conftest import make_strategy
 
 import looplib
 from looplib.report.clock import Clock
+from looplib.report.run_report import memory_growth
 from looplib.run import commits
+from looplib.run.report import Point
 
 
 class Time:
@@ -133,3 +135,21 @@ def test_a_run_that_evaluates_often_and_saves_seldom_is_advised_to_evaluate_less
     with clocked as controller:
         controller.train_and_evaluate(24, eval_interval=2)
         assert "most of it save; evaluate less often" in controller.clock.summary()[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "warns"),
+    [
+        ([1000 + 40 * number for number in range(40)], True),
+        ([1000 + 40 * min(number, 8) for number in range(40)], False),  # a buffer that fills at the start
+        ([1000 + 4 * number for number in range(40)], False),
+        ([1000] * 30 + [2600] * 10, False),  # at once, as by an evaluation
+        ([1000 + 40 * number for number in range(10)], False),
+    ],
+)
+def test_memory_that_grows_steadily_is_a_warning_with_the_rate(sizes, warns):
+    points = [Point(10 * place, size * 10**6, None, {"train": 1.0 * place}) for place, size in enumerate(sizes)]
+    found = memory_growth(points)
+    assert (found is not None) == warns
+    if found:
+        assert "from 1.4 GB at step 100 to 2.56 GB at step 390: 4 GB in 1,000 steps, 144 GB an hour" in found.text

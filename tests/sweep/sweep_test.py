@@ -409,8 +409,8 @@ def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
         hopeless = number >= 2 and start < statistics.median(ended)
         run = json.loads((tmp_path / row["trial"] / "run.json").read_text())
         found = row["state"], run["status"], run["step"] < 30
-        assert found == (("stopped", "preempted", True) if hopeless else ("done", "done", False)), (number, row)
-    assert any(row["state"] == "stopped" for row in rows)  # else the order of the grid is another
+        assert found == (("pruned", "pruned", True) if hopeless else ("done", "done", False)), (number, row)
+    assert any(row["state"] == "pruned" for row in rows)  # else the order of the grid is another
 
 
 def test_no_trial_is_stopped_by_a_value_that_a_rollback_has_taken_back(tmp_path):

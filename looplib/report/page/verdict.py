@@ -57,6 +57,8 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
         yield Remark("bad", f"The run failed{at}.")  # the error, which is above, says what to do
     elif run.status == "preempted":
         yield Remark("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
+    elif run.status == "pruned":
+        yield Remark("note", f"The sweep pruned the run{at}: other trials were better there.")
     elif run.status == "killed":
         yield Remark("bad", f"The run was killed{at} or later.", "Run the same command to continue.")
     elif run.status in ("starting", "running", "silent"):

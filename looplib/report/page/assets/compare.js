@@ -26,19 +26,19 @@ function directoriesOf(runs) {
   return runs.length > 4 ? [...few, `and ${runs.length - 4} more`] : few;
 }
 
-/** The table of all runs: what they ended with, and the settings that differ. A click on a head sorts it. */
+/** The table of all runs: the settings that differ, and what they ended with. A click on a head sorts it. */
 function runTable(runs) {
   const metrics = metricsOf(runs);
   const differing = differingSettings(runs);
   const columns = [
     { name: "Run" },
     { name: "Ended" },
-    { name: "Step", numeric: true },
+    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name] ?? 0)) })),
     ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: report.leaders[metric]?.mode === "min" })),
+    { name: "Step", numeric: true },
     { name: "Time", numeric: true },
     { name: "Steps a second", numeric: true },
     { name: "Restarts", numeric: true },
-    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name] ?? 0)) })),
   ];
   const rows = runs.map((run) => {
     const values = metrics.map((metric) => ({ value: lastOf(run, metric), shown: metricCell(runs, run, metric) }));
@@ -54,12 +54,12 @@ function runTable(runs) {
     return [
       { value: run.name, shown: toggle(run) },
       { value: run.status, shown: badge(run.status) },
-      { value: run.step, shown: number(run.step) + (run.final_step === null ? "" : ` (back at ${number(run.final_step)})`) },
+      ...own,
       ...values,
+      { value: run.step, shown: number(run.step) + (run.final_step === null ? "" : ` (back at ${number(run.final_step)})`) },
       { value: run.wall || null, shown: duration(run.wall || null) },
       { value: rate, shown: number(rate) },
       { value: restarts, shown: number(restarts) },
-      ...own,
     ];
   });
   return [
