@@ -4,5 +4,5 @@ Names that other rooms may use, by file:
     alerts: check_url, Condition, RunObserver, Sender
     clock: Clock
     reporter: BackgroundWriter, Metrics, named, names, Reporter
-    run_report: RunFacts, StartReport
+    run_report: peak_bytes, RunFacts, StartReport
 """
