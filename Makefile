@@ -50,8 +50,9 @@ demo: .venv/runs
 # More processes than cores, because many tests wait, the slow ones most.
 TOGETHER := --dist loadfile --no-loadscope-reorder -m "not alone"
 
+# With another TensorFlow, what needs Model Garden is listed as skipped.
 test: env
-	$(RUN) -m pytest -n 3 $(TOGETHER)
+	$(RUN) -m pytest -n 3 $(TOGETHER) $(OTHER_TF:%=-rs)
 
 # Each case, or the slow ones of one turn of 25, with all repetitions; of what is random, as many as these two say.
 # What measures time or memory runs alone, after the rest.
