@@ -15,7 +15,8 @@ from looplib.base.messages import with_cure
 from looplib.base.plugins import Command
 from looplib.commands.options import path, reports
 from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
-from looplib.run.directory import METRICS, PAGE, RUN_JSON
+from looplib.run.directory import METRICS, PAGE, RUN_JSON, RunDir
+from looplib.run.sweep_results import RESULTS, SweepResults
 
 if TYPE_CHECKING:
     from looplib.report.page.content import Run
@@ -89,7 +90,8 @@ def page_of(shown: Sequence[str], directories: Sequence[str], written: datetime.
 
     runs = [_read(directory, name) for directory, name in zip(shown, _names(shown))]
     title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
-    return page(runs, title if len(directories) == 1 else "Comparison", written)
+    sweep = RunDir(directories[0]).decoded(RESULTS, SweepResults) if len(directories) == 1 else None
+    return page(runs, title if len(directories) == 1 else "Comparison", written, sweep)
 
 
 def _read(directory: str, name: str) -> "Run":

@@ -1,7 +1,7 @@
 """The run directory: its lock, its commits, run.json, metrics.jsonl, its status; all of it without TensorFlow.
 
 Names that other rooms may use, by file:
-    choice: best, BEST, check, choose, divided, final, FINAL, LATEST
+    choice: BEST, best, check, choose, divided, FINAL, final, LATEST
     code_version: diff, git, this_program
     commits: add_scores, begin, checkpoint_folder, Commit, commit, committed, FileChecksum, latest_checkpoint,
         list_is_foreign, listing, newest, newest_intact, path_of, position_path, positions_of, read_marker, remove,
@@ -19,4 +19,5 @@ Names that other rooms may use, by file:
         TerminationNotice, this_machine, this_process, Variable
     started: check_replay, command_of, has_checksums, Recorded, refuse_several_processes, report_of, start_of
     status: ENDED_EARLY, read_status, RunStatus, Standing
+    sweep_results: RESULTS, SweepResults, TrialResult
 """

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import errno
 import io
+import json
 import os
 import shlex
 import time
@@ -24,6 +25,8 @@ from looplib.masks import masked, masked_text
 from looplib.processes.child import Signals
 from looplib.run.lock import LockKind, RunLock, acquire
 from looplib.run.metric_names import best_first, mode_of
+from looplib.run.report import strict_json
+from looplib.run.sweep_results import RESULTS, SweepResults, TrialResult
 from looplib.sweep import jobs, space
 from looplib.sweep.jobs import Job
 from looplib.sweep.space import Parameter
@@ -42,6 +45,7 @@ from looplib.sweep.study import (
 )
 
 _STATES = {TrialState.COMPLETE: "done", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+_FEWEST_TRIALS = 4  # of which importances say something
 Cell = str | int | float | None
 
 
@@ -57,7 +61,7 @@ def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
 
 
 def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> None:
-    """Writes results.csv and results.txt into a sweep's directory, and prints the table.
+    """Writes results.csv, results.txt and results.json into a sweep's directory, and prints the table.
 
     Args:
       directory: the sweep's.
@@ -68,7 +72,12 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
     if not trials:
         return
     best = ranked(trials, plan.goal)
-    rows = _rows(plan, parameters, [*best, *(trial for trial in trials if trial not in best)])
+    in_order = [*best, *(trial for trial in trials if trial not in best)]
+    rows = _rows(plan, parameters, in_order)
+    found = SweepResults(
+        plan.compared, plan.goal, [TrialResult(name_of(trial), trial.value) for trial in in_order], *_importances(best)
+    )
+    files.write_whole(os.path.join(directory, RESULTS), json.dumps(strict_json(found), indent=2))
     text = io.StringIO()
     csv.writer(text).writerows(rows)
     files.write_whole(os.path.join(directory, "results.csv"), text.getvalue().encode(errors="replace"))
@@ -79,6 +88,22 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
         settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
         say(f"best: {name_of(best[0])}, {plan.compared} {best[0].value:.6g} {settings}")
     say(f"results.csv and results.txt are in {directory}")
+
+
+def _importances(done: Sequence[FrozenTrial]) -> tuple[dict[str, float], str]:
+    """Returns how much each setting mattered, by PED-ANOVA (Watanabe et al., 2023), the largest first; or why not.
+
+    Args:
+      done: the trials that have a result, the best first.
+    """
+    if len(done) < _FEWEST_TRIALS:
+        return {}, f"{_FEWEST_TRIALS} completed trials are needed to say which setting mattered"
+    if done[0].value == done[-1].value:
+        return {}, "all trials have one result, so that no setting mattered"
+    study = optuna.create_study(direction="maximize" if done[0].value > done[-1].value else "minimize")
+    study.add_trials(done)
+    shares = optuna.importance.get_param_importances(study, evaluator=optuna.importance.PedAnovaImportanceEvaluator())
+    return {name.lstrip("-"): share for name, share in shares.items()}, ""
 
 
 def _rows(plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:

@@ -30,6 +30,7 @@ from looplib.run.records import read_jsonl
 from looplib.sweep import space
 from looplib.sweep.jobs import result
 from looplib.sweep.study import Study, SweepPlan, name_of
+from looplib.sweep.sweep import write
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
 
@@ -131,6 +132,31 @@ BAD_SPACES = {
 def test_a_range_without_values_is_a_sentence(argument):
     with pytest.raises(SweepError, match=re.escape(BAD_SPACES[argument])):
         space.parse(["train", argument])
+
+
+def test_the_results_name_the_best_trials_and_the_setting_that_mattered(tmp_path):
+    command = ["train", "--a=1..6", "--b=x,y"]
+    plan = SweepPlan(
+        command=command, search="grid", metric="eval/score", goal="max", prune="none", seeds=0, value="best"
+    )
+    parameters = space.parse(command)[1]
+    study = Study(str(tmp_path), plan, parameters)
+
+    def written():
+        write(str(tmp_path), plan, parameters, study.trials())
+        return json.loads((tmp_path / "results.json").read_text())
+
+    scores = {}
+    while trial := study.next():
+        scores[name_of(trial)] = trial.params["--a"] + 0.001 * (trial.params["--b"] == "x")
+        study.note(trial, 0, scores[name_of(trial)])
+        if len(scores) == 3:
+            assert written()["note"] == "4 completed trials are needed to say which setting mattered"
+    found = written()
+    assert [(row["name"], row["value"]) for row in found["trials"]] == sorted(scores.items(), key=lambda item: -item[1])
+    assert (found["compared"], found["goal"], found["note"]) == ("best eval/score", "max", "")
+    assert list(found["importances"]) == ["a", "b"] and found["importances"]["a"] > 3 * found["importances"]["b"]
+    assert sum(found["importances"].values()) == pytest.approx(1)
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from looplib.report.page.content import Run, not_shown, read_run
 from looplib.report.page.verdict import findings
 from looplib.run.directory import PAGE
 from looplib.run.metric_names import best_first
+from looplib.run.report import strict_json
+from looplib.run.sweep_results import SweepResults
 
 _SCRIPTS = (
     "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "equal.js", "charts.js", "controls.js", "time.js",
@@ -64,7 +66,9 @@ def write_of_run(directory: str) -> HtmlPage:
     return HtmlPage(path)
 
 
-def page(runs: Sequence[Run], title: str, written: datetime.datetime | None = None) -> str:
+def page(
+    runs: Sequence[Run], title: str, written: datetime.datetime | None = None, sweep: SweepResults | None = None
+) -> str:
     """Returns the page as HTML.
 
     What comes from the runs is in it as JSON, which the page's script puts into the document as text. A
@@ -74,11 +78,13 @@ def page(runs: Sequence[Run], title: str, written: datetime.datetime | None = No
       runs: one run, or several to be compared.
       title: of the page.
       written: when the page says that it was written; default now.
+      sweep: what the sweep has found that the runs are of; None for other runs.
     """
     assets = importlib.resources.files(__package__) / "assets"
     style, script = _style(), _script()
     written = written or datetime.datetime.now(datetime.timezone.utc)
-    data = _json({"title": title, "written": written.isoformat(timespec="seconds"), "leaders": _leaders(runs)})
+    head = {"title": title, "written": written.isoformat(timespec="seconds"), "leaders": _leaders(runs)}
+    data = _json({**head, "sweep": strict_json(sweep)})
     return string.Template((assets / "page.html").read_text("utf-8")).substitute(
         policy=policy_of([style], [script]),
         title=html.escape(printable(title)),

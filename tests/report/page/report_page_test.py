@@ -313,6 +313,27 @@ def test_runs_are_compared_side_by_side_and_sorted(run, other, opened, tmp_path,
     assert sheet.evaluate(lines) == 1
 
 
+def test_the_page_of_a_sweep_leads_with_what_trials_are_compared_by(run, other, opened, tmp_path):
+    folder = tmp_path / "sweep"
+    for source, name in ((run, "trial-0000"), (other, "trial-0001")):
+        shutil.copytree(source, folder / name)
+    trials = [{"name": "trial-0001", "value": 0.763}, {"name": "trial-0000", "value": 0.755}]
+    results = {"compared": "best eval/accuracy", "goal": "max", "trials": trials, "importances": {"seed": 1.0}}
+    (folder / "results.json").write_text(json.dumps(results))
+    assert cli(["report", str(folder), f"--output={tmp_path}/page.html"]) == 0
+    sheet = opened(tmp_path / "page.html", width=1300)
+    assert sheet.locator("section").first.locator("p").inner_text() == (
+        "The highest best eval/accuracy is 0.763, of trial-0001 seed=1"
+    )
+    assert sheet.locator("#sweep meter").evaluate("(one) => one.value") == 1
+    heads = sheet.locator("#runs th").all_inner_texts()
+    assert heads[2:4] == ["best eval/accuracy", "seed"]
+    assert sheet.locator("#runs td:nth-child(3)").all_inner_texts() == ["0.763", "0.755"]
+    (folder / "results.json").write_text('{"trials": 5}')
+    assert cli(["report", str(folder), f"--output={tmp_path}/page.html"]) == 0
+    assert opened(tmp_path / "page.html").locator("#sweep").count() == 0
+
+
 def test_equal_curves_are_dashed_and_named_and_a_run_without_settings_adds_no_column(run, other, opened, tmp_path):
     shutil.copytree(run, tmp_path / "third")
     (tmp_path / "third" / "run.json").unlink()

@@ -2,7 +2,9 @@
 
 function comparePage(title, runs) {
   const named = runs.map((run, index) => ({ ...run, index }));
+  if (report.sweep) named.sort((one, other) => rankOf(one) - rankOf(other));
   const sections = [
+    report.sweep && section("sweep", "Sweep", sweepResult(named[0])),
     section("runs", "Runs", runTable(named)),
     section("curves", "Curves", comparedCurves(named)),
     section("time", "Time", comparedTime(named)),
@@ -15,6 +17,40 @@ function comparePage(title, runs) {
     ),
   ];
   return page(title, el("span", { class: "badge note" }, `${runs.length} runs`), directoriesOf(runs), sections);
+}
+
+/** The place of a run's trial in the sweep, from 0 for the best. */
+function rankOf(run) {
+  const place = report.sweep.trials.findIndex((trial) => trial.name === run.name.split("/")[0]);
+  return place < 0 ? report.sweep.trials.length : place;
+}
+
+/** What the runs are compared by, the best of them, and which settings mattered. */
+function sweepResult(best) {
+  const { compared, goal, importances, note, trials } = report.sweep;
+  const value = trials[0]?.value ?? null;
+  const names = Object.keys(importances);
+  const settings = names.map((name) => `${name}=${best.settings[name] ?? "?"}`).join(" ");
+  return [
+    el(
+      "p",
+      {},
+      value === null
+        ? `No trial has a result yet (${compared}).`
+        : `The ${goal === "min" ? "lowest" : "highest"} ${compared} is ${number(value)}, of ${trials[0].name} ${settings}`,
+    ),
+    names.length
+      ? table(
+          "Which settings mattered",
+          [{ name: "Setting" }, { name: "Share of what settings have changed" }, { name: "", numeric: true }],
+          names.map((name) => [
+            { value: name, shown: el("code", {}, name) },
+            { value: name, shown: el("meter", { min: 0, max: 1, value: importances[name], "aria-label": name }) },
+            { value: importances[name], shown: `${number(100 * importances[name])}%` },
+          ]),
+        )
+      : el("p", { class: "note" }, `Which settings mattered: ${note}.`),
+  ];
 }
 
 /** The directories of the runs and their commits, as facts. */
@@ -33,6 +69,7 @@ function runTable(runs) {
   const columns = [
     { name: "Run" },
     { name: "Ended" },
+    ...(report.sweep ? [{ name: report.sweep.compared, numeric: true, lessFirst: report.sweep.goal === "min" }] : []),
     ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name] ?? 0)) })),
     ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: report.leaders[metric]?.mode === "min" })),
     { name: "Step", numeric: true },
@@ -54,6 +91,7 @@ function runTable(runs) {
     return [
       { value: run.name, shown: toggle(run) },
       { value: run.status, shown: badge(run.status) },
+      ...(report.sweep ? [sweepCell(run)] : []),
       ...own,
       ...values,
       { value: run.step, shown: number(run.step) + (run.final_step === null ? "" : ` (back at ${number(run.final_step)})`) },
@@ -70,6 +108,12 @@ function runTable(runs) {
     ),
     table("All runs", columns, rows, { sortable: true }),
   ];
+}
+
+function sweepCell(run) {
+  const place = rankOf(run);
+  const value = report.sweep.trials[place]?.value ?? null;
+  return { value, shown: el(place === 0 && value !== null ? "b" : "span", {}, number(value)) };
 }
 
 function isNumber(text) {
