@@ -437,8 +437,9 @@ STRIKES = (
     has_a_store_that_fails, has_a_store_that_fails, has_a_store_that_fails, has_a_store_that_is_out_of_reach,
     has_a_second_writer, is_stopped_while_a_second_writer_starts,
 )  # fmt: skip
-LOSING = (
+LOSING = (  # of what was not copied yet: another writer that takes the run while it is stopped begins with what was
     loses_its_directory, loses_its_directory_and_its_notes, has_its_directory_moved, loses_an_old_checkpoint,
+    is_stopped_while_a_second_writer_starts,
 )  # fmt: skip
 
 
