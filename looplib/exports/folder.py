@@ -246,6 +246,7 @@ class PredictionSource:
     Attributes:
       step: the global step of the weights.
       weights: a checksum of the weights.
+      data: a checksum of the data, or "" if it is not known; see `Evaluator.predict_checksum`.
       examples: the number of examples, where it is known before.
       outputs: the structure of what is predicted.
       global_batch_size: examples of a step.
@@ -262,6 +263,7 @@ class PredictionSource:
     replicas: int | None
     format: str
     piece: int
+    data: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +400,7 @@ class PredictionFolder:
           UsageError: if the pieces that are there have another source, or nothing can be written.
         """
         now, earlier = dataclasses.asdict(source), self._earlier and dataclasses.asdict(self._earlier)
-        if different := [name for name in now if earlier and earlier[name] != now[name]]:
+        if different := [name for name in now if earlier and earlier[name] not in ("", now[name])]:
             changes = ", ".join(f"{name} was {earlier[name]!r:.80} and is {now[name]!r:.80}" for name in different)
             raise PredictionError(
                 f"the predictions in {self.path} were begun with another source ({changes}); remove "

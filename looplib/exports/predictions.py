@@ -233,6 +233,7 @@ def _predict_into(
                 replicas=None if in_order else loops.strategy.num_replicas_in_sync,
                 format=kind,
                 piece=piece,
+                data=evaluator.predict_checksum(),
             )
             folder.begin(source)
         try:

@@ -59,6 +59,10 @@ class NewRows(Evaluator):
         """See `Evaluator`."""
         return self._data.evaluation(context)
 
+    def predict_checksum(self) -> str:
+        """See `Evaluator`."""
+        return self._data.checksum()
+
     @tf.autograph.experimental.do_not_convert
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: the ids, and the outputs by their names or numbers."""

@@ -264,6 +264,10 @@ class KerasEvaluator(Evaluator):
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
         return named(converted(self.model.predict_step)(self._keras_data.whole(inputs)))
 
+    def predict_checksum(self) -> str:
+        """See `Evaluator`."""
+        return self._keras_data.checksum()
+
     def export(self) -> Exported:
         """See `Evaluator`; of a `Distiller`, its student."""
         return of_model(type(self).__name__, _keras.served(self.model), self.averages)
@@ -295,6 +299,10 @@ class KerasPredictor(KerasEvaluator):
     def predict_dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Evaluator`."""
         return self._keras_new_rows.dataset(context)
+
+    def predict_checksum(self) -> str:
+        """See `Evaluator`."""
+        return self._keras_new_rows.predict_checksum()
 
     @tf.autograph.experimental.do_not_convert
     def predict_fn(self, inputs: Any) -> dict[str, Any]:

@@ -179,9 +179,10 @@ class Loops:
         """Returns the steps between evaluations by evaluator; by default of an epoch with the present batch size."""
         if isinstance(given, Mapping):
             if given.keys() != self.evaluations.keys():
+                names = join_names(list(given)) or "nothing"
                 raise SettingError(
-                    f"eval_interval has intervals of {join_names(list(given))}; expected one for each of the "
-                    f"evaluators {join_names(list(self.evaluations))}"
+                    f"eval_interval has intervals of {names}; expected one for each of the evaluators "
+                    f"{join_names(list(self.evaluations))}"
                 )
             return {name: whole_number(f"eval_interval[{name!r}]", given[name]) for name in self.evaluations}
         steps = math.ceil(self._epoch(1).steps(self.training.batches.size)) if given is None else given

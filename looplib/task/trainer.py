@@ -412,6 +412,14 @@ class Evaluator(abc.ABC):
         """
         return self.dataset(context)
 
+    def predict_checksum(self) -> str:
+        """Returns a checksum of the data to predict for; "" if it is not known, as by default.
+
+        With one, predictions that are continued or repeated in a folder are refused if the data has changed. Without,
+        a change is found only in the number of examples and in the last record of what was written.
+        """
+        return ""
+
     def predict_fn(self, inputs: Any, /) -> dict[str, Any]:
         """Predicts for one batch on one replica, for `Controller.predict` and `--mode=predict`.
 

@@ -246,3 +246,25 @@ def test_outputs_that_make_no_array_are_a_sentence():
     trainer = looplib.KerasTrainer(model, X[..., None], X[..., None])
     with pytest.raises(PredictionError, match="in different batches"):
         trainer.predict(lambda: (X[:4, :length, None] for length in (2, 3)))
+
+
+def test_predictions_of_rows_or_ids_that_have_changed_are_refused(tmp_path):
+    strategy, keras = make_strategy("default"), pytest.importorskip("keras")
+    with strategy.scope():
+        model = of_one_output(keras)
+        model.compile("sgd", "mse")
+        trainer = looplib.KerasTrainer(model, X, X[:, :2], validation_data=(X, X[:, :2]))
+
+    def predict(rows, ids):
+        evaluator = trainer.evaluator(predict_data=rows, predict_ids=ids)
+        config = looplib.RunConfig(global_batch_size=BATCH)
+        with looplib.Controller(config, trainer=trainer, evaluator=evaluator, writers=[]) as controller:
+            controller.predict(tmp_path / "rows")
+
+    changed, moved = X.copy(), WORDS.copy()
+    changed[3, 0], moved[:2] = 7.0, moved[1::-1]
+    predict(X, WORDS)
+    predict(X.copy(), WORDS.copy())
+    for rows, ids in ((changed, WORDS), (X, moved)):
+        with pytest.raises(PredictionError, match="begun with another source .data was"):
+            predict(rows, ids)

@@ -132,8 +132,10 @@ function metricsOf(runs) {
   return names.slice(0, 8);
 }
 
+/** The final value of a metric; null for none, or one that is not finite. */
 function lastOf(run, metric) {
-  return run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
+  const curve = run.curves.find((one) => `${one.split} ${one.name}` === metric);
+  return curve && curve.values.at(-1) !== null ? (curve.last?.value ?? null) : null;
 }
 
 function metricCell(runs, run, metric) {
