@@ -18,7 +18,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat.tensorflow import converted
 from looplib.data.context import InputContext
-from looplib.errors import PredictionError
+from looplib.errors import MissingPartError, PredictionError
 from looplib.exports.folder import PredictionFolder, PredictionSource, Record, check_kind, rows_of, unwritable
 from looplib.exports.new_folder import check_free
 from looplib.loop import additions, task_loop
@@ -161,10 +161,15 @@ def predict(
     evaluators = {name: loop.task for name, loop in loops.evaluations.items()}
     able = {name: task for name, task in evaluators.items() if type(task).predict_fn is not Evaluator.predict_fn}
     if not able:
+        if not evaluators:
+            raise MissingPartError(
+                "this controller has no evaluator; give Controller(evaluator=...) to predict, such as "
+                "trainer.evaluator(predict_data=...) of a KerasTrainer"
+            )
         names = ", ".join(type(task).__name__ for task in evaluators.values())
         raise PredictionError(
-            f"there is nothing to predict with: {names or 'the run'} has no predict_fn; define it in an "
-            "Evaluator, returning a dict from name to a tensor [batch, ...]"
+            f"there is nothing to predict with: {names} has no predict_fn; define it in an Evaluator, returning a dict "
+            "from name to a tensor [batch, ...]"
         )
     found = {}
     for name, task in able.items():

@@ -115,6 +115,11 @@ class KerasData:
                 lambda one: one.numpy() if isinstance(one, tf.Tensor) else one, weighted
             )
 
+    @property
+    def num_examples(self) -> int | None:
+        """The number of examples of arrays or of a numbered source; None for batches."""
+        return self._length if self.is_of_examples else None
+
     def checksum(self) -> str:
         """Returns a checksum of arrays; "" for other data."""
         digest = hashlib.sha256()

@@ -1,5 +1,6 @@
 """Predictions of a Keras model for data that needs no targets."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ class NewRows(Evaluator):
         self._structure: Any = None  # of the outputs, once the step is traced
         self._id = ids if isinstance(ids, str) else None if ids is None else "id"
         self._is_column = isinstance(ids, str)
+        if isinstance(x, (str, bytes, os.PathLike)):
+            raise DatasetError(f"the rows to predict for are {x!r:.100}; read the file, and give arrays or a data set")
         self._data = KerasData(model, x, None, None, None)
         if ids is None or self._is_column:
             return
@@ -52,6 +55,10 @@ class NewRows(Evaluator):
             raise DatasetError(
                 f"predict_ids is a {type(ids).__name__}, and {why}; give the rows as a dict of columns with the ids "
                 "among them, and its key as predict_ids"
+            )
+        if len(ids) != self._data.num_examples:
+            raise DatasetError(
+                f"predict_ids has {len(ids)} ids, and predict_data {self._data.num_examples} rows; give one for each"
             )
         self._data = KerasData(model, x, ids, None, None)
 

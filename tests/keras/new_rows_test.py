@@ -229,9 +229,10 @@ def test_ids_that_fit_no_rows_are_a_sentence(tmp_path):
     for settings, words in [
         (dict(predict_ids=np.arange(N)), "without predict_data"),
         (dict(predict_data=data, predict_ids=np.arange(N)), "the rows are a data set"),
-        (dict(predict_data=X, predict_ids=np.arange(N - 1)), "equally many"),
+        (dict(predict_data=X, predict_ids=np.arange(N - 1)), "predict_ids has 36 ids, and predict_data 37 rows"),
         (dict(predict_data=X, predict_ids=np.arange(N) / 2), "ids of rows are float32"),
         (dict(predict_data=X, predict_ids="word"), "expected a dict of columns"),
+        (dict(predict_data="new.csv"), "'new.csv'; read the file"),
         (dict(predict_data={"x": X}, predict_ids="word"), "'word', and the rows have 'x'"),
     ]:
         with pytest.raises(DatasetError, match=words):
