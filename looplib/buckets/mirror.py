@@ -110,7 +110,7 @@ class StoreMirror(Mirror):
         here, there = self._copy.steps(), steps_of(listed)
         if token and not before and here and not there:
             raise StoreError(
-                f"there is no run in {self.standing.url}, although the copy in {self.directory} has its steps up to "
+                f"there is no run in {self.url}, although the copy in {self.directory} has its steps up to "
                 f"{here[0]}; if it is another store, correct the address; if the run was deleted there, remove the copy"
             )
         lease_is_lost = before is None or not before.token
@@ -130,7 +130,7 @@ class StoreMirror(Mirror):
                 self._copy_outputs(PATIENCE)
                 self._look()
             except (StoreError, FileError) as error:
-                logging.warning("%s is looked at again later: %s", self.standing.url, _reason(error))
+                logging.warning("%s is looked at again later: %s", self.url, _reason(error))
             self._refreshed = time.monotonic()
 
     def _look(self) -> dict[str, StoredFile]:
@@ -207,7 +207,7 @@ class StoreMirror(Mirror):
         """Fetches a checkpoint of the chief's, which copies it meanwhile, unless it is here; for another worker."""
         end = time.monotonic() + _LAST
         while self._copy.id_of(checkpoint[0]) != checkpoint and time.monotonic() < end:
-            url = self.standing.url
+            url = self.url
             logging.log_first_n(logging.INFO, "waiting until %s has the checkpoint of step %d", 1, url, checkpoint[0])
             with contextlib.suppress(StoreError, FileError):
                 self._look()
@@ -217,7 +217,7 @@ class StoreMirror(Mirror):
         """See `Mirror.take_folder` and `HeldFolders.take`."""
         if self._copier is None:
             self._held.take(name, self._fetcher.fetch if as_it_is else None)
-        return f"{self.standing.url}/{name}"
+        return f"{self.url}/{name}"
 
     def fetch_older(self) -> None:
         """See `Mirror.fetch_older`; a run that has been asked to end does not wait."""
@@ -262,7 +262,7 @@ class StoreMirror(Mirror):
             self._renewer.join()
             self._held.release(patience)
             self._lease.release(patience)
-            logging.log_first_n(logging.INFO, "all of the run is in %s", 1, self.standing.url)
+            logging.log_first_n(logging.INFO, "all of the run is in %s", 1, self.url)
             self.standing.error, self.standing.complete = "", time.time()
         except (LockedError, RunDirectoryError) as error:
             self._lost, self._told = error, True
@@ -271,8 +271,7 @@ class StoreMirror(Mirror):
         except _PASSING as error:
             self.standing.error = str(error)
             raise StoreError(
-                f"{error}; what is missing in {self.standing.url} is in {self.directory}, and the same command "
-                "copies it"
+                f"{error}; what is missing in {self.url} is in {self.directory}, and the same command copies it"
             ) from error
         finally:
             self._copy.write_note()
@@ -283,9 +282,9 @@ class StoreMirror(Mirror):
         try:
             work()
         except Exception as error:
-            logging.exception("the copy in %s has ended", self.standing.url)
+            logging.exception("the copy in %s has ended", self.url)
             self._failed = StoreError(
-                f"the copy in {self.standing.url} has ended by an error ({type(error).__name__}: "
+                f"the copy in {self.url} has ended by an error ({type(error).__name__}: "
                 f"{gist(error)}); what is missing there is in {self.directory}, and the same command "
                 "copies it"
             )

@@ -400,6 +400,7 @@ class PredictionFolder:
           UsageError: if the pieces that are there have another source, or nothing can be written.
         """
         now, earlier = dataclasses.asdict(source), self._earlier and dataclasses.asdict(self._earlier)
+        # "" is what an older version did not note.
         if different := [name for name in now if earlier and earlier[name] not in ("", now[name])]:
             changes = ", ".join(f"{name} was {earlier[name]!r:.80} and is {now[name]!r:.80}" for name in different)
             raise PredictionError(

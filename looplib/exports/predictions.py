@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from looplib.loop.packing import batch_size
 from looplib.report.reporter import Reporter
 from looplib.run.lock import LockKind, acquire
 from looplib.task import reductions
-from looplib.task.plain import as_array, as_bytes
+from looplib.task.plain import as_array, checksum_of
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Evaluator
 
@@ -257,9 +256,5 @@ def _checksum(strategy: tf.distribute.Strategy, evaluator: Evaluator) -> str:
     """Returns a checksum of the weights that an evaluator predicts with, as this process's first replica has them."""
     held = vars(evaluator)
     state = {name: part for name, part in state_of(evaluator).items() if not _keras.is_metrics(held.get(name))}
-    digest = hashlib.sha256()
-    for _, variable in variables_of(state):
-        value = as_array(strategy.experimental_local_results(variable)[0])
-        digest.update(f"{value.dtype} {value.shape}".encode())
-        digest.update(as_bytes(value))
-    return digest.hexdigest()
+    held_here = (strategy.experimental_local_results(variable)[0] for _, variable in variables_of(state))
+    return checksum_of(map(as_array, held_here))

@@ -1,6 +1,5 @@
 """The data that a Keras model is trained on: arrays, examples by number, or global batches."""
 
-import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from looplib.data.records.reading import structure_of, without_lists
 from looplib.data.records.sources import items
 from looplib.errors import BatchSizeError, DatasetError
 from looplib.keras import python_data, rows
-from looplib.task.plain import as_bytes
+from looplib.task.plain import checksum_of
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
 _SINGLE = "the data set of KerasTrainer has single examples; batch it by the global batch size"
@@ -122,11 +121,7 @@ class KerasData:
 
     def checksum(self) -> str:
         """Returns a checksum of arrays; "" for other data."""
-        digest = hashlib.sha256()
-        for array in tf.nest.flatten(self._arrays) if self.is_arrays else ():
-            digest.update(f"{array.dtype} {array.shape}".encode())
-            digest.update(as_bytes(np.asarray(array)))
-        return digest.hexdigest() if self.is_arrays else ""
+        return checksum_of(map(np.asarray, tf.nest.flatten(self._arrays))) if self.is_arrays else ""
 
     def steps_per_epoch(self, global_batch_size: int, count: bool) -> int | None:
         """Returns the number of steps of one pass over all examples; None if it is not known.

@@ -234,7 +234,6 @@ class StartEntry:
     step: int | None = None
     verdict: _Line = ""
     error: str = _rarely(default="")
-    url: _Line = _rarely(default="")
     console: str = _rarely(default="")
     points: list[Point] = _list()
     seconds: dict[str, Seconds] = _mapping()

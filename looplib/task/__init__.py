@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
     model_table: note, variables
     parts: none
     phases: Phase, PhasedTraining
-    plain: as_array, as_bytes, as_json, as_number, gaps, is_number
+    plain: as_array, as_bytes, as_json, as_number, checksum_of, gaps, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, histogram, image, last, mean, Media, Reduction, text, total,
         weighted_sum

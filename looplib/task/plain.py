@@ -1,6 +1,8 @@
 """Converts what users return to Python's own numbers and lists, which records, markers and writers hold."""
 
+import hashlib
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,15 @@ def as_array(value: Any) -> np.ndarray:
 def as_bytes(array: np.ndarray) -> bytes:
     """Returns bytes by which arrays of one type and shape are compared; also for strings."""
     return repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
+
+
+def checksum_of(arrays: Iterable[np.ndarray]) -> str:
+    """Returns the SHA-256 of the types, shapes and elements of arrays, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(as_bytes(array))
+    return digest.hexdigest()
 
 
 def gaps(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -437,7 +437,7 @@ STRIKES = (
     has_a_store_that_fails, has_a_store_that_fails, has_a_store_that_fails, has_a_store_that_is_out_of_reach,
     has_a_second_writer, is_stopped_while_a_second_writer_starts,
 )  # fmt: skip
-LOSING = (  # of what was not copied yet: another writer that takes the run while it is stopped begins with what was
+LOSING = (  # what was not copied yet; a writer that takes over a stopped one's run begins with what the store has
     loses_its_directory, loses_its_directory_and_its_notes, has_its_directory_moved, loses_an_old_checkpoint,
     is_stopped_while_a_second_writer_starts,
 )  # fmt: skip

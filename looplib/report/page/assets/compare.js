@@ -4,7 +4,7 @@ function comparePage(title, runs) {
   const named = runs.map((run, index) => ({ ...run, index }));
   if (report.sweep) named.sort((one, other) => rankOf(one) - rankOf(other));
   const sections = [
-    report.sweep && section("sweep", "Sweep", sweepResult(named[0])),
+    report.sweep && section("sweep", "Sweep", sweepResult(named.find((run) => rankOf(run) === 0))),
     section("runs", "Runs", runTable(named)),
     section("curves", "Curves", comparedCurves(named)),
     section("time", "Time", comparedTime(named)),
@@ -30,7 +30,7 @@ function sweepResult(best) {
   const { compared, goal, importances, note, trials } = report.sweep;
   const value = trials[0]?.value ?? null;
   const names = Object.keys(importances);
-  const settings = names.map((name) => `${name}=${best.settings[name] ?? "?"}`).join(" ");
+  const settings = names.map((name) => `${name}=${best?.settings[name] ?? "?"}`).join(" ");
   return [
     el(
       "p",
