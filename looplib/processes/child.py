@@ -413,8 +413,16 @@ class TemporaryFolder:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
-            folders.remove(*os.path.split(self.path))
+            _remove(self.path)
         os.close(self.lock)
+
+
+def _remove(path: str) -> None:
+    """Removes a temporary folder with its lock last: a process that is killed here leaves it to the next one."""
+    for name in os.listdir(path):
+        if name != _LOCK:
+            folders.remove(path, name)
+    folders.remove(*os.path.split(path))
 
 
 def _remove_left_over(top: str) -> None:
@@ -430,6 +438,6 @@ def _remove_left_over(top: str) -> None:
             lock = os.open(os.path.join(top, name, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                folders.remove(top, name)
+                _remove(os.path.join(top, name))
             finally:
                 os.close(lock)

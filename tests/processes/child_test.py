@@ -1,6 +1,7 @@
 """Child processes: they end with the one that started them, whatever it is killed by; and orders that they read."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
@@ -46,6 +47,18 @@ def number_in(path):
 def running(folder):
     """The processes that have noted themselves in a folder, and that are there."""
     return [path.name for path in folder.iterdir() if path.name.isdigit() and is_there(path.name)]
+
+
+def held(folder):
+    """The temporary folders in a folder that a process still holds."""
+    found = []
+    for lock in folder.glob("*/looplib.lock"):
+        with lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found.append(lock.parent.name)
+    return found
 
 
 # A parent that starts one child, which notes itself and sleeps; it prints once the child is there.
@@ -199,11 +212,12 @@ def test_a_launch_that_is_killed_at_any_moment_leaves_no_process_and_its_folder_
             time.sleep(chance.random() * 2 * until_a_worker)
         launched.kill()
         launched.wait()
-        wait_for(lambda: not running(noted))
-        assert len(list(temporary.iterdir())) <= 3  # with that of the newest
+        wait_for(lambda: not running(noted) and not held(temporary))  # also by workers that have not noted themselves
+        assert len(list(temporary.glob("looplib-temporary-*"))) <= 3  # with that of the newest
     done = subprocess.run([*PYTHON, LAUNCH, "-c", "pass"], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir(temporary)) == ["looplib-temporary-link", "looplib-temporary-other"]
+    left = sorted(path.name for path in temporary.glob("looplib-temporary-*"))
+    assert left == ["looplib-temporary-link", "looplib-temporary-other"]
 
 
 def test_a_temporary_folder_stays_while_a_child_that_holds_it_lives(tmp_path, monkeypatch):
