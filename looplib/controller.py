@@ -115,7 +115,6 @@ class Controller:
             own = [Stragglers(strategy), *own]
         self._actions = Actions([*own, *actions])
         policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))
-        self._stopped = False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
         log_once()
         clock = Clock()
@@ -298,7 +297,7 @@ class Controller:
         schedule = Schedule(
             self.steps_per_loop, self.policy.every_steps, evaluate_every, end, tuple(self._actions.stops)
         )
-        reporter.end, self._stopped = schedule.end, False
+        reporter.end, self.report.stopped = schedule.end, None
         with self._actions.around_training(checkpointer.take_committed, self), self._training():
             while True:
                 try:
@@ -306,7 +305,7 @@ class Controller:
                     break
                 except Diverged as fault:
                     checkpointer.roll_back(fault)
-                    self._stopped = False
+                    self.report.stopped = None
         reporter.note_end(self.global_step)
         return checkpointer.record.train
 
@@ -315,7 +314,7 @@ class Controller:
         loops, checkpointer, reporter = self._loops, self._checkpointer, self._reporter
         step = self._continue(schedule, eval_steps)
         for due in schedule.boundaries(step):
-            if self._stopped:
+            if self.report.stopped is not None:
                 break
             for action in self._actions.stops.get(step, ()):
                 action.on_leaving(step, self)
@@ -526,9 +525,15 @@ class Controller:
         """Waits for the other workers; returns an array of the numbers or arrays of all, the chief's first."""
         return self._directory.workers.gather(value)
 
-    def stop(self) -> None:
-        """Ends the training at the next boundary, with the final save and evaluation; for actions."""
-        self._stopped = True
+    def stop(self, reason: str = "") -> None:
+        """Ends the training at the next boundary, with the final save and evaluation; for actions.
+
+        Args:
+          reason: a clause for the log, `run.json`, `status` and the page, such as "early stopping at step 100".
+        """
+        self.report.stopped = reason
+        if reason and self.is_chief:
+            logging.warning("%s", reason)  # which a program without absl shows too
 
     def export(
         self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, formats: Sequence[str] = (),

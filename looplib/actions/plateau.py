@@ -101,7 +101,8 @@ class _MetricWatcher(Action):
 class EarlyStopping(_MetricWatcher):
     """Ends the training when a metric no longer improves.
 
-    A run that has stopped, and is started again, trains no further step, unless `patience` is raised.
+    The log, `status` and the report page say that it has, with the best value and the last. A run that has stopped, and
+    is started again, trains no further step, unless `patience` is raised.
 
     Args:
       metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
@@ -153,12 +154,11 @@ class EarlyStopping(_MetricWatcher):
         improves = self._improves(event)
         if improves is not None:
             self._waited = 0 if improves else self._waited + 1
-            self._stop_if_due(event.controller)
+            self._stop_if_due(event.controller, f", and is {event.metrics[self.metric.partition('/')[2]]:.6g} now")
 
-    def _stop_if_due(self, controller: Any) -> None:
+    def _stop_if_due(self, controller: Any, now: str = "") -> None:
         if self._waited >= self.patience:
-            logging.info("early stopping at step %d: %s", controller.global_step, self._since())
-            controller.stop()
+            controller.stop(f"early stopping at step {controller.global_step:,}: {self._since()}{now}")
 
     def on_end(self, controller: Any) -> None:
         """Restores the best checkpoint, if that was asked for."""

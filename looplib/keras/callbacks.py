@@ -320,7 +320,7 @@ class KerasCallbacks(Action):
         best = [self._best.end_epoch(name, one, epoch, logs, step) for name, one in self._memories.named]
         if self._model.stop_training:
             self._stopped = before
-            controller.stop()
+            controller.stop(f"a callback of Keras has ended the training at step {step:,}")
         elif not ending:
             self._begin_epoch(epoch + 1)
         return any(best)

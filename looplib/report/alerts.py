@@ -203,7 +203,8 @@ class RunObserver:
             text = status.detail or "the run is alive and reports nothing"
             return [Alert("silent", self._name, status.step, f"no news for {status.age:.0f} s: {text}")]
         if state in ENDED:
-            sentence = status.detail if state in ("failed", "preempted") and status.detail else _SENTENCES[state]
+            tells = state in ("failed", "preempted") and status.detail
+            sentence = status.detail if tells else "; ".join(filter(None, [_SENTENCES[state], status.detail]))
             if self._missed and self._process is not None:
                 missed = join_names(sorted(map(str, self._missed)))
                 sentence += f"; no metric of --alert_when was reported for {missed}"

@@ -239,6 +239,7 @@ class StartReport:
     page: Page  # of the run, updated when the run has ended in some way
     program: Program | None = None  # of a binary; None for none
     diff: str = ""  # of its code, which is written beside the report
+    stopped: str | None = None  # why an action has ended the training, "" without a reason; None if none has
     _earlier: RunReport = dataclasses.field(default_factory=RunReport, init=False)
     _start: StartEntry = dataclasses.field(default_factory=StartEntry, init=False)
     _begun: bool = dataclasses.field(default=False, init=False)
@@ -334,7 +335,7 @@ class StartReport:
         began = time.monotonic()
         report, facts, start, before = self.standing(), self.facts, self._start, self._earlier
         start.status, start.step, start.verdict = status, report.step, self.clock.summary()[1]
-        start.error, start.console = error, console.first_fault()
+        start.error, start.console, start.stopped = error, console.first_fault(), self.stopped or ""
         start.points, start.seconds = self.points.points, self.clock.seconds()
         for one in before.starts:
             one.status = "killed" if one.status == "running" else one.status

@@ -17,6 +17,9 @@ from paths import PYTHONPATH
 import looplib
 from looplib.commands.compare import compare
 from looplib.errors import ActionError
+from looplib.report.page.content import read_run
+from looplib.report.page.verdict import findings
+from looplib.run.status import read_status
 
 ROOT = pathlib.Path(__file__).parents[2]
 UsageError = looplib.UsageError
@@ -192,6 +195,22 @@ def test_a_training_metric_stops_too_and_an_unfinished_restart_does_not_train_on
             return controller.global_step
 
     assert [start(), start()] == [6, 6]
+
+
+@pytest.mark.parametrize("values", [[np.nan] * 9, [9, 5, np.nan, np.inf, 7, 8]], ids=["never finite", "no more"])
+def test_why_early_stopping_has_ended_a_run_is_logged_and_stays_with_the_run(values, tmp_path, caplog):
+    stop = looplib.EarlyStopping("eval/loss", patience=2)
+    with build(values, [stop], model_dir=tmp_path) as controller:
+        controller.train_and_evaluate(8, 1)
+        end = controller.global_step
+    at_best = "eval/loss was best at step 1 (5)" if values[1] == 5 else "eval/loss has had no finite value"
+    why = f"early stopping at step {end}: {at_best}, and is {values[end]} now"
+    assert [one.message for one in caplog.records if one.levelname == "WARNING"] == [why]
+    assert read_status(str(tmp_path)).detail == why
+    assert any(one.text == f"E{why[1:]}." for one in findings(read_run(str(tmp_path), "run")))
+    with build(values, [looplib.EarlyStopping("eval/loss", patience=4)], model_dir=tmp_path) as controller:
+        controller.train_and_evaluate(end + 1, 1)
+    assert read_status(str(tmp_path)).detail == ""
 
 
 @pytest.mark.slow

@@ -68,6 +68,8 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
     if run.final_step is not None and run.step is not None:
         text = f"The run trained to step {run.step:,} and went back to the checkpoint of step {run.final_step:,}"
         yield Remark("note", f"{text}, which evaluations, predictions and exports take.")
+    if run.report.newest.stopped:
+        yield Remark("note", _sentence(run.report.newest.stopped))
     killed = sum(start.status == "killed" for start in run.starts)
     if killed and len(run.starts) > 1:
         were = "was" if killed == 1 else "were"

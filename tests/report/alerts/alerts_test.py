@@ -81,7 +81,7 @@ def reached(folder, step):
     """Waits until a run has reported a step."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, IndexError):
             lines = (folder / "metrics.jsonl").read_text().splitlines()
             if json.loads(lines[-1])["step"] >= step:
                 return
