@@ -203,7 +203,7 @@ class RunObserver:
             text = status.detail or "the run is alive and reports nothing"
             return [Alert("silent", self._name, status.step, f"no news for {status.age:.0f} s: {text}")]
         if state in ENDED:
-            tells = state in ("failed", "preempted") and status.detail
+            tells = state in ("failed", "preempted", "pruned") and status.detail
             sentence = status.detail if tells else "; ".join(filter(None, [_SENTENCES[state], status.detail]))
             if self._missed and self._process is not None:
                 missed = join_names(sorted(map(str, self._missed)))

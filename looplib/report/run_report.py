@@ -335,7 +335,7 @@ class StartReport:
         began = time.monotonic()
         report, facts, start, before = self.standing(), self.facts, self._start, self._earlier
         start.status, start.step, start.verdict = status, report.step, self.clock.summary()[1]
-        start.error, start.console, start.stopped = error, console.first_fault(), self.stopped or ""
+        start.error, start.console, start.outcome = error, console.first_fault(), self.stopped or ""
         start.points, start.seconds = self.points.points, self.clock.seconds()
         for one in before.starts:
             one.status = "killed" if one.status == "running" else one.status

@@ -233,7 +233,7 @@ class StartEntry:
     status: _Word = ""
     step: int | None = None
     verdict: _Line = ""
-    stopped: _Phrase = _rarely(default="")
+    outcome: _Phrase = _rarely(default="")
     error: str = _rarely(default="")
     console: str = _rarely(default="")
     points: list[Point] = _list()
@@ -363,9 +363,9 @@ FIELDS = {
     "started, restarts, rollbacks": "When the first start was, and how many restarts and rollbacks there were.",
     "restored_from": "The checkpoint that the newest start began with.",
     "starts": "Each start, with these fields; `changed` has the settings that differ from the start before, `note` "
-    "what the launcher says (how many workers, and why), `stopped` why an action has ended the training, `rollbacks`, "
-    "`notices`, `warnings`, `stragglers` (slow workers), `replica_checks` what happened in it, `machine` the kind of "
-    "machine.",
+    "what the launcher says (how many workers, and why), `outcome` why an action has ended the training or what a "
+    "sweep has noted, `rollbacks`, `notices`, `warnings`, `stragglers` (slow workers), `replica_checks` what happened "
+    "in it, `machine` the kind of machine.",
     "goodput": "What share of the time since the first start became kept steps, and the seconds by cause.",
     "error, traceback": "Of a start that failed.",
     "url": "Where the run is in an object store; this directory is its local copy.",

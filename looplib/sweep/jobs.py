@@ -14,6 +14,7 @@ from looplib.base.messages import gist, join_names
 from looplib.commands.check import saved_step
 from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, SweepError
 from looplib.processes.child import Child, CommandLine, last_lines
+from looplib.report.page.html import write_of_run
 from looplib.run.directory import RunDir
 from looplib.run.metric_names import best_first
 from looplib.run.report import as_text
@@ -90,12 +91,24 @@ class Job:
         self._idle = 0 if saved_step(self.folder) > self._found else self._idle + 1
         return self._idle < _IDLE_STARTS
 
-    def note_pruned(self) -> None:
-        """Writes into the run's `run.json` why it was ended; it says "preempted", as after any signal."""
+    def note_end(self, status: str, outcome: str) -> None:
+        """Writes what the sweep makes of the run into its `run.json`, and into its log and page if they say otherwise.
+
+        Args:
+          status: "done", "pruned" or "failed".
+          outcome: a clause.
+        """
         run = RunDir(self.folder)
-        if (report := run.report()) and report.status == "preempted":
-            report.status = report.starts[-1].status = "pruned"
-            files.write_whole(run.report_path(), as_text(report))
+        if not (report := run.report()) or not report.starts:
+            return
+        agrees = report.status == status
+        report.status = report.newest.status = status
+        report.newest.outcome = outcome
+        files.write_whole(run.report_path(), as_text(report))
+        if not agrees:
+            with files.open_to_append(f"{self.folder}.log") as log:
+                log.write(f"looplib: {outcome}; the sweep does not resume it\n".encode(errors="replace"))
+            write_of_run(self.folder)
 
     def is_locked(self) -> bool:
         """Returns whether the process ended because another one has its run directory, as of a killed sweep."""

@@ -496,9 +496,10 @@ class Study:
         trial.set_user_attr(_ERROR, sentence)
         self._end(trial, TrialState.FAIL)
 
-    def prune(self, trial: optuna.Trial) -> None:
-        """Ends a trial that was stopped as hopeless."""
+    def prune(self, trial: optuna.Trial) -> int | None:
+        """Ends a trial that was stopped as hopeless; returns the step of the value by which it was."""
         self._end(trial, TrialState.PRUNED)
+        return self._records()[trial.number].last_step
 
     def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
         self._study.tell(trial, value, state)

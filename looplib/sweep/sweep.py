@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial, TrialState
 from looplib.base import console, files, folders
 from looplib.base.console import printable
 from looplib.base.messages import with_cure
-from looplib.commands.check import saved_step, say
+from looplib.commands.check import say
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError, UsageError
 from looplib.masks import masked, masked_text
 from looplib.processes.child import Signals
@@ -75,7 +75,10 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
     in_order = [*best, *(trial for trial in trials if trial not in best)]
     rows = _rows(plan, parameters, in_order)
     found = SweepResults(
-        plan.compared, plan.goal, [TrialResult(name_of(trial), trial.value) for trial in in_order], *_importances(best)
+        plan.compared,
+        plan.goal,
+        [TrialResult(name_of(trial), trial.value) for trial in in_order],
+        *_importances(best, len(trials)),
     )
     files.write_whole(os.path.join(directory, RESULTS), json.dumps(strict_json(found), indent=2))
     text = io.StringIO()
@@ -90,16 +93,18 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
     say(f"results.csv and results.txt are in {directory}")
 
 
-def _importances(done: Sequence[FrozenTrial]) -> tuple[dict[str, float], str]:
+def _importances(done: Sequence[FrozenTrial], count: int) -> tuple[dict[str, float], str]:
     """Returns how much each setting mattered, by PED-ANOVA (Watanabe et al., 2023), the largest first; or why not.
 
     Args:
       done: the trials that have a result, the best first.
+      count: of all trials.
     """
     if len(done) < _FEWEST_TRIALS:
-        return {}, f"{_FEWEST_TRIALS} completed trials are needed to say which setting mattered"
+        needed = f"{_FEWEST_TRIALS} are needed to say which setting mattered"
+        return {}, f"{len(done)} of {count} trials {'has' if len(done) == 1 else 'have'} a result, and {needed}"
     if done[0].value == done[-1].value:
-        return {}, "all trials have one result, so that no setting mattered"
+        return {}, f"all {len(done)} trials with a result have the same, so that no setting mattered"
     study = optuna.create_study(direction="maximize" if done[0].value > done[-1].value else "minimize")
     study.add_trials(done)
     shares = optuna.importance.get_param_importances(study, evaluator=optuna.importance.PedAnovaImportanceEvaluator())
@@ -361,14 +366,16 @@ class _Sweep:
             try:
                 value = jobs.result(job.folder, self.plan)
             except UsageError as error:
+                job.note_end("failed", f"its trial has failed: {error}")
                 self._fail(job, str(error))
                 return
             self.study.note(job.trial, job.seed, value)
+            job.note_end("done", f"compared by {self.plan.compared} {value:.6g}")
             self._say(job, f"{self.plan.compared} {value:.6g}")
         elif job.stopped is not None:
-            self.study.prune(job.trial)
-            job.note_pruned()
-            self._say(job, f"pruned at step {saved_step(job.folder)}: other trials were better there")
+            outcome = f"pruned at step {self.study.prune(job.trial)}: other trials were better there"
+            job.note_end("pruned", outcome)
+            self._say(job, outcome)
         elif job.may_run_again(code):
             if job.is_locked():
                 self._say(job, f"waits: {job.failure(code)}")

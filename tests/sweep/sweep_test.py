@@ -27,6 +27,7 @@ from looplib.__main__ import main
 from looplib.commands.compare import compare
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError
 from looplib.run.records import read_jsonl
+from looplib.run.status import read_status
 from looplib.sweep import space
 from looplib.sweep.jobs import result
 from looplib.sweep.study import Study, SweepPlan, name_of
@@ -151,7 +152,7 @@ def test_the_results_name_the_best_trials_and_the_setting_that_mattered(tmp_path
         scores[name_of(trial)] = trial.params["--a"] + 0.001 * (trial.params["--b"] == "x")
         study.note(trial, 0, scores[name_of(trial)])
         if len(scores) == 3:
-            assert written()["note"] == "4 completed trials are needed to say which setting mattered"
+            assert written()["note"] == ("3 of 3 trials have a result, and 4 are needed to say which setting mattered")
     found = written()
     assert [(row["name"], row["value"]) for row in found["trials"]] == sorted(scores.items(), key=lambda item: -item[1])
     assert (found["compared"], found["goal"], found["note"]) == ("best eval/score", "max", "")
@@ -270,11 +271,11 @@ given = dict(argument.lstrip("-").split("=", 1) for argument in sys.argv[1:])
 if "fails" in given:
     sys.exit("looplib: error: it fails")
 os.makedirs(given["model_dir"] + "/checkpoints")
-open(given["model_dir"] + "/run.json", "w").write("{}")
+open(given["model_dir"] + "/run.json", "w").write('{"status": "done", "starts": [{"status": "done"}]}')
 with open(given["model_dir"] + "/metrics.jsonl", "w") as file:
     for step, score in enumerate(given["scores"].split(";")):
         score = float(score) + 0.01 * int(given.get("seed", 0))
-        file.write('{"step": %d, "split": "eval", "score": %r}\\n' % (step, score))
+        file.write('{"step": %d, "split": "eval", "score": %s}\\n' % (step, "null" if score != score else score))
 """
 
 
@@ -299,6 +300,19 @@ def test_the_best_value_ranks_if_asked_for_and_the_pages_have_trials_alone(tmp_p
     assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.endswith("report.html: 2 runs\n")
     os.remove(folder / "sweep.db")
     assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.endswith("report.html: 3 runs\n")
+
+
+def test_a_run_says_what_the_sweep_makes_of_it(tmp_path):
+    folder = tmp_path / "sweep"
+    assert sweep_of_scores(folder, "--value=best", of=["--scores=0.5;0.25,nan"]) == EXIT_DONE
+    good, bad = (folder / row["trial"] for row in table(folder))
+    found = read_status(str(good))
+    assert (found.state, found.detail) == ("done", "compared by best eval/score 0.5")
+    why = "its trial has failed: eval/score is not a finite number"
+    found = read_status(str(bad))
+    assert (found.state, found.detail) == ("failed", why)
+    assert bad.with_suffix(".log").read_text() == f"looplib: {why}; the sweep does not resume it\n"
+    assert f"{why[0].upper()}{why[1:]}." in (bad / "report.html").read_text()
 
 
 @pytest.mark.slow
@@ -436,6 +450,12 @@ def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
         run = json.loads((tmp_path / row["trial"] / "run.json").read_text())
         found = row["state"], run["status"], run["step"] < 30
         assert found == (("pruned", "pruned", True) if hopeless else ("done", "done", False)), (number, row)
+        if hopeless:
+            scores = [one for one in read_jsonl(f"{tmp_path}/{row['trial']}/metrics.jsonl") if one["split"] == "eval"]
+            at = re.fullmatch(r"pruned at step (\d+): other trials were better there", run["starts"][-1]["outcome"])
+            assert int(at[1]) in [one["step"] for one in scores]  # and not the step of the last save
+            last = (tmp_path / f"{row['trial']}.log").read_text().splitlines()[-1]
+            assert last == f"looplib: {at[0]}; the sweep does not resume it"
     assert any(row["state"] == "pruned" for row in rows)  # else the order of the grid is another
 
 

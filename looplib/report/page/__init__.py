@@ -3,6 +3,6 @@
 Names that other rooms may use, by file:
     content: not_shown, read_run, Run
     curves: none
-    html: page, shell_of
+    html: page, shell_of, write_of_run
     verdict: none
 """

@@ -83,7 +83,7 @@ def page(
     assets = importlib.resources.files(__package__) / "assets"
     style, script = _style(), _script()
     written = written or datetime.datetime.now(datetime.timezone.utc)
-    head = {"title": title, "written": written.isoformat(timespec="seconds"), "leaders": _leaders(runs)}
+    head = {"title": title, "written": written.isoformat(timespec="seconds"), "leaders": _leaders(runs, sweep)}
     data = _json({**head, "sweep": strict_json(sweep)})
     return string.Template((assets / "page.html").read_text("utf-8")).substitute(
         policy=policy_of([style], [script]),
@@ -155,18 +155,27 @@ def _drawn(runs: Sequence[Run]) -> Iterator[str]:
             yield _json(_of_run(not_shown(run.directory, run.name, error), most, whole=True))
 
 
-def _leaders(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Returns the mode of each metric that has one, by its name, and the number of the run that ends best by it."""
+def _leaders(runs: Sequence[Run], sweep: SweepResults | None) -> dict[str, dict[str, Any]]:
+    """Returns the mode of each metric that has one, by its name, and the numbers of the runs that end best by it.
+
+    There are none if all runs are equal.
+    """
     ends: dict[str, dict[int, float]] = {}
     modes: dict[str, str] = {}
+    compared, goal = (sweep.compared.removeprefix("best "), sweep.goal) if sweep else ("", "")
     for place, run in enumerate(runs):
         for curve in run.curves:
-            if not curve.undone and (mode := run.mode(curve)):
+            mode = goal if f"{curve.split}/{curve.name}" == compared else run.mode(curve)
+            if not curve.undone and mode:
                 name = f"{curve.split} {curve.name}"
                 ends.setdefault(name, {})[place] = curve.values[-1]
                 modes.setdefault(name, mode)
-    best = {name: best_first(ends[name].items(), lambda item: item[1], modes[name])[:1] for name in ends}
-    return {name: {"mode": modes[name], "run": found[0][0] if found else None} for name, found in best.items()}
+    found = {}
+    for name, values in ends.items():
+        best = best_first(values.values(), lambda value: value, modes[name])[:1]
+        places = [place for place, value in values.items() if value in best]
+        found[name] = {"mode": modes[name], "runs": places if len(places) < len(values) else []}
+    return found
 
 
 def _of_run(run: Run, most: int, whole: bool) -> dict[str, Any]:

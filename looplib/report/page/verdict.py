@@ -57,8 +57,6 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
         yield Remark("bad", f"The run failed{at}.")  # the error, which is above, says what to do
     elif run.status == "preempted":
         yield Remark("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
-    elif run.status == "pruned":
-        yield Remark("note", f"The sweep pruned the run{at}: other trials were better there.")
     elif run.status == "killed":
         yield Remark("bad", f"The run was killed{at} or later.", "Run the same command to continue.")
     elif run.status in ("starting", "running", "silent"):
@@ -68,8 +66,8 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
     if run.final_step is not None and run.step is not None:
         text = f"The run trained to step {run.step:,} and went back to the checkpoint of step {run.final_step:,}"
         yield Remark("note", f"{text}, which evaluations, predictions and exports take.")
-    if run.report.newest.stopped:
-        yield Remark("note", _sentence(run.report.newest.stopped))
+    if run.report.newest.outcome:
+        yield Remark("note", _sentence(run.report.newest.outcome))
     killed = sum(start.status == "killed" for start in run.starts)
     if killed and len(run.starts) > 1:
         were = "was" if killed == 1 else "were"

@@ -323,12 +323,20 @@ def test_the_page_of_a_sweep_leads_with_what_trials_are_compared_by(run, other, 
     assert cli(["report", str(folder), f"--output={tmp_path}/page.html"]) == 0
     sheet = opened(tmp_path / "page.html", width=1300)
     assert sheet.locator("section").first.locator("p").inner_text() == (
-        "The highest best eval/accuracy is 0.763, of trial-0001 seed=1"
+        "trial-0001 is the best of 2 trials: best eval/accuracy 0.763, higher is better; seed=1"
     )
     assert sheet.locator("#sweep meter").evaluate("(one) => one.value") == 1
     heads = sheet.locator("#runs th").all_inner_texts()
     assert heads[2:4] == ["best eval/accuracy", "seed"]
     assert sheet.locator("#runs td:nth-child(3)").all_inner_texts() == ["0.763", "0.755"]
+    assert "eval accuracy" in heads and sheet.locator("#runs td:nth-child(3) b").all_inner_texts() == ["0.763"]
+    trials[1]["value"], results["compared"] = 0.763, "eval/accuracy"  # equal, and the column of last values
+    (folder / "results.json").write_text(json.dumps(results))
+    assert cli(["report", str(folder), f"--output={tmp_path}/page.html"]) == 0
+    sheet = opened(tmp_path / "page.html")
+    assert sheet.locator("#runs th", has_text="accuracy").all_inner_texts()[0] == "eval/accuracy"
+    assert "eval accuracy" not in sheet.locator("#runs th").all_inner_texts()
+    assert sheet.locator("#runs td:nth-child(3) b").count() == 0
     (folder / "results.json").write_text('{"trials": 5}')
     assert cli(["report", str(folder), f"--output={tmp_path}/page.html"]) == 0
     assert opened(tmp_path / "page.html").locator("#sweep").count() == 0

@@ -30,6 +30,7 @@ function sweepResult(best) {
   const { compared, goal, importances, note, trials } = report.sweep;
   const value = trials[0]?.value ?? null;
   const names = Object.keys(importances);
+  const better = goal === "min" ? "lower" : "higher";
   const settings = names.map((name) => `${name}=${best?.settings[name] ?? "?"}`).join(" ");
   return [
     el(
@@ -37,19 +38,19 @@ function sweepResult(best) {
       {},
       value === null
         ? `No trial has a result yet (${compared}).`
-        : `The ${goal === "min" ? "lowest" : "highest"} ${compared} is ${number(value)}, of ${trials[0].name} ${settings}`,
+        : `${trials[0].name} is the best of ${trials.length} trials: ${compared} ${number(value)}, ${better} is better${settings && `; ${settings}`}`,
     ),
     names.length
       ? table(
           "Which settings mattered",
-          [{ name: "Setting" }, { name: "Share of what settings have changed" }, { name: "", numeric: true }],
+          [{ name: "Setting" }, { name: "How much it mattered" }, { name: "", numeric: true }],
           names.map((name) => [
             { value: name, shown: el("code", {}, name) },
             { value: name, shown: el("meter", { min: 0, max: 1, value: importances[name], "aria-label": name }) },
-            { value: importances[name], shown: `${number(100 * importances[name])}%` },
+            { value: importances[name], shown: percent(importances[name]) },
           ]),
         )
-      : el("p", { class: "note" }, `Which settings mattered: ${note}.`),
+      : note && el("p", { class: "note" }, `${note[0].toUpperCase()}${note.slice(1)}.`),
   ];
 }
 
@@ -64,7 +65,8 @@ function directoriesOf(runs) {
 
 /** The table of all runs: the settings that differ, and what they ended with. A click on a head sorts it. */
 function runTable(runs) {
-  const metrics = metricsOf(runs);
+  const ofTrials = report.sweep && !runs.some((run) => run.name.includes("/")); // and not of their seeds
+  const metrics = metricsOf(runs).filter((name) => !ofTrials || name.replace(" ", "/") !== report.sweep.compared);
   const differing = differingSettings(runs);
   const columns = [
     { name: "Run" },
@@ -78,7 +80,7 @@ function runTable(runs) {
     { name: "Restarts", numeric: true },
   ];
   const rows = runs.map((run) => {
-    const values = metrics.map((metric) => ({ value: lastOf(run, metric), shown: metricCell(runs, run, metric) }));
+    const values = metrics.map((metric) => ({ value: lastOf(run, metric), shown: metricCell(run, metric) }));
     const own = differing.map((name) => {
       const text = run.settings[name];
       return {
@@ -111,9 +113,10 @@ function runTable(runs) {
 }
 
 function sweepCell(run) {
-  const place = rankOf(run);
-  const value = report.sweep.trials[place]?.value ?? null;
-  return { value, shown: el(place === 0 && value !== null ? "b" : "span", {}, number(value)) };
+  const { trials } = report.sweep;
+  const value = trials[rankOf(run)]?.value ?? null;
+  const leads = value !== null && value === trials[0].value && trials.some((trial) => trial.value !== value);
+  return { value, shown: el(leads ? "b" : "span", {}, number(value)) };
 }
 
 function isNumber(text) {
@@ -138,10 +141,8 @@ function lastOf(run, metric) {
   return curve && curve.values.at(-1) !== null ? (curve.last?.value ?? null) : null;
 }
 
-function metricCell(runs, run, metric) {
-  const last = lastOf(run, metric);
-  const others = runs.some((one) => one !== run && lastOf(one, metric) !== null);
-  return el(others && report.leaders[metric]?.run === run.index ? "b" : "span", {}, number(last));
+function metricCell(run, metric) {
+  return el(report.leaders[metric]?.runs.includes(run.index) ? "b" : "span", {}, number(lastOf(run, metric)));
 }
 
 /** The names of the settings that are not the same in all runs whose settings are known, apart from directories. */
