@@ -166,7 +166,7 @@ class Session:
             with contextlib.suppress(OSError):
                 folders.remove(*os.path.split(self.temporary))
         if controller and controller.is_chief and not has_failed:
-            print(*controller.clock.summary(), *filter(None, [controller.report.facts.speed]), sep="\n")
+            print(*filter(None, [*controller.clock.summary(), controller.report.facts.speed]), sep="\n")
         sys.stdout.flush()
         if has_failed:
             _tf.log_errors_only()  # warnings as objects are deleted would come after the last line

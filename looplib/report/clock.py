@@ -11,6 +11,7 @@ _IMPORTED = time.perf_counter()
 _SHORT_CALL = 0.002  # seconds; each call of the loop costs a few tenths of a millisecond, whatever its number of steps
 _HALF_LIFE = 30.0  # seconds of training after which a measurement of speed has half of its weight
 _LONG_TRAINING = 0.5  # seconds; in a shorter training, waiting means waiting for the first batch
+_SHORT_RUN, _LEAST_WORK = 60.0, 10.0  # seconds, see `summary`
 _OF_A_START = ("start", "compile", "restore")
 # The advice for the phase that takes most of the time.
 _AGAINST = {
@@ -107,9 +108,12 @@ class Clock:
     def summary(self) -> tuple[str, str]:
         """Says where the time went, for a person.
 
+        A run of less than a minute has a verdict if it waits for its data, or if it trains and evaluates for most of
+        its time and at least 10 seconds: any short run starts, saves and reports for much of its time.
+
         Returns:
           `(line, verdict)`: all phases with their shares, the longest first; and the bottleneck of the run, a word
-          ending in "-bound", with a remedy to try for a training.
+          ending in "-bound", with a remedy to try for a training. The verdict is "" where nothing can be said.
         """
         seconds = self.seconds()
         wall = max(seconds.pop("wall"), 1e-9)
@@ -126,23 +130,26 @@ class Clock:
         begun = sum(of_start.values())
         others = {name: value for name, value in seconds.items() if name not in _NO_OVERHEAD}
         most, overhead = max(others, key=others.get), sum(others.values()) / wall
-        if begun > max(training, evaluated, overhead * wall - begun):
+        waits, is_short = training > _LONG_TRAINING and self.waits_for_input, wall < _SHORT_RUN
+        if is_short and not waits and training + evaluated < max(_LEAST_WORK, wall / 2):
+            return ""
+        if not is_short and begun > max(training, evaluated, overhead * wall - begun):
             parts = ", ".join(f"{name} {format_share(value / wall)}" for name, value in of_start.items())
             what, advice = f"start-up took {begun / wall:.0%} of the time ({parts})", _AGAINST["start"]
-            if training > _LONG_TRAINING and self.waits_for_input:
+            if waits:
                 clause, change = self.of_input() or ("", _AGAINST["input"])
                 what += (
                     f", and the training itself waits for its data {waited / training:.0%} of its time (input-bound)"
                 )
                 what, advice = what + f", and {clause}" * bool(clause), f"{advice}, and {change}"
             return f"start-bound: {what}; {advice}"
-        if overhead > 0.5:
+        if not is_short and overhead > 0.5:
             forced = most == "save" and self._before_evaluations > 0.5 * seconds["save"]
             advice = _AGAINST.get("save before evaluations" if forced else most, "check what else the program does")
             return f"overhead-bound: {overhead:.0%} of the time is overhead, most of it {most}; {advice}"
-        if evaluated > training:
+        if evaluated > training and not (is_short and waits):
             return f"evaluation-bound: {evaluated / wall:.0%} of the time is evaluation; {_AGAINST['evaluate']}"
-        if self.waits_for_input:
+        if waits:
             what, advice = self.of_input() or ("", _AGAINST["input"])
             clause = f", and {what}" * bool(what)
             return f"input-bound: training waits for its data {waited / training:.0%} of the time{clause}; {advice}"

@@ -91,7 +91,7 @@ def test_the_run_directory_is_complete(replicas):
     began = datetime.datetime.fromisoformat(run["started"]).timestamp()
     assert began == pytest.approx(run["starts"][0]["process"]["since"], abs=1.5)
     assert began + seconds["wall"] == pytest.approx((folder / "run.json").stat().st_mtime, abs=1.5)
-    assert "-bound: " in run["verdict"] and run["engines"] == {}
+    assert run["verdict"] == "" and run["engines"] == {}  # as it takes some seconds
 
 
 def test_virtual_devices_do_not_change_the_weights(replicas):

@@ -50,9 +50,9 @@ def test_a_job_that_does_not_train_gets_no_advice_for_trainings():
         for trains in (False, True):
             clock = Clock(now=(time := Time()))
             with clock.phase(phase):
-                time.now += 9
+                time.now += 90
             with clock.phase("train") if trains else contextlib.nullcontext():
-                time.now += 1
+                time.now += 10
             verdicts[trains] = clock.summary()[1]
         assert verdicts[True].startswith(words) and "; " in verdicts[True]
         assert verdicts[False].startswith(words[:-8]) and ";" not in verdicts[False]
@@ -72,11 +72,11 @@ def test_a_phase_that_raises_is_closed():
 
 
 def verdict_of_saves(forced, others):
-    """The verdict of a run that saves for so many seconds before evaluations, and otherwise, and trains for 1."""
+    """The verdict of a run that saves for so many seconds before evaluations, and otherwise, and trains for 10."""
     time = Time()
     clock = Clock(now=time)
     with clock.phase("train"):
-        time.now += 1
+        time.now += 10
         for seconds, around in ((forced, clock.saving_for_an_evaluation()), (others, contextlib.nullcontext())):
             with around, clock.phase("save"):
                 time.now += seconds
@@ -85,10 +85,10 @@ def verdict_of_saves(forced, others):
 
 def test_saves_that_evaluations_ask_for_are_distinguished_from_those_of_the_interval():
     start = "overhead-bound: 91% of the time is overhead, most of it save; "
-    assert verdict_of_saves(forced=8, others=2).startswith(
+    assert verdict_of_saves(forced=80, others=20).startswith(
         start + "evaluate less often, because each evaluation saves first"
     )
-    assert verdict_of_saves(forced=2, others=8) == start + "save less often"
+    assert verdict_of_saves(forced=20, others=80) == start + "save less often"
 
 
 def test_where_training_waits_for_its_input_the_slowest_stage_is_in_the_verdict():
@@ -103,17 +103,32 @@ def test_where_training_waits_for_its_input_the_slowest_stage_is_in_the_verdict(
     assert clock.summary()[1] == f"{start}, and most of it is read; read less"
 
 
-def verdict(**phases):
-    """The verdict of a run whose phases took so many seconds, in calls of a second."""
+def verdict(unit=10, **phases):
+    """The verdict of a run whose phases took so many units of seconds, in one call each."""
     time = Time()
     clock = Clock(now=time)
-    for phase, seconds in phases.items():
+    for phase, count in phases.items():
         with clock.phase(phase):
-            time.now += seconds
+            time.now += unit * count
     return clock.summary()[1]
 
 
-def test_a_short_run_is_told_that_its_start_took_its_time():
+def test_a_run_of_seconds_has_a_verdict_only_on_what_it_has_done_for_long_enough():
+    for phases in (
+        {"start": 5, "compile": 1, "train": 3, "save": 1},
+        {"save": 9, "train": 5},
+        {"train": 2},
+        {"start": 30, "train": 12},
+        {"start": 8, "evaluate": 2},
+        {"start": 2, "train": 0.1, "input": 0.3},
+    ):
+        assert verdict(unit=1, **phases) == ""
+    assert verdict(unit=1, start=8, train=12).startswith("compute-bound: the device computes 60% of the time")
+    assert verdict(unit=1, start=8, evaluate=9, train=2).startswith("evaluation-bound: 47% of the time")
+    assert verdict(unit=1, start=5, train=1, input=3).startswith("input-bound: training waits for its data 75% of the")
+
+
+def test_a_run_is_told_that_its_start_took_its_time():
     start = "start-bound: start-up took 60% of the time (start 50%, compile 10%)"
     assert verdict(start=5, compile=1, restore=0.05, train=3, save=0.95) == f"{start}; train more steps per start"
     waits = f"{start}, and the training itself waits for its data 75% of its time (input-bound); train more steps per "
@@ -131,6 +146,7 @@ def test_a_run_that_evaluates_often_and_saves_seldom_is_advised_to_evaluate_less
     monkeypatch.setattr(commits, "commit", lambda *args: (sleep(0.3), commit(*args))[1])  # a slow disk
     trainer, evaluator = toy.build(make_strategy("default"))
     policy = looplib.CheckpointPolicy(every_steps=1000)
+    monkeypatch.setattr("looplib.report.clock._SHORT_RUN", 0)
     clocked = toy.controller(make_strategy("default"), trainer, evaluator, model_dir=tmp_path, checkpoints=policy)
     with clocked as controller:
         controller.train_and_evaluate(24, eval_interval=2)

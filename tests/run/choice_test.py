@@ -202,5 +202,7 @@ def test_the_page_and_the_status_of_a_run_say_that_it_was_resumed_and_where_it_w
     )
     assert cli(["status", str(folder)]) == 0
     assert (
-        "back at step 20; loss" in (shown := capsys.readouterr().out) and "60/100" in shown and "eval/score 0" in shown
+        "back at step 20; early stopping at step 60: eval/score was best" in (shown := capsys.readouterr().out)
+        and "60/100" in shown
+        and "eval/score 0" in shown
     )

@@ -1,4 +1,8 @@
-"""Remarks about a run: simple rules on the measured numbers, each with the numbers that it is about."""
+"""Remarks about a run: simple rules on the measured numbers, each with the numbers that it is about.
+
+A conclusion needs evidence: a trend 8 reports, a verdict on a metric 5 evaluations, of which it has levelled off if the
+first half made 90% of the gain, and a fall of the rate a run of a minute. `Clock.summary` has the rules for times.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +12,9 @@ import numpy as np
 from looplib.report.page.content import Run
 from looplib.report.page.curves import Curve, best_place
 
-_FEWEST = 8  # points that a curve needs for a trend
+_FEWEST, _FEWEST_SCORES = 8, 5  # points that a curve needs for a trend, and a metric of evaluations for a verdict
+_LEVELLED = 0.9  # of the gain of a metric, made in the first half of its evaluations
+_SHORT = 60.0  # seconds, of a run whose rate says little
 _MUCH = 0.05  # restarts are mentioned from this part of the time on
 _WORSE = 0.05  # how much worse an evaluation ends than its best, as a part of its range
 _HARDLY = 0.1  # how much it had improved before that, as a part of what it has lost since
@@ -128,7 +134,8 @@ def _of_the_best(run: Run, curve: Curve) -> Remark:
     text = f"{run.best_metric} was best at step {steps[best]:,} ({found[best]:.4g})"
     noise = _noise(run, curve, (found[best] + found[-1]) / 2) if rises else 0.0
     ended = f"{text}, and {found[-1]:.4g} at the end"
-    if lost > max(_WORSE * span, noise):
+    few = len(found) < _FEWEST_SCORES
+    if lost > max(_WORSE * span, noise) and not few:
         falls = _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
         if gained <= _HARDLY * lost:
             again = " while training loss kept falling: it fits its training data alone" if falls else ""
@@ -137,9 +144,19 @@ def _of_the_best(run: Run, curve: Curve) -> Remark:
         overfits = " Training loss kept falling: it overfits." if falls and "loss" in curve.name else ""
         return Remark("note", f"{ended}.{overfits}", _OVERFITS if run.final_step is None else "")
     if best == len(found) - 1:
-        advice = "It may gain by training longer." if run.status == "done" else ""
+        diverges = _diverges(run.curve("train/loss")) or len(curve.steps) > len(found)
+        advice = "" if run.status != "done" or few or diverges else "It may gain by training longer."
         return Remark("good", f"{text}, the last evaluation.", advice)
-    return Remark("good", f"{ended}: it has levelled off.")
+    levelled = 0 < _LEVELLED * gained <= better[: len(better) // 2].max() - better[0] and not few
+    return Remark("good", f"{ended}: it has levelled off." if levelled else f"{ended}.")
+
+
+def _diverges(loss: Curve | None) -> bool:
+    """Returns whether a loss was higher in the second half of its values, or not finite in one of them."""
+    if loss is None:
+        return False
+    found, half = loss.finite[1], len(loss.finite[1]) // 2
+    return len(found) < len(loss.steps) or bool(half and np.median(found[half:]) > np.median(found[:half]))
 
 
 def _noise(run: Run, curve: Curve, rate: float) -> float:
@@ -202,7 +219,7 @@ def _of_time(run: Run) -> Iterator[Remark]:
 
 def _of_the_rate(run: Run) -> Iterator[Remark]:
     curve = run.curve("train/steps_per_second")
-    if curve is None or len(curve.finite[1]) < _FEWEST:
+    if curve is None or len(curve.finite[1]) < _FEWEST or run.wall < _SHORT:
         return
     steps, found = curve.finite
     quarter = len(found) // 4

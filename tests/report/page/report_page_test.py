@@ -491,12 +491,15 @@ def test_the_verdict_follows_the_numbers(run):
         {"step": step, "split": "eval", "loss": (step - 40) ** 2 / 1000 + 5 * (step < 20)}
         for step in range(10, 101, 10)
     ]
-    text = of(run, falling + worse)
+    assert "The rate fell" not in of(run, falling, wall=59.0)
+    text = of(run, falling + worse, wall=61.0)
     assert "eval/loss was best at step 40 (0), and 3.6 at the end. Training loss kept falling: it overfits." in text
     assert "The rate fell from 100 to 50 steps a second, from step 76 on." in text and "did not fall" not in text
-    ties = [{"step": step, "split": "eval", "accuracy": 0.5, "examples": 200} for step in (10, 20, 30, 40)]
-    text = of(run, [*ties[:3], {**ties[3], "accuracy": 0.495}])
-    assert "accuracy was best at step 10 (0.5), and 0.495 at the end: it has levelled off." in text
+    ties = [{"step": step, "split": "eval", "accuracy": 0.5, "examples": 200} for step in (10, 20, 30, 40, 50)]
+    text = of(run, [{**ties[0], "accuracy": 0.1}, *ties[1:4], {**ties[4], "accuracy": 0.495}])
+    assert "accuracy was best at step 20 (0.5), and 0.495 at the end: it has levelled off." in text
+    text = of(run, [*ties[:4], {**ties[4], "accuracy": 0.495}])
+    assert "accuracy was best at step 10 (0.5), and 0.495 at the end." in text
     (accuracy, *_) = curves.of_records(as_records(ties[1:]))
     assert curves.draw(accuracy, 100, "max").best.step == 20  # the first, as of equal checkpoints
     text = of(run, [{**ties[0], "accuracy": 0.9}, *ties[1:]])
@@ -513,6 +516,24 @@ def test_the_verdict_follows_the_numbers(run):
         and "eval/accuracy was best at step 100 (1), the last evaluation." in text
     )
     assert "1 restart took" in text and "It may gain by training longer." in text
+
+
+def test_few_values_and_a_training_that_diverges_get_no_conclusion(run):
+    def scores(*values):
+        return [{"step": 10 * place, "split": "eval", "accuracy": value} for place, value in enumerate(values, 1)]
+
+    rising = scores(*np.linspace(0.1, 0.9, 10).tolist())
+    assert "levelled off" in of(run, scores(0.1, 0.5, 0.9, 0.9, 0.9, 0.899))
+    assert "levelled off" not in of(run, scores(0.1, 0.9, 0.9, 0.899))
+    assert "levelled off" not in of(run, [*rising, {"step": 110, "split": "eval", "accuracy": 0.899}])  # a small fall
+    text = of(run, scores(0.1, 0.9, 0.5))
+    assert "best checkpoint" not in text and "0.5 at the end." in text
+    assert "longer" not in of(run, rising[:4])
+    for losses in ([1, 1, 1, 1, 2, 3, 4, 5], [1, 1, 1, 1, 1, 1, 1, None]):
+        train = [{"step": 10 * place, "split": "train", "loss": loss} for place, loss in enumerate(losses, 1)]
+        text = of(run, rising + train)
+        assert "accuracy was best at step 100 (0.9), the last evaluation." in text and "longer" not in text
+    assert "It may gain by training longer." in of(run, rising)
 
 
 def test_the_verdict_of_a_run_that_did_not_come_to_its_end_has_no_advice_for_longer_ones(run):
