@@ -24,6 +24,13 @@ _MOST_SHOWN = 4_000  # characters of an error
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, *arguments: Any) -> Any:
+        """Refuses what a tool does not know with the help of the tool, which argparse leaves to the one that has it."""
+        options, unknown = super().parse_known_args(*arguments)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options, unknown
+
     def error(self, message: str) -> NoReturn:
         """Prints a wrong argument in the same form as the binaries."""
         self.exit(EXIT_UNKNOWN, f"looplib: error: {masked_text(message)} (see {self.prog} --help)\n")

@@ -33,8 +33,8 @@ _TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step 
 _DECIDED = 0.01  # where rounding has moved the weights that far, runs lie apart by any factor
 _TENSOR = "tensor "
 _TRAINED = re.compile(r"step (\d+) train ")
-# What `LearningWarnings` has looked at depends on the time that it may take.
-_TIMES = re.compile("second|time|clock|restart|share_of_peak|actions LearningWarnings")
+# Of actions and callbacks; what `LearningWarnings` has looked at depends on the time that it may take.
+_TIMES_OF_ACTIONS = re.compile(r"(\b|_)(seconds?|time|clock)(\b|_)|^LearningWarnings\(")
 _SPEED = re.compile("per_second$|share_of_peak$")
 
 
@@ -261,7 +261,7 @@ def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tupl
         ("run.json", {name: vars(run)[name] for name in ("status", "step", "final_step", "metrics")}),
         ("run_state of the final checkpoint", state),
     ):
-        numbers.update({("", f"{title} {path}"): value for path, value in _flat(tree) if not _TIMES.search(path)})
+        numbers.update({("", " ".join((title, *keys))): value for keys, value in _flat(tree) if not _is_time(keys)})
     return numbers
 
 
@@ -270,12 +270,18 @@ def is_speed(name: str) -> bool:
     return bool(_SPEED.search(name))
 
 
-def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _is_time(keys: Sequence[str]) -> bool:
+    """Returns whether a value is a time or a speed, by the names that lead to it."""
+    of_actions = keys[0] == "actions" and any(map(_TIMES_OF_ACTIONS.search, keys))
+    return of_actions or any(key == "seconds_per_step" or is_speed(key) for key in keys)
+
+
+def _flat(tree: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     if not isinstance(tree, (dict, list)):
-        yield path, tree
+        yield keys, tree
         return
     for key, value in sorted(tree.items()) if isinstance(tree, dict) else enumerate(tree):
-        yield from _flat(value, f"{path} {key}".strip())
+        yield from _flat(value, (*keys, str(key)))
 
 
 def final_checkpoint(folder: str | os.PathLike[str]) -> str:

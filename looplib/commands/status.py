@@ -5,6 +5,7 @@ It only reads: the lock, `run.json` and the end of `metrics.jsonl` of each run, 
 
 import dataclasses
 import itertools
+import math
 import os
 import shutil
 import sys
@@ -217,7 +218,8 @@ def _table(rows: Sequence[tuple[str, RunStatus]]) -> list[str]:
 
 
 def _cells(name: str, run: RunStatus) -> tuple[str, ...]:
-    metrics = ", ".join(f"{key} {format_number(value)}" for key, value in run.metrics.items())
+    finite = {key: format_number(value) if math.isfinite(value) else "not finite" for key, value in run.metrics.items()}
+    metrics = ", ".join(map(" ".join, finite.items()))
     life = "" if run.goodput is None else f"goodput {format_share(run.goodput)}"
     cells = (
         name,

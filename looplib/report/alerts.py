@@ -120,7 +120,7 @@ _SENTENCES = {
     "failed": "the run has failed",
     "preempted": "the run was ended by a signal or its time limit, and is saved",
     "pruned": "the sweep has ended the run, because other trials were better",
-    "killed": "its process is gone without a word; run the same command to resume",
+    "killed": "its process is gone without a word",
 }
 
 
@@ -178,7 +178,9 @@ class RunObserver:
             self._records.skip()
         elif first:
             self._records.know(newest.restored_step)  # an earlier process has told of them
-        return [*([] if known else self._of_records(self._records.follow())), *found, *self._of_state(status, known)]
+        saved = bool(report and report.saved_step is not None)
+        ends = self._of_state(status, saved, known)
+        return [*([] if known else self._of_records(self._records.follow())), *found, *ends]
 
     def _age(self) -> float | None:
         """Returns the seconds since the last news by the timer of this process; clocks may be set, or be another's."""
@@ -188,7 +190,7 @@ class RunObserver:
             self._written, self._since = written, now - age
         return now - self._since if written else None
 
-    def _of_state(self, status: RunStatus, known: bool) -> list[Alert]:
+    def _of_state(self, status: RunStatus, saved: bool, known: bool) -> list[Alert]:
         state = status.state
         if state == "unknown":  # no report can be read at the moment
             return []
@@ -205,6 +207,8 @@ class RunObserver:
         if state in ENDED:
             tells = state in ("failed", "preempted", "pruned") and status.detail
             sentence = status.detail if tells else "; ".join(filter(None, [_SENTENCES[state], status.detail]))
+            if state == "killed":
+                sentence += f"; run the same command to {'resume' if saved else 'begin again: nothing was saved yet'}"
             if self._missed and self._process is not None:
                 missed = join_names(sorted(map(str, self._missed)))
                 sentence += f"; no metric of --alert_when was reported for {missed}"

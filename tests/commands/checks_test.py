@@ -149,6 +149,17 @@ def test_records_twice_and_tensors_of_another_checkpoint_are_differences(results
     assert bias.one.startswith("[0] ") and re.search(r" now, \d+ of 3 elements differ$", bias.text("then", "now"))
 
 
+def test_times_are_not_compared_and_what_has_time_in_its_name_is(results, folder, tmp_path):
+    one, other = (shutil.copytree(folder / "replicas" / "replicas_1", tmp_path / name) for name in ("one", "other"))
+    for path, number in ((one, 1), (other, 2)):
+        report = json.loads((path / "run.json").read_text())
+        names = ("timesteps", "second_moment", "time", "steps_per_second", "share_of_peak")
+        report["metrics"]["train"] |= {name: number for name in names}
+        (path / "run.json").write_text(json.dumps(report))
+    found = [each.where.rpartition(" ")[2] for each in compare(one, other).differences]
+    assert sorted(found) == ["second_moment", "time", "timesteps"]
+
+
 def test_a_missing_record_is_no_matter_of_the_training(results, folder, tmp_path, capsys):
     whole = folder / "replicas" / "replicas_1"
     other = shutil.copytree(whole, tmp_path / "other")
@@ -175,6 +186,7 @@ BAD = {
     "no such program": (["check", "resume", "--", "/no/such"], "'/no/such' cannot be started: No such file"),
     "bad number": (["check", "resume", "--kills=x", *COMMAND], "argument --kills: invalid int value: 'x'"),
     "unknown tool": (["chekc"], "invalid choice: 'chekc'"),
+    "unknown option": (["check", "resume", "--x=1"], "arguments: --x=1 (see python -m looplib check resume --help)"),
 }  # fmt: skip
 
 

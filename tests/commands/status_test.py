@@ -120,6 +120,14 @@ def test_the_time_left_has_evaluations_saves_and_actions_in_it(tmp_path):
     assert status.read_status(str(tmp_path)).left == 840  # a second a step
 
 
+def test_a_value_that_is_not_finite_is_told_as_such(tmp_path):
+    (tmp_path / "run.json").write_text('{"status": "done"}')
+    record = {"step": 3, "split": "train", "loss": None, "score": 2.5}  # NaN or infinity
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    ((_, line),) = table(tmp_path).values()
+    assert line.endswith("ago  loss not finite, score 2.5")
+
+
 def test_each_run_is_shown_with_how_it_ended(runs):
     _, _, rows = runs
     assert rows["early"][0] == "failed" and "it ended before it trained" in rows["early"][1]

@@ -64,7 +64,8 @@ def _of_the_end(run: Run) -> Iterator[Remark]:
     elif run.status == "preempted":
         yield Remark("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
     elif run.status == "killed":
-        yield Remark("bad", f"The run was killed{at} or later.", "Run the same command to continue.")
+        again = "continue" if run.checkpoints else "begin again: nothing was saved yet"
+        yield Remark("bad", f"The run was killed{at} or later.", f"Run the same command to {again}.")
     elif run.status in ("starting", "running", "silent"):
         text = f"The run had not ended when this page was written; its last report is of step {run.step or 0:,}."
         silent = "It has reported nothing for long; python -m looplib status names its process."

@@ -182,6 +182,19 @@ def test_what_had_ended_before_the_first_look_is_no_news_and_a_new_start_is(tmp_
     assert observer.look() == []
 
 
+def test_a_kill_is_told_with_whether_the_run_can_be_resumed(tmp_path):
+    for name, saved, advice in (
+        ("new", {}, "begin again: nothing was saved yet"),
+        ("saved", {"saved_step": 3}, "resume"),
+    ):
+        with subprocess.Popen(["true"]) as gone:
+            gone.wait()
+        write(tmp_path / name, "running", process={"pid": gone.pid}, **saved)
+        observer = RunObserver(str(tmp_path / name), process=gone.pid)
+        (alert,) = [*observer.look(), *observer.look()]
+        assert alert.sentence == f"its process is gone without a word; run the same command to {advice}"
+
+
 def test_clocks_that_are_set_make_no_run_silent_and_hide_no_silence(tmp_path, monkeypatch):
     run, clock = tmp_path / "run", {"time": time.time(), "monotonic": time.monotonic()}
     for name in clock:
