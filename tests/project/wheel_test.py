@@ -134,6 +134,20 @@ def test_a_release_with_changes_that_are_not_committed_is_refused(repository):
     assert not run("git", "tag", cwd=repository)
 
 
+def test_the_links_of_the_published_readme_lead_to_the_files_of_the_tag(tmp_path):
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    (step,) = (step for step in jobs["build"]["steps"] if "README.md" in step.get("run", ""))
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text)
+    known = {"SERVER_URL": "https://host.example", "REPOSITORY": "own/er", "REF_NAME": "v7.8.9"}
+    run("bash", "-e", "-c", step["run"], cwd=tmp_path, env={f"GITHUB_{name}": value for name, value in known.items()})
+    found, links = (tmp_path / "README.md").read_text(), r"\]\(([^)\s]+)\)"
+    assert "![" in found and all(link.startswith("https://") for link in re.findall(links, found))
+    assert "(https://host.example/own/er/blob/v7.8.9/docs/gpu.md#what-was-tested)" in found
+    assert re.findall(r"!\[[^]]*\]\((\S+)\)", found) == ["https://host.example/own/er/raw/v7.8.9/docs/report/kills.png"]
+    assert re.sub(r"https://host\.example/own/er/(raw|blob)/v7\.8\.9/", "", found) == text
+
+
 def test_a_tag_is_published_only_after_all_tests():
     """The host of the project runs this file; here it is read."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
