@@ -344,6 +344,7 @@ class Evaluator(abc.ABC):
       global_batch_size: int, examples of a step over all replicas; None takes the controller's.
       batches: "per_replica" or "global", see `Trainer`.
       uneven_parts: bool, see `Trainer`.
+      predicts_only: bool, whether there is no data to evaluate on, so that an evaluation is refused. Default False.
       global_step: int64 scalar `tf.Variable`, the training steps that the weights have seen; set by the `Controller`.
       averages: `looplib.WeightAverages` of the trainer, under its attribute name; if set, the evaluation runs on the
         averaged weights. None by default.
@@ -362,6 +363,7 @@ class Evaluator(abc.ABC):
     global_batch_size: int | None = None
     batches: str = "per_replica"
     uneven_parts: bool = False
+    predicts_only: bool = False
     global_step: tf.Variable = _LATER
     averages: WeightAverages | None = None
     step_method: ClassVar[str] = "step_fn"  # as in a trainer
