@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
-from looplib.compat.tensorflow import not_converted
+from looplib.compat.tensorflow import DatasetLike, not_converted
 from looplib.data.context import InputContext
 from looplib.errors import ExportError, StepError
 from looplib.task.actions import Event
@@ -192,7 +192,7 @@ class Trainer(abc.ABC):
     step_method: ClassVar[str] = "step_fn"  # what a subclass defines, for messages
 
     @abc.abstractmethod
-    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> DatasetLike:
         """Returns the training data of one input pipeline.
 
         Args:
@@ -373,7 +373,7 @@ class Evaluator(abc.ABC):
             self.model = model
 
     @abc.abstractmethod
-    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> DatasetLike:
         """Returns the evaluation data of one input pipeline.
 
         Args:
@@ -406,7 +406,7 @@ class Evaluator(abc.ABC):
         """
         return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
 
-    def predict_dataset(self, context: InputContext) -> tf.data.Dataset:
+    def predict_dataset(self, context: InputContext) -> DatasetLike:
         """Returns the data to predict for, such as new rows without labels; by default that of `dataset`.
 
         Args:
