@@ -59,12 +59,13 @@ class NewRows:
 
     def _check_column(self, x: Any) -> None:
         """Raises `UsageError` for rows, by their spec, without the column of ids."""
-        if not isinstance(x, Mapping) or self._id not in x:
-            found = join_names([repr(name) for name in x]) if isinstance(x, Mapping) else "no columns"
+        columns = x if isinstance(x, Mapping) else {}
+        if self._id not in columns:
+            found = join_names([repr(name) for name in columns]) or "no columns"
             raise DatasetError(
                 f"predict_ids is {self._id!r}, and the rows have {found}; expected a dict of columns with this key"
             )
-        _check_ids(x[self._id])
+        _check_ids(columns[self._id])
 
     def _add(self, ids: Any) -> None:
         """Adds an array of ids to arrays."""
@@ -185,9 +186,8 @@ class Predictor:
     @tf.autograph.experimental.do_not_convert
     def _on_replica(self, inputs: Any) -> tuple[tf.Tensor, Any]:
         """Returns whether the replica has rows, and the outputs for them."""
-        if isinstance(inputs, Share):
-            return inputs.examples > 0, self._rows.predict_step(inputs.inputs)
-        return tf.constant(True), self._rows.predict_step(inputs)
+        share = inputs if isinstance(inputs, Share) else Share(inputs, tf.constant(1), tf.constant(1))
+        return share.examples > 0, self._rows.predict_step(share.inputs)
 
     def predict(self, x: Any, loops: Loops | None, batch_size: int | None, steps: int | None) -> Any:
         """Returns the outputs for all rows, in their order, as numpy arrays in the structure of the model's outputs.
@@ -208,14 +208,13 @@ class Predictor:
         if stream.properties.infinite and steps is None:
             raise EndlessDataError(f"{_ENDLESS}, or give steps")
         taken: list[list[tf.Tensor]] = []
-        structure = None
-        iterator, limit = stream.iterate(), -1 if steps is None else steps
+        iterator, done = stream.iterate(), 0
         try:
             with loops.borrowing() if loops else contextlib.nullcontext():
                 call = self._on_replicas if config.loop == "eager" else self._function(stream.element_spec)
-                while limit and stream.has_value(batch := stream.next_as_optional(iterator)):
+                while done != steps and stream.has_value(batch := stream.next_as_optional(iterator)):
                     found = call(stream.get_value(batch))
-                    structure, limit = found[1], limit - 1
+                    done += 1
                     each = zip(*(self._strategy.experimental_local_results(part) for part in tf.nest.flatten(found)))
                     taken += [of for has, *of in Workers(self._strategy).gather_tensors(list(each)) if has]
                     if loops:
@@ -225,7 +224,7 @@ class Predictor:
             self._rows = None
         if not taken:
             raise EmptyDataError(_NO_ROWS)
-        return tf.nest.pack_sequence_as(structure, [_joined(parts) for parts in zip(*taken)])
+        return tf.nest.pack_sequence_as(found[1], [_joined(parts) for parts in zip(*taken)])
 
     def _function(self, batches: Any) -> Callable[[Any], Any]:
         """Returns the function of the batches of all replicas, by their specs; it is traced once for each."""
