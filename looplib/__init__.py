@@ -94,7 +94,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES or (name in _MODULES and name != "errors"):  # which all rooms import, the one of TensorFlow too
+    if name in _HOMES or name in _MODULES:
         from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)

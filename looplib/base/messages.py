@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from looplib import errors
+import looplib.errors as errors
 from looplib.errors import SettingError
 from looplib.masks import masked_text
 

@@ -129,7 +129,7 @@ class Session:
             self.end(preempted(error))
         elif isinstance(error, UsageError):
             logging.debug("where it was raised:", exc_info=error)
-            kept = isinstance(error, DataError) and self.controller and self.controller.latest_checkpoint
+            kept = isinstance(error, DataError) and self._trains and self.controller.latest_checkpoint
             advice = f"; after that, the same command resumes from {kept}" if kept else ""
             self.end(failed(f"{error}{advice}", f"{error.line}{advice}"))
         elif isinstance(error, Exception):  # other ends, such as a `SystemExit` of the program's own, pass through
@@ -144,6 +144,11 @@ class Session:
     def page(self) -> str:
         """The path of the page that the run has written; "" if there is none."""
         return self.controller.report.page.path if self.controller else ""
+
+    @property
+    def _trains(self) -> bool:
+        """Whether there is a controller that trains, so that its checkpoints are this run's."""
+        return self.controller is not None and "train" in self.controller.loops
 
     def close(self, status: str, sentence: str = "") -> None:
         """Closes the controller and writes the report; an error is only logged."""
@@ -210,10 +215,10 @@ class Session:
                 tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
             except UsageError as refusal:
                 return failed(str(refusal), refusal.line)
-        if kept:
-            return broken(error, place, f"run the same command to resume from {kept}")
-        advice = "no checkpoint was saved" if self.controller else "then run the same command again"
-        return broken(error, place, advice)
+        if self._trains:
+            advice = f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
+            return broken(error, place, advice)
+        return broken(error, place, "then run the same command again")
 
 
 def _where(controller: Controller) -> str:

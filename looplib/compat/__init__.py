@@ -13,12 +13,12 @@ Names that other rooms may use, by file:
     patches: alone, Collectives, collectives, recompute, synchronize, weighs_collectives
     places: called, graphs_called, is_installed, is_of_keras, is_ours, line_of, needed, Ops, place_of,
         place_of_function, place_of_start
-    tensorflow: concatenated, converted, depends_on_inputs, depends_on_values, functions_in, graphs_called_by,
-        growing_array, identity_of, is_across_replicas, is_by_element, is_late_variable, is_merge_in_branch,
-        is_merge_of_some, is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla, leaves_no_trace,
-        lengths_of_a_wrong_epoch, log_errors_only, log_once, log_warnings_only, lost_server, message_without_op,
-        name_of, name_of_variable, nodes_in, not_converted, object_graph, OBJECT_GRAPH_KEY, python_state_key,
-        RANDOM_OPS, repeated_seeds, ReplicaLocal, stages_of_iterator_state, started, stateful_ops_of_maps, updated_by,
-        variable_key, why_restored_wrongly, worker_devices
+    tensorflow: concatenated, converted, DatasetLike, depends_on_inputs, depends_on_values, functions_in,
+        graphs_called_by, growing_array, identity_of, is_across_replicas, is_by_element, is_late_variable,
+        is_merge_in_branch, is_merge_of_some, is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla,
+        leaves_no_trace, lengths_of_a_wrong_epoch, log_errors_only, log_once, log_warnings_only, lost_server,
+        message_without_op, name_of, name_of_variable, nodes_in, not_converted, object_graph, OBJECT_GRAPH_KEY,
+        python_state_key, RANDOM_OPS, repeated_seeds, ReplicaLocal, stages_of_iterator_state, started,
+        stateful_ops_of_maps, TensorLike, updated_by, variable_key, why_restored_wrongly, worker_devices
     versions: none
 """

@@ -22,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from looplib.base.messages import gist
 from looplib.compat import versions
@@ -55,6 +55,25 @@ _STRATEGIES = {
     "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
 }
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
+
+# To type checkers, all of TensorFlow is `Any`. These tell its tensors and data sets from what is none.
+
+
+class TensorLike(Protocol):
+    """A `tf.Tensor`, for type checkers."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of its elements."""
+
+
+class DatasetLike(Protocol):
+    """A `tf.data.Dataset`, for type checkers."""
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of its elements."""
+
 
 # The start of TensorFlow's devices.
 

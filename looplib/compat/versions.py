@@ -17,10 +17,16 @@ from looplib.errors import VersionError
 # The known versions of TensorFlow, each with the oldest Keras 3 that it requires.
 _OLDEST_KERAS = {(2, 20): (3, 10), (2, 21): (3, 12), (2, 22): (3, 12)}
 _NEWEST, _NEWEST_KERAS, _NEWEST_TF_KERAS = max(_OLDEST_KERAS), (3, 15), (2, 21)
-KNOWN = "2.20, 2.21 and 2.22"  # versions of TensorFlow
-KNOWN_KERAS = "3.10 to 3.15"
 _SYSTEMS = {("Linux", "x86_64"), ("Linux", "aarch64"), ("Darwin", "arm64"), ("Windows", "AMD64")}  # with wheels
 _PYTHONS = "Python 3.10 to 3.13, and 3.14 from TensorFlow 2.22 on"
+
+
+def _text(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+KNOWN = ", ".join(map(_text, _OLDEST_KERAS))  # versions of TensorFlow
+KNOWN_KERAS = f"{_text(min(_OLDEST_KERAS.values()))} to {_text(_NEWEST_KERAS)}"
 
 
 def not_installed() -> VersionError:
@@ -92,10 +98,6 @@ def _numbers(version: str) -> tuple[int, int]:
     """Returns the first two numbers of a version; a text without them counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
-
-
-def _text(numbers: tuple[int, int]) -> str:
-    return ".".join(map(str, numbers))
 
 
 def _warn(package: str, version: str, known: str) -> None:

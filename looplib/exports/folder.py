@@ -376,7 +376,8 @@ class PredictionFolder:
             return decode(Index, index, strict=True)
         except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError) as error:
             raise PredictionError(
-                f"{self._index} cannot be read ({gist(error)}); remove {self._shown}, or name another --predictions"
+                f"{self._index} cannot be read ({gist(error)}); remove {self._shown}, or name another directory "
+                "(--predictions)"
             ) from error
 
     def _others(self) -> list[str]:
@@ -405,7 +406,7 @@ class PredictionFolder:
             changes = ", ".join(f"{name} was {earlier[name]!r:.80} and is {now[name]!r:.80}" for name in different)
             raise PredictionError(
                 f"the predictions in {self.path} were begun with another source ({changes}); remove "
-                f"{self._shown}, or name another --predictions"
+                f"{self._shown}, or name another directory (--predictions)"
             )
         self._source = source
         folders.remove_unfinished(self.path, 0.0)  # of processes that are gone, as this one has the folder
@@ -455,7 +456,7 @@ class PredictionFolder:
     def _refuse(self) -> None:
         raise PredictionError(
             f"the data set is not the one that the predictions in {self.path} were begun with: its examples differ "
-            f"at record {self.finished.records}; remove {self._shown}, or name another --predictions"
+            f"at record {self.finished.records}; remove {self._shown}, or name another directory (--predictions)"
         )
 
     def _write_piece(self) -> None:
@@ -488,5 +489,5 @@ def _name(number: int, kind: str) -> str:
 
 def unwritable(path: str, error: Exception) -> UsageError:
     """Returns the error of a folder of predictions that cannot be written."""
-    what = with_cure(error, "name another --predictions")
+    what = with_cure(error, "name another directory (--predictions)")
     return PredictionError(f"the predictions cannot be written to {path}: {what}; then run the same command again")

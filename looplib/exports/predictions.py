@@ -128,7 +128,7 @@ def _checksums(inputs: Any, size: tf.Tensor) -> tf.Tensor:
     return tf.zeros([size], tf.int64) if found is None else found
 
 
-_LOCKED = LockKind("directory of predictions", "name another --predictions", "_lock")
+_LOCKED = LockKind("directory of predictions", "name another directory (--predictions)", "_lock")
 
 
 def predict(

@@ -90,12 +90,17 @@ def _refuse_without_targets(model: Any, batch: Any) -> None:
 
 def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.experimental.ConcreteFunction:
     """Traces a step on all replicas, for batches like the data's."""
-    strategy = model.distribute_strategy
-    spec = data.spec(strategy.num_replicas_in_sync)
+    spec = data.spec(model.distribute_strategy.num_replicas_in_sync)
     _refuse_without_targets(model, spec)
     _keras.check_stateful_batch(
         model, next((part.shape[0] for part in tf.nest.flatten(spec) if part is not None), None)
     )
+    return trace(model, step, spec)
+
+
+def trace(model: Any, step: Callable[[Any], Any], spec: Any) -> tf.types.experimental.ConcreteFunction:
+    """Traces a step of a model on all replicas, for batches of a spec."""
+    strategy = model.distribute_strategy
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(batch: Any) -> None:

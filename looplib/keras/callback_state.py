@@ -11,6 +11,7 @@ from absl import logging
 from looplib.base import orders
 from looplib.compat import keras
 from looplib.errors import CallbackError
+from looplib.run.metric_names import known_mode
 from looplib.task.actions import warn_of_unused_memories
 from looplib.task.plain import as_json
 
@@ -45,6 +46,17 @@ def writes_models(callback: Any) -> bool:
 def restores_best(callback: Any) -> bool:
     """Returns whether a callback is an `EarlyStopping` that gives the model its best weights at the end."""
     return _class_of_keras(callback, ("EarlyStopping",)) is not None and bool(callback.restore_best_weights)
+
+
+def watched(callback: Any) -> str:
+    """Returns the `Action.watched` of a callback that finds the best value of a metric of "eval"; "" for any other."""
+    held, kind = vars(callback), _class_of_keras(callback, ("EarlyStopping", "ReduceLROnPlateau", "ModelCheckpoint"))
+    if kind is None or not held.get("save_best_only", True) or not callback.monitor.startswith("val_"):
+        return ""
+    metric = f"eval/{callback.monitor.removeprefix('val_')}"
+    modes = {"min": "min", "max": "max", "less": "min", "greater": "max"}
+    mode = modes.get(held.get("mode")) or modes.get(_better(held)) or known_mode(metric)
+    return f"{mode}:{metric}" if mode else ""
 
 
 def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tuple[list[Any], dict[str, str]]:
@@ -304,12 +316,16 @@ class Memories:
                 )
 
 
+def _better(held: Mapping[str, Any]) -> str | None:
+    """Returns the name of the comparison among the attributes of a callback, which tf_keras has in place of a mode."""
+    return getattr(held.get("monitor_op"), "__name__", None)
+
+
 def _name(callback: Any) -> str:
     """Returns what a callback is, watches and writes."""
     held = vars(callback)
     file = os.path.basename(callback.filepath) if writes_models(callback) else None
-    better = getattr(held.get("monitor_op"), "__name__", None)  # in place of a mode in tf_keras
-    known = (held.get("monitor"), held.get("mode", better), file, held.get("name"))
+    known = (held.get("monitor"), held.get("mode", _better(held)), file, held.get("name"))
     return f"{type(callback).__name__}({', '.join(one for one in known if isinstance(one, str))})"
 
 

@@ -145,6 +145,7 @@ class KerasCallbacks(Action):
             self._callbacks = [self._to_nowhere(callback) for callback in self._callbacks]
         for callback in self._callbacks:
             callback.set_model(model)
+        self.watched = next(filter(None, map(callback_state.watched, self._callbacks)), "")
         self._trains = False
         self._loaded: dict[str, Any] | None = None  # the state of a checkpoint, until the training begins
         self._kept: dict[str, Any] | None = None  # the state at the end of a training, for a later one

@@ -119,6 +119,11 @@ class KerasData:
         """The number of examples of arrays or of a numbered source; None for batches."""
         return self._length if self.is_of_examples else None
 
+    @property
+    def cardinality(self) -> int:
+        """The number of examples or batches, as tf.data says it."""
+        return self._length if self.is_of_examples else int(self._made().cardinality())
+
     def checksum(self) -> str:
         """Returns a checksum of arrays; "" for other data."""
         return checksum_of(map(np.asarray, tf.nest.flatten(self._arrays))) if self.is_arrays else ""
@@ -200,11 +205,15 @@ class KerasData:
                 "sizes vary on purpose, set trainer.batch_size_varies = True"
             )
 
-    def evaluation(self, context: InputContext) -> tf.data.Dataset:
-        """Returns the data, once."""
+    def evaluation(self, context: InputContext, resident: bool = True) -> tf.data.Dataset:
+        """Returns the data, once; `resident` says whether arrays may stay on the device, where a step gathers rows."""
         if self._examples is not None:
             return self._mapped(self._of_examples(context, False))
-        return self._rows(context, False) if self.is_arrays else self._dataset()
+        return self._rows(context, False, resident) if self.is_arrays else self._dataset()
+
+    def add_part(self, array: Any) -> None:
+        """Adds an array of a row for each example to arrays, such as ids."""
+        self._arrays += (rows.as_arrays(array, self._float_type),)
 
     @property
     def _rows_given(self) -> Any:
@@ -212,10 +221,10 @@ class KerasData:
         alone = len(self._arrays) == 1 and not isinstance(self._arrays[0], (list, tuple))  # which would be x and y
         return self._arrays[0] if alone else self._arrays
 
-    def _rows(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
+    def _rows(self, context: InputContext, shuffle: bool, resident: bool = True) -> tf.data.Dataset:
         arrays = self._rows_given
         flat = tf.nest.flatten(arrays)
-        dense = all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in flat)
+        dense = resident and all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in flat)
         if self._preprocess is None and dense and sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES:
             return context.resident(arrays, shuffle=shuffle, whole_epochs=True)
         get = [rows.getter(array) for array in flat]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from looplib.base.messages import shown, whole_number
 from looplib.compat import keras as _keras
 from looplib.compat import patches
-from looplib.compat.tensorflow import converted, not_converted
+from looplib.compat.tensorflow import not_converted
 from looplib.data.context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.keras import means, rows
@@ -18,7 +18,7 @@ from looplib.keras.building import build
 from looplib.keras.callbacks import KerasCallbacks
 from looplib.keras.data import KerasData
 from looplib.keras.losses import part_of_batch
-from looplib.keras.new_rows import NewRows, named
+from looplib.keras.new_rows import NewRows, Predictor, check
 from looplib.keras.results import BatchLogs, KerasResults
 from looplib.loop.loops import loops_of
 from looplib.task.state import state_of_model, variables_of
@@ -100,10 +100,7 @@ class KerasTrainer(Adapter, Trainer):
         per_replica: bool = False,
         **others: Any,
     ) -> None:
-        if others:
-            name = next(iter(others))
-            cure = _ELSEWHERE.get(name, "leave it out: docs/from_keras_differences.md says what differs from fit")
-            raise SettingError(f"KerasTrainer got {name}={shown(others[name])}, which it does not take; {cure}")
+        _refuse("KerasTrainer", others)
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
             found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
             raise ModelError(f"KerasTrainer got {found}; expected a Keras model after model.compile(optimizer, loss)")
@@ -132,12 +129,15 @@ class KerasTrainer(Adapter, Trainer):
         held = {id(variable) for _, variable in variables_of(state_of_model(model))}
         self.callback_state = [one for one in _keras.untracked_variables(callbacks) if id(one) not in held]
         self._keras_results = KerasResults(model, "train_step", self._keras_batch_logs)
+        self._keras_predictor = Predictor(model)
 
     def evaluator(
         self, x: Any = None, y: Any = None, sample_weight: Any = None, *, predict_data: Any = None,
         predict_ids: Any = None,
     ) -> "KerasEvaluator":  # fmt: skip
         """Returns an evaluator of the model with its compiled loss and metrics.
+
+        With `predict_data` alone, it can only predict.
 
         Args:
           x: as for the trainer; default the trainer's `validation_data`.
@@ -149,21 +149,27 @@ class KerasTrainer(Adapter, Trainer):
             as "id"; or the key of a dict of columns, which the model then does not get.
 
         Raises:
-          UsageError: without data, or for data that does not fit together.
+          UsageError: without data, or for data that does not fit together or to the model.
         """
-        if x is None and self._keras_validation is None:
+        if x is None and self._keras_validation is None and predict_data is None:
             raise DatasetError(
-                "KerasTrainer.evaluator() has no data; give it x and y, or give the trainer validation_data"
+                "KerasTrainer.evaluator() has no data; give it x and y, or give the trainer validation_data, or give "
+                "predict_data to predict alone"
             )
         if predict_data is None and predict_ids is not None:
             raise DatasetError("KerasTrainer.evaluator() got predict_ids without predict_data; give both")
-        data = _as_arguments(self._keras_validation) if x is None else (x, y, sample_weight)
-        if predict_data is None:
-            return KerasEvaluator(self.model, *data, uneven_parts=self.uneven_parts)
-        new_rows = NewRows(self.model, predict_data, predict_ids)
-        return KerasPredictor(self.model, *data, uneven_parts=self.uneven_parts, new_rows=new_rows)
+        data = (x, y, sample_weight)
+        if x is None and self._keras_validation is not None:
+            data = _as_arguments(self._keras_validation)
+        new_rows = None
+        if predict_data is not None:
+            new_rows = NewRows(self.model, predict_data, predict_ids)
+            check(new_rows)
+        return KerasEvaluator(self.model, *data, uneven_parts=self.uneven_parts, new_rows=new_rows)
 
-    def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
+    def predict(
+        self, x: Any, *, batch_size: int | None = None, verbose: Any = 0, steps: int | None = None, **others: Any
+    ) -> Any:
         """Returns what the model predicts for all rows, in their order: numpy arrays, as `model.predict` does.
 
         The batch size, the replicas and the state of normalizations are those of an evaluation of the training.
@@ -172,13 +178,19 @@ class KerasTrainer(Adapter, Trainer):
           x: inputs, as for the trainer; targets beside them in a data set are not used.
           batch_size: examples of a step over all replicas; default that of the controller, or 32 for each
             replica where there is none.
+          verbose: as in Keras; nothing is shown in any case.
+          steps: how many batches; default all.
+          **others: refused.
 
         Raises:
-          UsageError: for data that does not fit together, or outputs that make no arrays.
+          UsageError: for data that does not fit together or to the model, or outputs that make no arrays.
         """
-        if batch_size is not None:
-            whole_number("batch_size", batch_size)
-        return NewRows(self.model, x).predict(loops_of(self), batch_size)
+        del verbose
+        _refuse("KerasTrainer.predict", others)
+        for name, value in (("batch_size", batch_size), ("steps", steps)):
+            if value is not None:
+                whole_number(name, value)
+        return self._keras_predictor.predict(x, loops_of(self), batch_size, steps)
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:
@@ -227,21 +239,27 @@ class KerasEvaluator(Evaluator):
 
     Args:
       model: the compiled model.
-      x: as for `KerasTrainer`, and so are the others.
+      x: as for `KerasTrainer`, and so are the others; None for an evaluator that only predicts.
       y: the targets.
       sample_weight: the weights of the examples.
       uneven_parts: see `Trainer`.
+      new_rows: what it predicts for; None for the data that it evaluates on.
     """
 
     batches = "global"
 
     def __init__(
-        self, model: Any, x: Any, y: Any = None, sample_weight: Any = None, *, uneven_parts: bool = False
-    ) -> None:
+        self, model: Any, x: Any, y: Any = None, sample_weight: Any = None, *, uneven_parts: bool = False,
+        new_rows: NewRows | None = None,
+    ) -> None:  # fmt: skip
         _keras.refuse_limits(model)
-        self.model, self.uneven_parts = model, uneven_parts
-        self._keras_data = KerasData(model, x, y, sample_weight, None)
-        build(model, self._keras_data, trains=False)
+        self.model, self.uneven_parts, self.predicts_only = model, uneven_parts, x is None
+        if x is None:
+            self._keras_data = new_rows.data
+        else:
+            self._keras_data = KerasData(model, x, y, sample_weight, None)
+            build(model, self._keras_data, trains=False)
+        self._keras_rows = new_rows or NewRows(model, self._keras_data)
         self.metrics, self._keras_results = list(model.metrics), KerasResults(model, "test_step")
 
     @property
@@ -256,17 +274,23 @@ class KerasEvaluator(Evaluator):
     @not_converted
     def step_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`."""
+        if self.predicts_only:
+            return {}
         with part_of_batch():
             return self._keras_results.of_step(self._keras_data.whole(inputs))
+
+    def predict_dataset(self, context: InputContext) -> tf.data.Dataset:
+        """See `Evaluator`."""
+        return self._keras_rows.data.evaluation(context)
 
     @not_converted
     def predict_fn(self, inputs: Any, /) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
-        return named(converted(self.model.predict_step)(self._keras_data.whole(inputs)))
+        return self._keras_rows.predict_fn(inputs)
 
     def predict_checksum(self) -> str:
         """See `Evaluator`."""
-        return self._keras_data.checksum()
+        return self._keras_rows.data.checksum()
 
     def export(self) -> Exported:
         """See `Evaluator`; of a `Distiller`, its student."""
@@ -283,31 +307,11 @@ class KerasEvaluator(Evaluator):
         return self._keras_results.finished(metrics)
 
 
-class KerasPredictor(KerasEvaluator):
-    """A `KerasEvaluator` that predicts for other data than it evaluates on.
-
-    Args:
-      *arguments: those of `KerasEvaluator`.
-      new_rows: what it predicts for.
-      **settings: those of `KerasEvaluator`.
-    """
-
-    def __init__(self, *arguments: Any, new_rows: NewRows, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._keras_new_rows = new_rows
-
-    def predict_dataset(self, context: InputContext) -> tf.data.Dataset:
-        """See `Evaluator`."""
-        return self._keras_new_rows.dataset(context)
-
-    def predict_checksum(self) -> str:
-        """See `Evaluator`."""
-        return self._keras_new_rows.predict_checksum()
-
-    @tf.autograph.experimental.do_not_convert
-    def predict_fn(self, inputs: Any) -> dict[str, Any]:
-        """See `Evaluator`."""
-        return self._keras_new_rows.predict_fn(inputs)
+def _refuse(who: str, others: Mapping[str, Any]) -> None:
+    """Raises `UsageError` for arguments that `who` does not take."""
+    for name, value in others.items():
+        cure = _ELSEWHERE.get(name, "leave it out: docs/from_keras_differences.md says what differs from Keras")
+        raise SettingError(f"{who} got {name}={shown(value)}, which it does not take; {cure}")
 
 
 def _as_arguments(data: Any) -> tuple:

@@ -52,7 +52,7 @@ class Loops:
     ) -> None:
         self.config, self.strategy = config, strategy
         self._clock, self._left_out = clock, left_out
-        self.global_step, self._evaluated = collectives.outside(
+        self.global_step, self.evaluated = collectives.outside(
             lambda: [
                 tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
                 for name in ("global_step", "evaluated_steps")
@@ -64,7 +64,7 @@ class Loops:
         self.step = 0  # what the controller has counted, or restored
         self.borrower = ""  # the evaluator that has the training's variables now
         self.half_updated = False  # whether a step has failed, which may have updated only a part of the variables
-        self._borrowings: weakref.WeakKeyDictionary[Loop, BorrowedState] = weakref.WeakKeyDictionary()
+        self._borrowings: weakref.WeakKeyDictionary[Loop | Loops, BorrowedState] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
     def build(
@@ -108,7 +108,7 @@ class Loops:
                 additions=tuple(action for action in actions if isinstance(action, StepAddition)),
             )
         for name, task in evaluators.items():
-            self.evaluations[name] = make_loop(name, task, counter=self._evaluated)
+            self.evaluations[name] = make_loop(name, task, counter=self.evaluated)
 
     def _specification(self, split: str, task: Trainer | Evaluator, **others: Any) -> Specification:
         config = self.config
@@ -124,7 +124,7 @@ class Loops:
 
     def prediction_loop(self, name: str, task: Evaluator, start_step: int) -> TaskLoop:
         """Returns a new loop that predicts from `start_step` on by a named evaluator, for the caller to close."""
-        return TaskLoop(self._specification(name, task, start_step=start_step, counter=self._evaluated))
+        return TaskLoop(self._specification(name, task, start_step=start_step, counter=self.evaluated))
 
     def attach(self, task: Trainer | Evaluator) -> None:
         """Sets the attributes of the run on a task, again before each use: another controller may have set its own."""
@@ -291,7 +291,7 @@ class Loops:
     def progress(self) -> tuple[int, int, list[float]]:
         """Returns the global step and other numbers; at least one changes while a loop makes progress."""
         within = [loop.progress() for loop in self.by_name.values()]
-        return int(self.global_step), int(self._evaluated), within
+        return int(self.global_step), int(self.evaluated), within
 
     def evaluate(self, name: str, steps: int) -> dict[str, float] | None:
         """Runs an evaluator for some steps, -1 for all data; returns its metrics, None if a signal ended it.
@@ -318,16 +318,17 @@ class Loops:
         raise task_loop.no_batch(name, loop.who)
 
     @contextlib.contextmanager
-    def borrowing(self, loop: Loop) -> Iterator[None]:
-        """Returns a context manager for an evaluation or a prediction, see `BorrowedState`."""
+    def borrowing(self, loop: Loop | None = None) -> Iterator[None]:
+        """Returns a context manager for an evaluation or a prediction, see `BorrowedState`; None for one by no loop."""
         if self.training is None:
             yield
             return
-        if loop not in self._borrowings or self._borrowings[loop].step is not self.training.traced:
-            self._borrowings[loop] = BorrowedState(self.strategy, self.training, loop)
-        before, self.borrower = self.borrower, loop.who
+        key = loop or self
+        if key not in self._borrowings or self._borrowings[key].step is not self.training.traced:
+            self._borrowings[key] = BorrowedState(self.strategy, self.training, loop)
+        before, self.borrower = self.borrower, (loop or self.training).who
         try:
-            with self._borrowings[loop].borrowed():
+            with self._borrowings[key].borrowed():
                 yield
         finally:
             self.borrower = before
@@ -365,7 +366,7 @@ class BorrowedState:
     the traced steps use and update; where no step is traced, all of the trainer's that are no weights.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, training: Loop, evaluation: Loop) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, training: Loop, evaluation: Loop | None) -> None:
         self._workers, self.step = Workers(strategy), training.traced
         state = [
             (variable, strategy.experimental_local_results(variable))
@@ -382,9 +383,9 @@ class BorrowedState:
         differing = {_tf.identity_of(part): part for _, parts in self._differing for part in parts}
         updated = {key: part for key, part in evaluates.items() if key in trained}
         self._kept = list((differing | updated).values())
-        clear = evaluation.reducer.clear
+        clear = evaluation.reducer.clear if evaluation else lambda: None
         # TensorFlow warns of a step on replicas that is not traced.
-        self._clear = tf.function(clear, autograph=False) if several and evaluation.traced else clear
+        self._clear = tf.function(clear, autograph=False) if several and evaluation and evaluation.traced else clear
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -401,9 +402,12 @@ class BorrowedState:
             yield
 
 
-def _uses(strategy: tf.distribute.Strategy, loop: Loop, every: Iterable[tf.Variable]) -> tuple[_Variables, _Variables]:
+def _uses(
+    strategy: tf.distribute.Strategy, loop: Loop | None, every: Iterable[tf.Variable]
+) -> tuple[_Variables, _Variables]:
     """Returns the variables used by the step of a loop, and the subset that it may update."""
-    variables = loop.traced.variables if loop.traced else every
+    traced = loop.traced if loop else None
+    variables = traced.variables if traced else every
     used = {_tf.identity_of(part): part for one in variables for part in strategy.experimental_local_results(one)}
-    updated = _tf.updated_by(loop.traced.function) if loop.traced else used.keys()
+    updated = _tf.updated_by(traced.function) if traced else used.keys()
     return used, {key: part for key, part in used.items() if key in updated}

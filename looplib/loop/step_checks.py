@@ -41,14 +41,14 @@ class TracedValues:
     dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, which
     models the task holds, and which optimizers it and its layers hold. An attribute that the step itself assigns is
     left out, because it may count the traces; so is a symbolic tensor, which each trace assigns anew, such as the
-    quantized kernel that a wrapper gives its layer.
+    quantized kernel that a wrapper gives its layer. `others` are further methods that the step calls.
     """
 
-    def __init__(self, task: Any) -> None:
+    def __init__(self, task: Any, *others: str) -> None:
         self._values = [
             (holder, name, who, value, repr(value))  # the text, as a list may change in place
             for holder, who in _holders(task)
-            for name, value in _values_of(holder)
+            for name, value in _values_of(holder, others)
         ]
 
     def check(self, step_name: str) -> None:
@@ -78,9 +78,9 @@ def _holders(task: Any) -> Iterator[tuple[Any, str]]:
         yield layer, layer.name
 
 
-def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
+def _values_of(holder: Any, others: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yields the attributes of a task or layer that a traced step has read as constants."""
-    names = _read_by(type(holder))
+    names = _read_by(type(holder), others)
     if _keras.is_layer(holder):
         yield "trainable", holder.trainable
         names = [name for name in names if not name.startswith("_") and name != "trainable"]  # others are Keras's own
@@ -113,9 +113,9 @@ def _is_plain(value: Any) -> bool:
 
 
 @functools.cache
-def _read_by(kind: type) -> frozenset[str]:
+def _read_by(kind: type, others: tuple[str, ...]) -> frozenset[str]:
     """Returns the names of attributes that the code of a class's step reads, and does not assign itself."""
-    read, assigned, todo, seen = set(), set(), [*_ENTRIES], set()
+    read, assigned, todo, seen = set(), set(), [*_ENTRIES, *others], set()
     while todo:
         name = todo.pop()
         method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)

@@ -542,6 +542,12 @@ def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:
         )
     steps = whole_number("the number of evaluation steps", steps, or_all=True)
     for name, evaluation in evaluations.items():
+        if isinstance(evaluation.task, Evaluator) and evaluation.task.predicts_only:
+            raise MissingPartError(
+                f"the evaluator {name!r} has rows to predict for, and no data to evaluate on; give it some, such as "
+                "trainer.evaluator(x, y, predict_data=...) of a KerasTrainer, or train without an evaluation "
+                "(controller.train, --mode=train)"
+            )
         if steps == -1 and evaluation.endless:
             raise EndlessDataError(
                 f"the evaluation data set {name!r} never ends ({evaluation.who}.dataset is infinite), "

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from looplib import errors
+import looplib.errors as errors
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_UNKNOWN, CommandError, UsageError
 from looplib.masks import masked_text
 

@@ -12,7 +12,7 @@ from looplib.base.messages import join_names, whole_number
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
-from looplib.compat.tensorflow import converted, not_converted
+from looplib.compat.tensorflow import TensorLike, converted, not_converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
@@ -21,7 +21,7 @@ from looplib.task.learning_rates import learning_rate
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Exported, Trainer
 
-Loss = tf.Tensor | Reduction
+Loss = TensorLike | Reduction
 _START, _GROWS_AFTER = 2.0**15, 2000  # of the scale of the loss
 _SMALL = 1e-3  # the least norm of a unit's weights in adaptive clipping, so that zero weights can move
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
-from looplib.compat.tensorflow import not_converted
+from looplib.compat.tensorflow import DatasetLike, not_converted
 from looplib.data.context import InputContext
 from looplib.errors import ExportError, StepError
 from looplib.task.actions import Event
@@ -192,7 +192,7 @@ class Trainer(abc.ABC):
     step_method: ClassVar[str] = "step_fn"  # what a subclass defines, for messages
 
     @abc.abstractmethod
-    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> DatasetLike:
         """Returns the training data of one input pipeline.
 
         Args:
@@ -344,6 +344,7 @@ class Evaluator(abc.ABC):
       global_batch_size: int, examples of a step over all replicas; None takes the controller's.
       batches: "per_replica" or "global", see `Trainer`.
       uneven_parts: bool, see `Trainer`.
+      predicts_only: bool, whether there is no data to evaluate on, so that an evaluation is refused. Default False.
       global_step: int64 scalar `tf.Variable`, the training steps that the weights have seen; set by the `Controller`.
       averages: `looplib.WeightAverages` of the trainer, under its attribute name; if set, the evaluation runs on the
         averaged weights. None by default.
@@ -362,6 +363,7 @@ class Evaluator(abc.ABC):
     global_batch_size: int | None = None
     batches: str = "per_replica"
     uneven_parts: bool = False
+    predicts_only: bool = False
     global_step: tf.Variable = _LATER
     averages: WeightAverages | None = None
     step_method: ClassVar[str] = "step_fn"  # as in a trainer
@@ -371,7 +373,7 @@ class Evaluator(abc.ABC):
             self.model = model
 
     @abc.abstractmethod
-    def dataset(self, context: InputContext, /) -> tf.data.Dataset:
+    def dataset(self, context: InputContext, /) -> DatasetLike:
         """Returns the evaluation data of one input pipeline.
 
         Args:
@@ -404,7 +406,7 @@ class Evaluator(abc.ABC):
         """
         return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
 
-    def predict_dataset(self, context: InputContext) -> tf.data.Dataset:
+    def predict_dataset(self, context: InputContext) -> DatasetLike:
         """Returns the data to predict for, such as new rows without labels; by default that of `dataset`.
 
         Args:

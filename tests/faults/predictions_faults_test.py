@@ -375,7 +375,7 @@ def test_a_second_prediction_is_refused_by_name_and_another_output_and_a_killed_
         f"looplib: error: the directory of predictions {tmp_path / 'one' / 'eval'} is in use by process {first.pid} on "
     )
     assert last_line(second).startswith(expected), second.output()
-    assert "wait until it ends or stop it, or name another --predictions" in last_line(second)
+    assert "wait until it ends or stop it, or name another directory (--predictions)" in last_line(second)
     assert other.code() == 0, other.output()
     assert contents(tmp_path / "other" / "eval") == undisturbed["jsonl"]
     first.kill()

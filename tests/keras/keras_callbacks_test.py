@@ -305,3 +305,21 @@ def test_a_callback_that_reads_or_sets_the_rate_when_a_training_begins_resumes_a
             controller.train(epochs=epochs)
     for one, other in zip(ours.get_weights(), model.get_weights()):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "name, arguments, watched",
+    [
+        ("EarlyStopping", dict(monitor="val_loss"), "min:eval/loss"),
+        ("EarlyStopping", dict(monitor="val_recall_at", mode="max"), "max:eval/recall_at"),
+        ("EarlyStopping", dict(monitor="loss"), None),  # of the training
+        ("ReduceLROnPlateau", dict(monitor="val_accuracy"), "max:eval/accuracy"),
+        ("ModelCheckpoint", dict(filepath="a.keras", monitor="val_mae", save_best_only=True), "min:eval/mae"),
+        ("ModelCheckpoint", dict(filepath="a.keras", monitor="val_mae"), None),
+    ],
+)
+def test_what_a_callback_monitors_is_the_watched_metric_of_the_run(family, name, arguments, watched):
+    keras = {"keras": keras3, "tf_keras": tf_keras}[family]
+    _, controller = controlled(keras, [keras.callbacks.History(), getattr(keras.callbacks, name)(**arguments)])
+    assert controller.report.facts.flags["keep_best"] == watched

@@ -2,15 +2,25 @@
 
 import csv
 import json
+import os
 import pathlib
+import subprocess
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import make_strategy, more
+from paths import PYTHONPATH
 
 import looplib
-from looplib.errors import DatasetError, PredictionError
+from looplib.errors import (
+    DatasetError,
+    EmptyDataError,
+    EndlessDataError,
+    MissingPartError,
+    PredictionError,
+    SettingError,
+)
 
 N, BATCH = 37, 8  # the last batch has fewer rows
 X = np.random.default_rng(0).normal(size=(N, 4)).astype("float32")
@@ -91,7 +101,7 @@ def test_arrays_are_predicted_as_by_keras(family, name, kind):
     keras = pytest.importorskip(family)
     trainer, controller = trained(keras, name, kind)
     x = MODELS[kind][1]
-    for size in (None, 6, 64):
+    for size in (None, 1, 6, 64):  # one example is less than there are replicas
         check(trainer.predict(x, batch_size=size), by_keras(keras, trainer.model, kind))
     controller.train(6)  # goes on as if nothing was predicted
     controller.close()
@@ -218,25 +228,147 @@ def test_targets_that_are_missing_are_a_sentence(family):
             build()
 
 
-def test_ids_that_fit_no_rows_are_a_sentence(tmp_path):
+def test_ids_that_fit_no_rows_are_a_sentence():
     import keras
 
     trainer, _ = trained(keras, "default")
-    predict = lambda **settings: looplib.Controller(
-        looplib.RunConfig(global_batch_size=BATCH), evaluator=trainer.evaluator(**settings), writers=[]
-    ).predict(tmp_path)
     data = tf.data.Dataset.from_tensor_slices(X).batch(BATCH)
+    columns = {"x": X, "word": np.arange(N) / 2}
     for settings, words in [
         (dict(predict_ids=np.arange(N)), "without predict_data"),
         (dict(predict_data=data, predict_ids=np.arange(N)), "the rows are a data set"),
         (dict(predict_data=X, predict_ids=np.arange(N - 1)), "predict_ids has 36 ids, and predict_data 37 rows"),
         (dict(predict_data=X, predict_ids=np.arange(N) / 2), "ids of rows are float32"),
-        (dict(predict_data=X, predict_ids="word"), "expected a dict of columns"),
+        (dict(predict_data=columns, predict_ids="word"), "ids of rows are float"),
+        (dict(predict_data=X, predict_ids="word"), "the rows have no columns; expected a dict of columns"),
+        (dict(predict_data=data, predict_ids="word"), "the rows have no columns; expected a dict of columns"),
         (dict(predict_data="new.csv"), "'new.csv'; read the file"),
         (dict(predict_data={"x": X}, predict_ids="word"), "'word', and the rows have 'x'"),
     ]:
         with pytest.raises(DatasetError, match=words):
-            predict(**settings)
+            trainer.evaluator(**settings)
+
+
+@pytest.mark.parametrize(
+    "family, name", [("keras", "default"), *more([("tf_keras", "default"), ("keras", "mirrored_x2")])]
+)
+def test_rows_that_the_model_does_not_take_are_a_sentence_before_a_controller_is_built(family, name):
+    keras = pytest.importorskip(family)
+    trainers = []
+    for kind in ("one", "columns"):
+        make, x, y = MODELS[kind]
+        with make_strategy(name).scope():
+            model = make(keras)
+            model.compile("sgd", "mse")
+            trainers.append(looplib.KerasTrainer(model, x, X[:, :2], validation_data=(x, X[:, :2])))
+    plain, columns = trainers
+    data, texts = tf.data.Dataset.from_tensor_slices(X), MODELS["columns"][1] | {"a": WORDS[:, None]}
+    for trainer, rows, error, words in [
+        (plain, X[:, :3], PredictionError, r"float32 \(None, 3\): .*4"),
+        (plain, X.astype(str), PredictionError, "string is no float32"),
+        (plain, data, PredictionError, r"float32 \(4,\): "),
+        (plain, X[:0], EmptyDataError, "0 rows"),
+        (plain, data.batch(BATCH).take(0), EmptyDataError, "0 rows"),
+        (plain, data.batch(BATCH).repeat(), EndlessDataError, "never end"),
+        (columns, {"a": X[:, :1]}, PredictionError, "a: float32 .*b"),
+        (columns, texts, PredictionError, "a: string .* string is no float32"),
+    ]:
+        with pytest.raises(error, match=words):
+            trainer.evaluator(predict_data=rows)
+        with pytest.raises(error, match=words):
+            trainer.predict(rows)
+
+
+def test_an_evaluator_may_have_rows_to_predict_for_alone(tmp_path):
+    import keras
+
+    model = of_one_output(keras)
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, X, X[:, :2])
+    config = looplib.RunConfig(global_batch_size=BATCH)
+    evaluator = trainer.evaluator(predict_data=X + 1, predict_ids=WORDS)
+    with looplib.Controller(config, trainer=trainer, evaluator=evaluator, writers=[]) as controller:
+        for evaluate in (controller.evaluate, lambda: controller.train_and_evaluate(3, 1)):
+            with pytest.raises(MissingPartError, match=r"'eval' has rows to predict for.*trainer\.evaluator\(x, y"):
+                evaluate()
+        controller.train(3)
+        records = read(controller.predict(tmp_path)["eval"])
+    kernel, bias = model.get_weights()
+    assert [record["id"] for record in records] == WORDS.tolist()
+    expected = np.tanh((X + 1) @ kernel + bias)
+    np.testing.assert_allclose([record["prediction"] for record in records], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_binary_predicts_for_new_rows_without_data_to_evaluate_on(python, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    np.save(tmp_path / "rows.npy", X + 1)
+
+    def run(*flags):
+        command = [python, program, f"--model_dir={tmp_path}/run", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PYTHONPATH})
+        return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
+
+    rows = ["--mode=predict", f"--config.rows={tmp_path}/rows.npy"]
+    assert run()[0] == 0
+    assert run(*rows)[0] == 0
+    assert len(read(tmp_path / "run" / "predictions" / "eval")) == N
+    code, line = run(*rows, "--config.breaks", f"--predictions={tmp_path}/others")
+    assert code == 1 and "ZeroDivisionError" in line and "resume" not in line
+
+
+PROGRAM = """
+import dataclasses, keras, looplib, numpy as np, tensorflow as tf
+from looplib import launch
+
+@dataclasses.dataclass
+class Config:
+    rows: str = ""
+    breaks: bool = False
+
+class Breaks(keras.layers.Layer):
+    def call(self, x):
+        return tf.ensure_shape(tf.numpy_function(lambda x: x / (1 // 0), [x], tf.float32), x.shape)
+
+def build(config):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), *[Breaks()] * config.breaks])
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, np.ones([8, 4]), np.ones([8, 2]))
+    return trainer, trainer.evaluator(predict_data=np.load(config.rows)) if config.rows else None
+
+launch.run(build, Config(), train_steps=2, global_batch_size=8)
+"""
+
+
+@pytest.mark.parametrize("name", ["default", *more(["mirrored_x2"])])
+def test_a_prediction_is_traced_once_for_one_form_of_rows(name):
+    import keras
+
+    traces = []
+
+    class Counting(keras.layers.Layer):
+        scale = 1.0
+
+        def call(self, x):
+            traces.append(x.shape)
+            return x * self.scale
+
+    with make_strategy(name).scope():
+        counting = Counting()
+        model = keras.Sequential([keras.Input((4,)), counting])
+        model.compile("sgd", "mse")
+        trainer = looplib.KerasTrainer(model, X, X)
+    trainer.predict(X)
+    before = len(traces)
+    for x in (X + 1, X[:5], X[:1]):
+        np.testing.assert_array_equal(trainer.predict(x, verbose=0), x)
+    np.testing.assert_array_equal(trainer.predict(X, batch_size=BATCH, steps=2), X[: 2 * BATCH])
+    assert len(traces) == before
+    counting.scale = 2.0  # which the trace has as a constant
+    np.testing.assert_array_equal(trainer.predict(X), 2 * X)
+    with pytest.raises(SettingError, match=r"KerasTrainer.predict got callbacks=\[\]"):
+        trainer.predict(X, callbacks=[])
 
 
 def test_outputs_that_make_no_array_are_a_sentence():

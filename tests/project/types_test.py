@@ -17,14 +17,29 @@ OF_THE_PROGRAM = {"no-untyped-def", "var-annotated", "import-untyped", "import-n
 OF_OTHERS = re.compile(r'Class cannot subclass "(\w+)"|Call to untyped function "(\w+)"')
 # A wrong signature of each method that users write, and what mypy says of it.
 WRONG = {
-    "GradientTrainer": ("def loss_fn(self) -> Any: ...", "def dataset(self) -> Any: ...", "loss_fn: int = 3"),
+    "GradientTrainer": (
+        "def loss_fn(self) -> Any: ...",
+        "def loss_fn(self, inputs: Any) -> float: ...",
+        "def loss_fn(self, inputs: Any) -> dict[str, Any]: ...",
+        "def loss_fn(self, inputs: Any) -> tuple[Any, float]: ...",
+        "def dataset(self) -> Any: ...",
+        "def dataset(self, context: looplib.InputContext) -> list[Any]: ...",
+        "loss_fn: int = 3",
+    ),
     "Trainer": (
         "def step_fn(self, x: Any, y: Any) -> dict[str, Any]: ...",
         "def step_fn(self, inputs: Any) -> float: ...",
         "def dataset(self, context: int) -> Any: ...",
+        "def dataset(self, context: looplib.InputContext) -> int: ...",
+        "def dataset(self, context: looplib.InputContext) -> None: ...",
         "def step_fn(self): ...",
     ),
-    "Evaluator": ("def step_fn(self) -> dict[str, Any]: ...", "def predict_fn(self, inputs: Any) -> int: ..."),
+    "Evaluator": (
+        "def step_fn(self) -> dict[str, Any]: ...",
+        "def dataset(self, context: looplib.InputContext) -> tuple[Any, Any]: ...",
+        "def predict_dataset(self, context: looplib.InputContext) -> str: ...",
+        "def predict_fn(self, inputs: Any) -> int: ...",
+    ),
 }
 
 
@@ -103,6 +118,7 @@ def test_a_checker_reports_nothing_of_looplib_in_any_program(found):
             theirs = name and (name not in public or re.search(rf"(def|class) {name}\b", texts[file]))
             if code and code not in OF_THE_PROGRAM and not theirs:
                 told.append((file, line, message))
+    assert "no-untyped-def" not in {code for _, _, code in found.get("page_README.py", ())}  # so that it is checked
     # The page shows the error that looplib gives for it.
     assert len(told) == 1, told
     ((file, _, message),) = told

@@ -345,9 +345,11 @@ def _text(leaf: np.ndarray) -> str:
 
 
 def structure_of(record: Any) -> str:
-    """Describes the structure of a record, with types and shapes, such as {x: float32 [2, 3], y: int64 []}."""
+    """Describes the structure of a record or its spec, with types and shapes: {x: float32 [2, 3], y: int64 []}, say."""
     if isinstance(record, Mapping):
         return "{" + ", ".join(f"{key}: {structure_of(record[key])}" for key in sorted(record)) + "}"
     if isinstance(record, (list, tuple)):
         return "(" + ", ".join(map(structure_of, record)) + ")"
+    if isinstance(record, tf.TypeSpec):
+        return f"{record.dtype.name} {record.shape}"
     return _text(np.asarray(record))
