@@ -11,89 +11,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.messages import gist, shown
+from looplib.base.messages import shown
 from looplib.compat import keras as _keras
+from looplib.data.arrays import BatchFormat, is_array
 from looplib.data.context import InputContext
 from looplib.data.order import Ids, Locate, OrderKey, Plan
-from looplib.data.records.reading import without_lists
 from looplib.errors import BatchSizeError, DatasetError
-from looplib.keras import rows
-
-
-class BatchFormat:
-    """The structure, the types and the sizes of batches.
-
-    Args:
-      who: what they come from.
-      first: some of them.
-      float_type: the type that floating-point numbers become.
-
-    Raises:
-      UsageError: if there is none, or they have no rows.
-    """
-
-    def __init__(self, who: str, first: Iterable[Any], float_type: str) -> None:
-        self.who, self._float_type = who, float_type
-        batches = [without_lists(batch) for batch in first]
-        if not batches:
-            raise DatasetError(f"{who} has no batch; check where the data is read from")
-        self._like, self._blanks = batches[0], rows.OmittedParts(batches[0])
-        arrays = [self._arrays(batch) for batch in batches]
-        if not all(array.shape for array in arrays[0]):
-            raise DatasetError(f"{who} has single examples or numbers; expected batches, whose arrays have a row each")
-        sizes = [zip(*(part.shape for part in parts)) for parts in zip(*arrays)]
-        shapes = [[dims[0] if len(set(dims)) == 1 else None for dims in each] for each in sizes]
-        self.specs = [
-            tf.TensorSpec([None, *shape[1:]], tf.string if array.dtype.kind in "SUO" else array.dtype)
-            for shape, array in zip(shapes, arrays[0])
-        ]
-        self.types = [spec.dtype for spec in self.specs]
-        self.first_size = arrays[0][0].shape[0]  # the rows of the first batch
-        for batch in batches:
-            self.flat(batch)  # whose types have to be equal
-
-    def flat(self, batch: Any) -> list[np.ndarray]:
-        """Returns the arrays of a batch.
-
-        Raises:
-          UsageError: if it is not like the first ones.
-        """
-        arrays = self._arrays(without_lists(batch))
-        found = [f"{array.dtype} {list(array.shape)}" for array in arrays]
-        if len(arrays) != len(self.specs) or not all(map(_is_of, arrays, self.specs)):
-            known = [f"{spec.dtype.name} {spec.shape.as_list()}" for spec in self.specs]
-            raise DatasetError(
-                f"{self.who} has a batch of {', '.join(found)}, and its first ones have {', '.join(known)}; give all "
-                "batches the same types, and rows of the same shape"
-            )
-        return arrays
-
-    def packed(self, tensors: Iterable[tf.Tensor]) -> Any:
-        """Returns the batch of the tensors of its arrays."""
-        return self._blanks.restore([tf.ensure_shape(one, spec.shape) for one, spec in zip(tensors, self.specs)])
-
-    def _arrays(self, batch: Any) -> list[np.ndarray]:
-        try:
-            tf.nest.assert_same_structure(self._like, batch)
-        except (ValueError, TypeError) as error:
-            raise DatasetError(
-                f"{self.who} has batches of different structures ({gist(error)}); expected (inputs, targets) or the "
-                "like of each"
-            ) from error
-        arrays = [rows.as_array(part, self._float_type) for part in self._blanks.remove(batch)]
-        if not all(isinstance(array, np.ndarray) for array in arrays):
-            raise DatasetError(
-                f"{self.who} has sparse or ragged arrays, which only a tf.data.Dataset has in batches; give one "
-                "(tf.data.Dataset.from_generator makes one of a generator)"
-            )
-        # Integers that TensorFlow would otherwise read where they are, and that a source may overwrite meanwhile.
-        return [array if array.dtype.kind == "f" else array.copy() for array in arrays]
-
-
-def _is_of(array: np.ndarray, spec: tf.TensorSpec) -> bool:
-    kind = tf.string if array.dtype.kind in "SUO" else tf.as_dtype(array.dtype)
-    return kind == spec.dtype and spec.shape.is_compatible_with(array.shape)
-
 
 _LOOKED_AT = 2  # batches, for the sizes that they have in common
 
@@ -194,18 +117,18 @@ def is_py_dataset(data: Any) -> bool:
 def is_numbered(data: Any) -> bool:
     """Returns whether data gives examples by number, and is neither arrays nor a structure of them."""
     structures = (list, tuple, str, bytes, Mapping)
-    return isinstance(data, ByNumber) and not isinstance(data, structures) and not rows.is_array(data)
+    return isinstance(data, ByNumber) and not isinstance(data, structures) and not is_array(data)
 
 
 def is_loader(data: Any) -> bool:
     """Returns whether data gives batches in passes, and not by number."""
     others = (ByNumber, set, frozenset, Mapping)
-    return isinstance(data, Loader) and not isinstance(data, others) and not rows.is_array(data)
+    return isinstance(data, Loader) and not isinstance(data, others) and not is_array(data)
 
 
 def check_sized(data: Any) -> None:
     """Raises `UsageError` for a loader that does not say how many batches a pass has."""
-    of_batches = isinstance(data, Iterable) and not callable(data) and not rows.is_array(data)
+    of_batches = isinstance(data, Iterable) and not callable(data) and not is_array(data)
     if of_batches and not isinstance(data, Sized) and not is_py_dataset(data):
         kind = type(data).__name__
         raise DatasetError(
