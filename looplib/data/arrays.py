@@ -106,6 +106,11 @@ def is_array(value: Any) -> bool:
     return _is_of(value, "scipy.sparse") or isinstance(value, (_AsArray, tf.RaggedTensor, tf.SparseTensor))
 
 
+def copied(batch: Any) -> Any:
+    """Returns a batch with copies of the arrays of numpy, which a loader may overwrite by its next batch."""
+    return tf.nest.map_structure(lambda part: part.copy() if isinstance(part, np.ndarray) else part, batch)
+
+
 class OmittedParts:
     """Where the structure of a batch has None, which the data sets here do without until a step.
 
@@ -185,7 +190,7 @@ class BatchFormat:
 
     def _structured(self, batch: Any, inside: bool = False) -> Any:
         """Returns a batch with tuples in place of lists, or arrays, where those are columns of numbers or texts."""
-        if inside and isinstance(batch, list) and _is_of_scalars(batch):
+        if inside and isinstance(batch, (list, tuple)) and _is_of_scalars(batch):
             return as_array(batch, None, self.who)
         if isinstance(batch, Mapping):
             return {name: self._structured(part, True) for name, part in batch.items()}
@@ -207,8 +212,11 @@ class BatchFormat:
                 f"{self.who} has sparse or ragged arrays, which only a tf.data.Dataset has in batches; give one "
                 "(tf.data.Dataset.from_generator makes one of a generator)"
             )
-        # Integers that TensorFlow would otherwise read where they are, and that a source may overwrite meanwhile.
-        return [array if array.dtype.kind == "f" else array.copy() for array in arrays]
+        # TensorFlow would otherwise read them where they are, and a source may overwrite them meanwhile. One that is
+        # converted is a copy already; the loaders of PyTorch make new tensors.
+        given = self._blanks.remove(batch)
+        kept = [_is_of(one, "torch") or not np.may_share_memory(array, one) for array, one in zip(arrays, given)]
+        return [array if keep else array.copy() for array, keep in zip(arrays, kept)]
 
 
 def _has_spec(array: np.ndarray, spec: tf.TensorSpec) -> bool:

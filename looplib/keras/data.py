@@ -13,6 +13,7 @@ from looplib.base.messages import join_names
 from looplib.compat import keras
 from looplib.data.arrays import OmittedParts, as_arrays
 from looplib.data.context import InputContext
+from looplib.data.loader import LoaderReader
 from looplib.data.records.reading import structure_of, without_lists
 from looplib.data.records.sources import items
 from looplib.data.rows import SPECS
@@ -62,7 +63,7 @@ class KerasData:
                 "it, without calling it"
             )
         self._blanks = OmittedParts(())
-        self._generated: python_data.Generated | None = None
+        self._generated: LoaderReader | None = None
         python_data.check_sized(x)
         self._batches = python_data.as_batches(x, self._float_type)
         self._examples = x if self._batches is None and python_data.is_numbered(x) else None
@@ -266,8 +267,8 @@ class KerasData:
                 "generator of batches"
             )
         if self._generated is None:
-            self._generated = python_data.Generated(self._given, made, self._float_type)
-        return self._generated.once()
+            self._generated = python_data.one_pass(self._given, self._float_type)
+        return self._generated.dataset()
 
     def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Makes batches for the model's step of those that were given."""

@@ -1,18 +1,16 @@
 """Batches that Python makes: a `PyDataset`, a loader as PyTorch has them, and what generators give."""
 
 import abc
-import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from looplib.base.messages import shown
 from looplib.compat import keras as _keras
+from looplib.data import loader
 from looplib.data.arrays import BatchFormat, is_array
 from looplib.data.context import InputContext
 from looplib.data.order import Ids, Locate, OrderKey, Plan
@@ -41,19 +39,6 @@ class Loader(Protocol):
 
     def __iter__(self) -> Iterator[Any]:
         """Begins a pass."""
-
-
-@runtime_checkable
-class _OfEpochs(Protocol):
-    """Data with another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Takes the number of the epoch that begins."""
-
-
-@runtime_checkable
-class _Sampled(Protocol):
-    sampler: Any
 
 
 @runtime_checkable
@@ -102,7 +87,7 @@ def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) ->
     return batches.dataset(context, shuffle)
 
 
-def as_batches(data: Any, float_type: str) -> "PythonBatches | None":
+def as_batches(data: Any, float_type: str) -> "PythonBatches | LoaderBatches | None":
     """Returns the batches of a `PyDataset` or a loader; None for other data."""
     if is_py_dataset(data):
         return PyDatasetBatches(data, float_type)
@@ -270,11 +255,8 @@ def _count(data: Any, base: type) -> int | None:
     return len(data) if isinstance(data, Sized) else None
 
 
-class LoaderBatches(PythonBatches):
+class LoaderBatches:
     """The batches of a loader, pass after pass.
-
-    A reader that begins within a pass reads the batches before in that pass, and no earlier pass. A loader, or its
-    sampler, that has `set_epoch` is given the number of each pass.
 
     Args:
       data: the loader.
@@ -282,82 +264,22 @@ class LoaderBatches(PythonBatches):
     """
 
     def __init__(self, data: Any, float_type: str) -> None:
-        self._data, self._said = data, False
-        super().__init__(type(data).__name__, len(data), itertools.islice(self._begun(0), _LOOKED_AT), float_type)
-        firsts = [self._format.flat(next(self._begun(0))) for _ in range(2)]
-        if not all(map(_equal, *firsts)):
-            logging.warning(
-                "two passes of the %s that KerasTrainer got begin with different batches, so that a resumed run "
-                "reads other batches than an uninterrupted one; give its data set (%s.dataset), whose examples "
-                "looplib shuffles by the run's seed, or a sampler with set_epoch, which is given the epoch",
-                type(data).__name__, type(data).__name__,
-            )  # fmt: skip
+        self._data, self._float_type, self.count = data, float_type, len(data)
+        self._pass = one_pass(lambda: data, float_type)
+        self.first_size = self._pass.first_size
 
-    def _begun(self, epoch: int) -> Iterator[Any]:
-        for part in (self._data, *([self._data.sampler] if isinstance(self._data, _Sampled) else [])):
-            if isinstance(part, _OfEpochs):
-                part.set_epoch(epoch)
-        return iter(self._data)
-
-    def reader(self) -> Callable[[int], Any]:
-        """See `PythonBatches`."""
-        lock, batches, following = threading.Lock(), iter(()), -1
-
-        def read(number: int) -> Any:
-            nonlocal batches, following
-            with lock:
-                epoch, index = divmod(number, self.count)
-                if number != following or not index:
-                    batches = itertools.islice(self._begun(epoch), index, None)
-                following = number + 1
-                for batch in batches:
-                    if index == self.count - 1:
-                        self._end(batches, epoch)
-                    return batch
-            raise DatasetError(
-                f"{type(self._data).__name__} has {self.count} batches by its len(), and ended before the batch "
-                f"{index + 1} of epoch {epoch + 1}; give it the length that its passes have"
-            )
-
-        return read
-
-    def _end(self, rest: Iterator[Any], epoch: int) -> None:
-        """Says once that a pass is longer than its length."""
-        if not self._said and next(rest, None) is not None:
-            self._said = True
-            logging.warning(
-                "%s has %d batches by its len(), and epoch %d has more; looplib leaves out what is beyond the len() in "
-                "each epoch: give it the length that its passes have",
-                type(self._data).__name__, self.count, epoch + 1,
-            )  # fmt: skip
-
-    def order(self, shuffle: bool) -> Ids | None:
+    def dataset(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
         """See `PythonBatches`: its passes have the order that it gives them."""
-        return None
-
-
-class Generated:
-    """The batches of generators, one for each pass, whose number is not known.
-
-    Args:
-      make: makes a generator.
-      first: one that it has made.
-      float_type: see `PythonBatches`.
-    """
-
-    def __init__(self, make: Callable[[], Iterable[Any]], first: Iterable[Any], float_type: str) -> None:
-        self._make = make
-        self._format = BatchFormat("the generator of KerasTrainer", itertools.islice(first, _LOOKED_AT), float_type)
+        return loader.read(context, lambda index, count: self._data, "warn", self._float_type)
 
     def once(self) -> tf.data.Dataset:
         """Makes the batches of one pass."""
-        own = self._format
+        return self._pass.dataset()
 
-        def flat() -> Iterator[tuple]:
-            return (tuple(own.flat(batch)) for batch in self._make())
 
-        dataset = tf.data.Dataset.from_generator(flat, output_signature=tuple(own.specs))
-        return dataset.map(tf.autograph.experimental.do_not_convert(lambda *parts: own.packed(parts)))
+def one_pass(make: Callable[[], Any], float_type: str) -> loader.LoaderReader:
+    """Returns the reader of one pass of a loader that is made for each."""
+    return loader.LoaderReader(make, "all", size=None, training=False, start=0, mismatch="warn", float_type=float_type)
 
 
 class _BatchNumbers(Plan):
@@ -382,7 +304,3 @@ class _BatchNumbers(Plan):
     def once(self) -> Locate:
         """See `Plan`."""
         return lambda positions: positions // self._batch_size
-
-
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and bool(np.all((one == other) | ((one != one) & (other != other))))
