@@ -16,11 +16,15 @@ PIP := $(VENV)/bin/python -m pip --quiet
 # What a ready trainer needs; then what the tests and Model Garden need.
 .venv/runs: EXTRAS := trainers
 .venv/installed: EXTRAS := dev,models
+# PyTorch for CPUs, which may have an index of its own; without it the tests of its loaders are skipped.
+.venv/installed: TORCH := .venv/bin/python -m pip install --quiet --editable '.[torch]'
+.venv/installed: OTHERS = $(TORCH) 2> /dev/null || $(TORCH) --extra-index-url https://download.pytorch.org/whl/cpu || true
 .venv/installed: .venv/runs
 .venv/runs .venv/installed: setup.cfg pyproject.toml
 	test -e .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]' 'tensorflow~=2.20.0'
+	$(OTHERS)
 	touch $@
 
 # Hard links, because pip replaces files and does not write into them. tensorflow-text and tf_keras are each for one

@@ -194,7 +194,7 @@ class Checkpointer:
             if not self._may_save(step):
                 return
             if self.saved_step != step:
-                self._input_state.position = self._parts.loops.training.position() or b""
+                self._input_state.position = self._parts.loops.training.position(step + self.record.input_offset) or b""
                 self._parts.fill_in(self.record)
                 self._saver.note_in(self.record)
                 own = b""

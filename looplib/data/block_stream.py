@@ -157,11 +157,11 @@ class BlockStream(HostStream):
     def _packed(self, parts: list[tf.Tensor]) -> Any:
         return tf.nest.pack_sequence_as(self.dataset.element_spec, parts)
 
-    def position(self, iterator: tf.data.Iterator) -> bytes | None:
+    def position(self, iterator: tf.data.Iterator, batches: int) -> bytes | None:
         """See `Stream`."""
-        state = super().position(iterator)
-        if state is None:
-            return None
+        state = super().position(iterator, batches)
+        if state is None or self.loader is not None:
+            return state
         rest = [tf.io.serialize_tensor(part) for part in self._buffer.rest()]
         return tf.io.serialize_tensor(tf.stack([*rest, state])).numpy()
 

@@ -66,7 +66,8 @@ _ADVICE = {
     ("copy", False): "copy fewer bytes: integers or bfloat16, cast and augmented in step_fn, or context.resident",
     ("order", False): f"use larger batches: {_SHORT_STEPS}",
     ("order", True): f"use larger batches, or context.resident for arrays that fit on the device: {_SHORT_STEPS}",
-    ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time",
+    ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time; "
+    "a loader may read in processes of its own (docs/data_loaders.md)",
 }
 
 

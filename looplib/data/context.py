@@ -30,6 +30,7 @@ from looplib.data.order import (
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderError
 
 if TYPE_CHECKING:
+    from looplib.data.loader import LoaderReader
     from looplib.data.records.reader import RecordReader  # which imports this
 
 
@@ -78,6 +79,7 @@ class DatasetRequests:
     examples: int | None = None  # the most examples of all calls; None without a call
     epoch: Epoch | None = None  # how many examples come in an epoch; None where that is not known
     reader: "RecordReader | None" = None  # what reads records, once `records` was called
+    loader: "LoaderReader | None" = None  # what reads a loader, once `loader` was called
     calls: list[DatasetCall] = dataclasses.field(default_factory=list)  # in their order
 
     @property
@@ -107,6 +109,7 @@ class InputContext:
         calls the longest pass counts, so that every example of all calls has come. A `dataset` may set it,
         such as one that repeats other data. None where it is not known.
       global_batches: whether the task makes global batches, see `Trainer.batches`.
+      batch_size_varies: whether its batches may have any size, see `Trainer.batch_size_varies`.
       bad_records: the damaged records that `records` may leave out.
       positions: makes the positions of the batches. For workers that read by themselves (parameter servers) its
         `numbers` are a data set of int64 scalars: the positions of the batches to make, in their order; `dataset` is
@@ -125,6 +128,7 @@ class InputContext:
         training: bool,
         start_step: int,
         global_batches: bool = False,
+        batch_size_varies: bool = False,
         numbers: tf.data.Dataset | None = None,
         bad_records: BadRecords | None = None,
         only: np.ndarray | None = None,
@@ -134,6 +138,7 @@ class InputContext:
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
         self.num_replicas, self.num_pipelines = num_replicas, num_pipelines
         self.seed, self.training, self.global_batches = seed, training, global_batches
+        self.batch_size_varies = batch_size_varies
         self.bad_records = bad_records or BadRecords()
         sizes = Batches(self.global_batch_size, tuple(earlier))
         self.positions = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, numbers, only)
@@ -322,6 +327,50 @@ class InputContext:
         return self.requests.reader.batches(
             source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
         )
+
+    def loader(self, make: Callable[[int, int], Any], *, mismatch: str = "skip") -> tf.data.Dataset:
+        """Makes the batches of a loader that has an order of its own, and continues it at a resume.
+
+        A loader is an iterable of batches: of Grain, Hugging Face, PyTorch, WebDataset, or your own. Its passes follow
+        one another in a training, and an evaluation has one. One with a state (`state_dict` and `load_state_dict`, or
+        `get_state` and `set_state` of its iterator) is resumed by the state that it had at the last batch that a step
+        used; one without is begun at the pass, and read up to there. If it, or its `sampler`, has `set_epoch`, that
+        gets the number of each pass, from 0 on.
+
+            def dataset(self, context):
+                size = context.loader_batch_size
+
+                def make(index, count):
+                    data = grain.MapDataset.source(self.examples).seed(context.seed).shuffle().repeat()
+                    return data[index::count].to_iter_dataset().batch(size, drop_remainder=True)
+
+                return context.loader(make)
+
+        A checkpoint holds a checksum of the last batches, which have to come again at a resume.
+
+        Args:
+          make: a function from the index of a part of the data and the number of parts, one for each worker, to a
+            loader of `loader_batch_size` examples a batch, the last one of an evaluation less. It is called again at
+            a resume, and for each evaluation. Batches are structures of arrays or PyTorch tensors `[b, ...]`, or of
+            lists of numbers or texts, of one type each.
+          mismatch: what a resume does if the loader gives other batches from its state than before. "skip" reads the
+            pass from its start, and is an error if that gives other ones too; "refuse" is an error at once; "warn"
+            reads the pass from its start, and trains on what comes, such as for random augmentation.
+
+        Returns:
+          A `tf.data.Dataset` of batches `[per_replica_batch_size, ...]`, or of global ones (see `Trainer.batches`).
+
+        Raises:
+          UsageError: for what is no loader of batches, or has none, or under parameter servers.
+        """
+        from looplib.data.loader import read  # here, as few data sets need it
+
+        return read(self, make, mismatch)
+
+    @property
+    def loader_batch_size(self) -> int:
+        """The examples of a batch of a `loader`: those of a step that this pipeline feeds."""
+        return self.global_batch_size // self.num_pipelines
 
     def positions_of(
         self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int

@@ -309,6 +309,7 @@ class Pipelines:
             training=self.training,
             start_step=start_step,
             global_batches=self.task.batches == "global",
+            batch_size_varies=self.training and self.task.batch_size_varies,
             numbers=numbers,
             bad_records=self.left_out,
             earlier=earlier,

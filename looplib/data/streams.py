@@ -16,6 +16,7 @@ from looplib.cluster.collectives import Workers
 from looplib.data import causes, iterator_state, rows
 from looplib.data.context import InputContext
 from looplib.data.iterator_state import SavedPosition
+from looplib.data.loader import LoaderReader
 from looplib.data.order import Epoch
 from looplib.errors import DatasetError
 
@@ -141,7 +142,19 @@ class Stream:
         if self.start_step:
             how = "from its position" if self.positioned else f"by skipping {self.skipped} batches"
             self._note(f"resumes after step {self.start_step} {how}")
-        return self._iter()
+        iterator = self._iter()
+        self._begin_loader(position)
+        return iterator
+
+    @property
+    def loader(self) -> LoaderReader | None:
+        """The reader of `context.loader`, if its batches have positions."""
+        context = self.context()
+        return context.requests.loader if context is not None and self.positioned else None
+
+    def _begin_loader(self, position: bytes | None) -> None:
+        if self.loader is not None:
+            self.loader.begin_at(position)
 
     def _iter(self) -> Any:
         return iter(self._renewed())
@@ -154,6 +167,8 @@ class Stream:
 
     def end(self, iterator: Any, wait: bool = False) -> None:
         """Releases an iterator that is no longer read; with `wait`, returns only once its threads have ended."""
+        if self.loader is not None:
+            self.loader.close()
 
     def copy_seconds(self) -> float:
         """Measures a copy of a batch to the device of its replica; 0 where none is made, or it is not known."""
@@ -188,9 +203,12 @@ class Stream:
         """Returns the batches of all replicas, for `strategy.run`."""
         return optional.get_value()
 
-    def position(self, iterator: Any) -> bytes | None:
-        """Returns the position after the last batch read, for `iterate`; None where that cannot be saved."""
-        return None
+    def position(self, iterator: Any, batches: int) -> bytes | None:
+        """Returns the position after the last batch read, for `iterate`; None where that cannot be saved.
+
+        `batches` is the number of global batches that were consumed since the start of the run.
+        """
+        return self.loader.save(batches) if self.loader is not None else None
 
     def left_out(self, read: int) -> str:
         """Describes the batches that are not used because the workers' shares differ; waits for the other workers.
@@ -257,6 +275,7 @@ class HostStream(Stream):
         """See `Stream`."""
         self._started = start = time.perf_counter()
         iterator = iter(self._untuned) if self._is_short else self._iter()
+        self._begin_loader(position)
         if self._saved.begin(iterator, *self._kind()) and position is not None:
             if self._is_restored(iterator, position):
                 how = f"{len(position)} bytes, {1000 * (time.perf_counter() - start):.0f} ms"
@@ -295,6 +314,7 @@ class HostStream(Stream):
         notes that the thread has to end. A thread of looplib's waits for that in an op, because the end of a Python
         object would block Python. An iterator without tuning needs no such thread, whose start would take longer.
         """
+        super().end(iterator, wait)
         untuned, self._is_short = self._is_short, self.renew is None and time.perf_counter() - self._started < _SHORT
         if self._nothing is None or self._nothing[0] is not self.dataset:  # making it copies arrays in the pipeline
             self._nothing = self.dataset, tf.data.experimental.to_variant(self._read_from(self.dataset).take(0))
@@ -440,9 +460,9 @@ class HostStream(Stream):
         batches = iter(batches)
         return self.strategy.experimental_distribute_values_from_function(lambda _: next(batches))
 
-    def position(self, iterator: tf.data.Iterator) -> bytes | None:
+    def position(self, iterator: tf.data.Iterator, batches: int) -> bytes | None:
         """See `Stream`."""
-        return self._saved.save(iterator, self.dataset)
+        return self._saved.save(iterator, self.dataset) or super().position(iterator, batches)
 
     def _is_restored(self, iterator: tf.data.Iterator, position: bytes) -> bool:
         """Brings a new iterator to a position; returns whether it is one of this pipeline, and warns if it is not."""

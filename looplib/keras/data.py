@@ -11,9 +11,12 @@ from absl import logging
 
 from looplib.base.messages import join_names
 from looplib.compat import keras
+from looplib.data.arrays import OmittedParts, as_arrays
 from looplib.data.context import InputContext
+from looplib.data.loader import LoaderReader
 from looplib.data.records.reading import structure_of, without_lists
 from looplib.data.records.sources import items
+from looplib.data.rows import SPECS
 from looplib.errors import BatchSizeError, DatasetError
 from looplib.keras import python_data, rows
 from looplib.task.plain import checksum_of
@@ -59,8 +62,8 @@ class KerasData:
                 f"KerasTrainer got a {type(x).__name__} as x, which cannot begin again; give the function that makes "
                 "it, without calling it"
             )
-        self._blanks = rows.OmittedParts(())
-        self._generated: python_data.Generated | None = None
+        self._blanks = OmittedParts(())
+        self._generated: LoaderReader | None = None
         python_data.check_sized(x)
         self._batches = python_data.as_batches(x, self._float_type)
         self._examples = x if self._batches is None and python_data.is_numbered(x) else None
@@ -99,7 +102,7 @@ class KerasData:
                 "generator of batches, such as lambda: iter(batches)"
             )
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = tuple(rows.as_arrays(part, self._float_type) for part in parts)
+        self._arrays = tuple(as_arrays(part, self._float_type, "KerasTrainer") for part in parts)
         lengths = {array.shape[0] if array.shape else None for array in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
             found = ", ".join("no" if length is None else str(length) for length in lengths)
@@ -273,8 +276,8 @@ class KerasData:
                 "generator of batches"
             )
         if self._generated is None:
-            self._generated = python_data.Generated(self._given, made, self._float_type)
-        return self._generated.once()
+            self._generated = python_data.one_pass(self._given, self._float_type)
+        return self._generated.dataset()
 
     def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Makes batches for the model's step of those that were given."""
@@ -287,13 +290,13 @@ class KerasData:
         if self._weights is not None:
             dataset = dataset.map(self._with_weights)
         spec = dataset.element_spec
-        if all(isinstance(part, rows.KINDS) for part in tf.nest.flatten(spec)):
+        if all(isinstance(part, SPECS) for part in tf.nest.flatten(spec)):
             return dataset
 
         @tf.autograph.experimental.do_not_convert
         def without_none(*parts: Any) -> tuple:
             batch = parts if type(spec) is tuple else parts[0]  # tf.data unpacks tuples, and only those
-            self._blanks = rows.OmittedParts(batch)
+            self._blanks = OmittedParts(batch)
             return self._blanks.remove(batch)
 
         return dataset.map(without_none)

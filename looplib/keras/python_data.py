@@ -1,99 +1,20 @@
 """Batches that Python makes: a `PyDataset`, a loader as PyTorch has them, and what generators give."""
 
 import abc
-import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
-from looplib.base.messages import gist, shown
+from looplib.base.messages import shown
 from looplib.compat import keras as _keras
+from looplib.data import loader
+from looplib.data.arrays import BatchFormat, is_array
 from looplib.data.context import InputContext
 from looplib.data.order import Ids, Locate, OrderKey, Plan
-from looplib.data.records.reading import without_lists
 from looplib.errors import BatchSizeError, DatasetError
-from looplib.keras import rows
-
-
-class BatchFormat:
-    """The structure, the types and the sizes of batches.
-
-    Args:
-      who: what they come from.
-      first: some of them.
-      float_type: the type that floating-point numbers become.
-
-    Raises:
-      UsageError: if there is none, or they have no rows.
-    """
-
-    def __init__(self, who: str, first: Iterable[Any], float_type: str) -> None:
-        self.who, self._float_type = who, float_type
-        batches = [without_lists(batch) for batch in first]
-        if not batches:
-            raise DatasetError(f"{who} has no batch; check where the data is read from")
-        self._like, self._blanks = batches[0], rows.OmittedParts(batches[0])
-        arrays = [self._arrays(batch) for batch in batches]
-        if not all(array.shape for array in arrays[0]):
-            raise DatasetError(f"{who} has single examples or numbers; expected batches, whose arrays have a row each")
-        sizes = [zip(*(part.shape for part in parts)) for parts in zip(*arrays)]
-        shapes = [[dims[0] if len(set(dims)) == 1 else None for dims in each] for each in sizes]
-        self.specs = [
-            tf.TensorSpec([None, *shape[1:]], tf.string if array.dtype.kind in "SUO" else array.dtype)
-            for shape, array in zip(shapes, arrays[0])
-        ]
-        self.types = [spec.dtype for spec in self.specs]
-        self.first_size = arrays[0][0].shape[0]  # the rows of the first batch
-        for batch in batches:
-            self.flat(batch)  # whose types have to be equal
-
-    def flat(self, batch: Any) -> list[np.ndarray]:
-        """Returns the arrays of a batch.
-
-        Raises:
-          UsageError: if it is not like the first ones.
-        """
-        arrays = self._arrays(without_lists(batch))
-        found = [f"{array.dtype} {list(array.shape)}" for array in arrays]
-        if len(arrays) != len(self.specs) or not all(map(_is_of, arrays, self.specs)):
-            known = [f"{spec.dtype.name} {spec.shape.as_list()}" for spec in self.specs]
-            raise DatasetError(
-                f"{self.who} has a batch of {', '.join(found)}, and its first ones have {', '.join(known)}; give all "
-                "batches the same types, and rows of the same shape"
-            )
-        return arrays
-
-    def packed(self, tensors: Iterable[tf.Tensor]) -> Any:
-        """Returns the batch of the tensors of its arrays."""
-        return self._blanks.restore([tf.ensure_shape(one, spec.shape) for one, spec in zip(tensors, self.specs)])
-
-    def _arrays(self, batch: Any) -> list[np.ndarray]:
-        try:
-            tf.nest.assert_same_structure(self._like, batch)
-        except (ValueError, TypeError) as error:
-            raise DatasetError(
-                f"{self.who} has batches of different structures ({gist(error)}); expected (inputs, targets) or the "
-                "like of each"
-            ) from error
-        arrays = [rows.as_array(part, self._float_type) for part in self._blanks.remove(batch)]
-        if not all(isinstance(array, np.ndarray) for array in arrays):
-            raise DatasetError(
-                f"{self.who} has sparse or ragged arrays, which only a tf.data.Dataset has in batches; give one "
-                "(tf.data.Dataset.from_generator makes one of a generator)"
-            )
-        # Integers that TensorFlow would otherwise read where they are, and that a source may overwrite meanwhile.
-        return [array if array.dtype.kind == "f" else array.copy() for array in arrays]
-
-
-def _is_of(array: np.ndarray, spec: tf.TensorSpec) -> bool:
-    kind = tf.string if array.dtype.kind in "SUO" else tf.as_dtype(array.dtype)
-    return kind == spec.dtype and spec.shape.is_compatible_with(array.shape)
-
 
 _LOOKED_AT = 2  # batches, for the sizes that they have in common
 
@@ -118,19 +39,6 @@ class Loader(Protocol):
 
     def __iter__(self) -> Iterator[Any]:
         """Begins a pass."""
-
-
-@runtime_checkable
-class _OfEpochs(Protocol):
-    """Data with another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Takes the number of the epoch that begins."""
-
-
-@runtime_checkable
-class _Sampled(Protocol):
-    sampler: Any
 
 
 @runtime_checkable
@@ -179,7 +87,7 @@ def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) ->
     return batches.dataset(context, shuffle)
 
 
-def as_batches(data: Any, float_type: str) -> "PythonBatches | None":
+def as_batches(data: Any, float_type: str) -> "PythonBatches | LoaderBatches | None":
     """Returns the batches of a `PyDataset` or a loader; None for other data."""
     if is_py_dataset(data):
         return PyDatasetBatches(data, float_type)
@@ -194,18 +102,18 @@ def is_py_dataset(data: Any) -> bool:
 def is_numbered(data: Any) -> bool:
     """Returns whether data gives examples by number, and is neither arrays nor a structure of them."""
     structures = (list, tuple, str, bytes, Mapping)
-    return isinstance(data, ByNumber) and not isinstance(data, structures) and not rows.is_array(data)
+    return isinstance(data, ByNumber) and not isinstance(data, structures) and not is_array(data)
 
 
 def is_loader(data: Any) -> bool:
     """Returns whether data gives batches in passes, and not by number."""
     others = (ByNumber, set, frozenset, Mapping)
-    return isinstance(data, Loader) and not isinstance(data, others) and not rows.is_array(data)
+    return isinstance(data, Loader) and not isinstance(data, others) and not is_array(data)
 
 
 def check_sized(data: Any) -> None:
     """Raises `UsageError` for a loader that does not say how many batches a pass has."""
-    of_batches = isinstance(data, Iterable) and not callable(data) and not rows.is_array(data)
+    of_batches = isinstance(data, Iterable) and not callable(data) and not is_array(data)
     if of_batches and not isinstance(data, Sized) and not is_py_dataset(data):
         kind = type(data).__name__
         raise DatasetError(
@@ -347,11 +255,8 @@ def _count(data: Any, base: type) -> int | None:
     return len(data) if isinstance(data, Sized) else None
 
 
-class LoaderBatches(PythonBatches):
+class LoaderBatches:
     """The batches of a loader, pass after pass.
-
-    A reader that begins within a pass reads the batches before in that pass, and no earlier pass. A loader, or its
-    sampler, that has `set_epoch` is given the number of each pass.
 
     Args:
       data: the loader.
@@ -359,82 +264,22 @@ class LoaderBatches(PythonBatches):
     """
 
     def __init__(self, data: Any, float_type: str) -> None:
-        self._data, self._said = data, False
-        super().__init__(type(data).__name__, len(data), itertools.islice(self._begun(0), _LOOKED_AT), float_type)
-        firsts = [self._format.flat(next(self._begun(0))) for _ in range(2)]
-        if not all(map(_equal, *firsts)):
-            logging.warning(
-                "two passes of the %s that KerasTrainer got begin with different batches, so that a resumed run "
-                "reads other batches than an uninterrupted one; give its data set (%s.dataset), whose examples "
-                "looplib shuffles by the run's seed, or a sampler with set_epoch, which is given the epoch",
-                type(data).__name__, type(data).__name__,
-            )  # fmt: skip
+        self._data, self._float_type, self.count = data, float_type, len(data)
+        self._pass = one_pass(lambda: data, float_type)
+        self.first_size = self._pass.first_size
 
-    def _begun(self, epoch: int) -> Iterator[Any]:
-        for part in (self._data, *([self._data.sampler] if isinstance(self._data, _Sampled) else [])):
-            if isinstance(part, _OfEpochs):
-                part.set_epoch(epoch)
-        return iter(self._data)
-
-    def reader(self) -> Callable[[int], Any]:
-        """See `PythonBatches`."""
-        lock, batches, following = threading.Lock(), iter(()), -1
-
-        def read(number: int) -> Any:
-            nonlocal batches, following
-            with lock:
-                epoch, index = divmod(number, self.count)
-                if number != following or not index:
-                    batches = itertools.islice(self._begun(epoch), index, None)
-                following = number + 1
-                for batch in batches:
-                    if index == self.count - 1:
-                        self._end(batches, epoch)
-                    return batch
-            raise DatasetError(
-                f"{type(self._data).__name__} has {self.count} batches by its len(), and ended before the batch "
-                f"{index + 1} of epoch {epoch + 1}; give it the length that its passes have"
-            )
-
-        return read
-
-    def _end(self, rest: Iterator[Any], epoch: int) -> None:
-        """Says once that a pass is longer than its length."""
-        if not self._said and next(rest, None) is not None:
-            self._said = True
-            logging.warning(
-                "%s has %d batches by its len(), and epoch %d has more; looplib leaves out what is beyond the len() in "
-                "each epoch: give it the length that its passes have",
-                type(self._data).__name__, self.count, epoch + 1,
-            )  # fmt: skip
-
-    def order(self, shuffle: bool) -> Ids | None:
+    def dataset(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
         """See `PythonBatches`: its passes have the order that it gives them."""
-        return None
-
-
-class Generated:
-    """The batches of generators, one for each pass, whose number is not known.
-
-    Args:
-      make: makes a generator.
-      first: one that it has made.
-      float_type: see `PythonBatches`.
-    """
-
-    def __init__(self, make: Callable[[], Iterable[Any]], first: Iterable[Any], float_type: str) -> None:
-        self._make = make
-        self._format = BatchFormat("the generator of KerasTrainer", itertools.islice(first, _LOOKED_AT), float_type)
+        return loader.read(context, lambda index, count: self._data, "warn", self._float_type)
 
     def once(self) -> tf.data.Dataset:
         """Makes the batches of one pass."""
-        own = self._format
+        return self._pass.dataset()
 
-        def flat() -> Iterator[tuple]:
-            return (tuple(own.flat(batch)) for batch in self._make())
 
-        dataset = tf.data.Dataset.from_generator(flat, output_signature=tuple(own.specs))
-        return dataset.map(tf.autograph.experimental.do_not_convert(lambda *parts: own.packed(parts)))
+def one_pass(make: Callable[[], Any], float_type: str) -> loader.LoaderReader:
+    """Returns the reader of one pass of a loader that is made for each."""
+    return loader.LoaderReader(make, "all", size=None, training=False, start=0, mismatch="warn", float_type=float_type)
 
 
 class _BatchNumbers(Plan):
@@ -459,7 +304,3 @@ class _BatchNumbers(Plan):
     def once(self) -> Locate:
         """See `Plan`."""
         return lambda positions: positions // self._batch_size
-
-
-def _equal(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.shape == other.shape and bool(np.all((one == other) | ((one != one) & (other != other))))

@@ -1,110 +1,14 @@
-"""Arrays of examples of each kind that `fit` takes: of numpy, pandas and scipy; dense, ragged and sparse tensors."""
+"""Rows of arrays and tensors of each kind that `fit` takes: chosen by number, and by content for a trial."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from looplib.data.records.reading import tuple_like
-from looplib.errors import DatasetError
+from looplib.data.arrays import Array
 
 _ELEMENTS = 2**21  # of each array that are looked at, to choose examples
-KINDS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)  # specs of tensors
-Array = np.ndarray | tf.RaggedTensor | tf.SparseTensor
-_SCALARS = (bool, int, float, str, bytes, np.generic)
-
-
-@runtime_checkable
-class _AsArray(Protocol):
-    def __array__(self) -> np.ndarray:
-        """Returns the array."""
-
-
-def as_arrays(structure: Any, float_type: str) -> Any:
-    """Returns a structure of arrays of examples in the form that `fit` gives them to a step.
-
-    Lists become tuples, because tf.data takes lists for arrays. A column of pandas becomes `[n, 1]`, and a list of
-    numbers or texts becomes an array.
-
-    Raises:
-      UsageError: for what is no array.
-    """
-    if is_array(structure) or _is_of_scalars(structure):
-        array = as_array(structure, float_type)
-        return array[:, None] if _is_of(structure, "pandas", "Series") else array
-    if isinstance(structure, Mapping):
-        return {name: as_arrays(part, float_type) for name, part in structure.items()}
-    if isinstance(structure, (list, tuple)):
-        return tuple_like(structure, [as_arrays(part, float_type) for part in structure])
-    return as_array(structure, float_type)
-
-
-def as_array(array: Any, float_type: str) -> Array:
-    """Returns what was given as an array, of one floating-point type.
-
-    Raises:
-      UsageError: for something else.
-    """
-    if array is None:
-        raise DatasetError(
-            "KerasTrainer got None beside arrays, for one of several outputs, say; leave it out of a dict of targets, "
-            "or give a tf.data.Dataset, which may have None"
-        )
-    if _is_of(array, "scipy.sparse"):
-        array = array.tocsr().tocoo()  # which adds up what is given twice
-        array = tf.SparseTensor(np.stack([array.row, array.col], axis=1).astype("int64"), array.data, array.shape)
-    if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
-        array = tf.sparse.reorder(array) if isinstance(array, tf.SparseTensor) else array
-        return tf.cast(array, float_type) if array.dtype.is_floating else array
-    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
-        raise DatasetError(
-            "KerasTrainer got a masked array, whose masked values a step would get as they are; fill them "
-            "(array.filled(0)), and give examples that do not count the sample_weight 0"
-        )
-    found = _plain(array)
-    if found.dtype.kind == "f" or tf.as_dtype(found.dtype).is_floating:
-        return found.astype(float_type)
-    return found
-
-
-def _plain(array: Any) -> np.ndarray:
-    """Returns an array of numbers or texts; raises `UsageError` for one of something else."""
-    kind = type(array).__name__
-    try:
-        found = np.asarray(array)
-        if found.dtype.kind == "O":
-            found = tf.convert_to_tensor(found).numpy()
-    except (ValueError, TypeError, tf.errors.OpError) as error:
-        raise DatasetError(
-            f"KerasTrainer got a {kind} of Python objects, which are not all strings; give columns of different types "
-            "as a dict of arrays, or convert them to one type, such as float32"
-        ) from error
-    if found.dtype.kind in "mM" or found.dtype.names:
-        what = "with named fields" if found.dtype.names else f"of {found.dtype.name}"
-        cure = "a dict of arrays, one for each field" if found.dtype.names else "numbers, such as seconds or days"
-        raise DatasetError(f"KerasTrainer got a {kind} {what}, which TensorFlow does not have; give {cure}")
-    return found
-
-
-def _is_of(array: Any, package: str, name: str | None = None) -> bool:
-    """Returns whether an array is of a class of a package that need not be installed."""
-    kinds = (kind for kind in type(array).__mro__ if name in (None, kind.__name__))
-    return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in kinds)
-
-
-def _is_of_scalars(value: Any) -> bool:
-    """Returns whether a list, or a list of lists, begins with a number or text: it is no structure of arrays then."""
-    while isinstance(value, (list, tuple)) and value:
-        value = value[0]
-        if isinstance(value, _SCALARS):
-            return True
-    return False
-
-
-def is_array(value: Any) -> bool:
-    """Returns whether a value is an array, a table or a tensor of any kind."""
-    return _is_of(value, "scipy.sparse") or isinstance(value, (_AsArray, tf.RaggedTensor, tf.SparseTensor))
 
 
 def take(batch: Any, ids: Iterable[int]) -> Any:
@@ -177,31 +81,6 @@ def _sparse_getter(array: tf.SparseTensor) -> Callable[[tf.Tensor], tf.SparseTen
         return tf.SparseTensor(indices, found.values, shape)
 
     return get
-
-
-class OmittedParts:
-    """Where the structure of a batch has None, which the data sets here do without until a step.
-
-    Args:
-      batch: of the structure.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self._blank = tf.nest.map_structure(lambda part: part is None, batch)
-
-    def __bool__(self) -> bool:
-        """Returns whether there is one."""
-        return any(tf.nest.flatten(self._blank))
-
-    def remove(self, batch: Any) -> tuple:
-        """Returns what a batch has besides."""
-        return tuple(part for part in tf.nest.flatten(batch) if part is not None)
-
-    def restore(self, parts: Any) -> Any:
-        """Returns the batch, of what `remove` returned of it, or of their specs."""
-        parts = iter(tf.nest.flatten(parts))
-        filled = [None if blank else next(parts) for blank in tf.nest.flatten(self._blank)]
-        return tf.nest.pack_sequence_as(self._blank, filled)
 
 
 def _some(part: Array, numbers: np.ndarray) -> Array:

@@ -17,6 +17,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.compat.patches import alone
 from looplib.compat.tensorflow import converted
+from looplib.data.arrays import OmittedParts
 from looplib.keras import rows
 from looplib.keras.losses import part_of_batch
 from looplib.task.plain import gaps
@@ -232,7 +233,7 @@ class StepTrial:
         (sizes, left_out), self._given.gradients = key, []
         own = bounds[:, tf.distribute.get_replica_context().replica_id_in_sync_group]
         counts = own[:, 1] - own[:, 0]
-        batch = rows.OmittedParts(batch).restore(_of_replica(flat, own, counts if sizes is None else sizes))
+        batch = OmittedParts(batch).restore(_of_replica(flat, own, counts if sizes is None else sizes))
         every = tf.reduce_sum(bounds[0, :, 1] - bounds[0, :, 0])
         share = updates.Share(batch, counts[0], tf.where(whole, counts[0], every))
         with updates.in_use(share), part_of_batch(left_out) as joined:
@@ -351,5 +352,5 @@ def ordered(model: Any, batch: Any) -> Any:
 
 def leaves(batch: Any) -> list[Any]:
     """Returns the tensors of a batch, without what is None."""
-    given = rows.OmittedParts(batch).remove(batch)
+    given = OmittedParts(batch).remove(batch)
     return [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in given]

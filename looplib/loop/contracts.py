@@ -326,8 +326,11 @@ class TrainingLoop(Loop):
         """Builds the data again, once the trainer knows the length of an epoch."""
 
     @abc.abstractmethod
-    def position(self) -> bytes | None:
-        """Returns the position in the data after the last `run`, for `rewind`; None if the step determines it."""
+    def position(self, batches: int) -> bytes | None:
+        """Returns the position in the data after the last `run`, for `rewind`; None if the step determines it.
+
+        `batches` is the number of global batches that the run has consumed.
+        """
 
     @abc.abstractmethod
     def resume(self, step: int) -> None:

@@ -344,7 +344,8 @@ class TaskLoop(TrainingLoop):
 
     def progress(self) -> float:
         """See `Loop`; what counts is data that is read again by a run that resumes."""
-        return self.data.stream.passed
+        stream = self.data.stream
+        return stream.passed + (stream.loader.passed if stream.loader is not None else 0)
 
     def read_metrics(self) -> dict[str, int | float]:
         """See `Loop`."""
@@ -361,7 +362,7 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         return self._inner.shown()
 
-    def position(self) -> bytes | None:
+    def position(self, batches: int) -> bytes | None:
         """See `TrainingLoop`."""
         if self._additions and self.reducer.created:
             read = functools.cache(lambda: self.reducer.state().totals)  # where several workers train, they gather
@@ -370,7 +371,7 @@ class TaskLoop(TrainingLoop):
         for addition in self._additions:
             addition.check_state()
         data = self.data
-        return data.stream.position(data.iterator) if data.iterator is not None else data.position
+        return data.stream.position(data.iterator, batches) if data.iterator is not None else data.position
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""

@@ -342,7 +342,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         """Keeps the state, to look for variables that are made too late."""
         self._objects, self._known = objects, {id(variable) for _, variable in variables_of(objects)}
 
-    def position(self) -> bytes | None:
+    def position(self, batches: int) -> bytes | None:
         """See `TrainingLoop`; None if the position is unknown."""
         if self._ran and self._known is not None:
             late = [name for name, variable in variables_of(self._objects) if id(variable) not in self._known]

@@ -118,7 +118,7 @@ class _DatasetStandIn:
         return self._iterator
 
     def place(self) -> bytes | None:
-        return self._stream.position(self._iterator) if self._iterator is not None else self._place
+        return self._stream.position(self._iterator, 0) if self._iterator is not None else self._place
 
     def begin(self, step: int, place: bytes | None) -> bool:
         """Makes the next iterator begin at a position; returns whether it can."""

@@ -196,7 +196,7 @@ class Player:
     def note(self) -> _PlayerState:
         """Returns the state before the next step, for `go_back`."""
         values = [variable.numpy() for variable in self.loop.step.variables]
-        position = self.loop.position()
+        position = self.loop.position(self.step + self._offset)
         tables = [table.export() for table in self._tables]
         return _PlayerState(values, tables, self.loop.reducer.state(), self.step, self.step + self._offset, position)
 

@@ -46,7 +46,7 @@ def test_a_run_resumes_from_the_state_of_the_iterator_after_any_call(name, make,
     whole = np.array(expected(strategy, make, 12)).reshape(12, GLOBAL_BATCH)
     assert loop.run(Request(first), "train").done == first  # in one call
     loop.read_metrics(), loop.task.order.clear()
-    position = loop.position()
+    position = loop.position(0)
     np.testing.assert_array_equal(order(loop, 12 - first), whole[first:])
     assert loop.traces == 1
     loop.rewind(first, position)

@@ -124,7 +124,7 @@ def test_a_pipeline_resumes_from_its_saved_state(strategy, make, stop, files, ca
     first = stream(strategy, lambda context: make(context, files))
     iterator = first.iterate()
     assert read(first, iterator, stop) == whole[:stop]
-    position = first.position(iterator)
+    position = first.position(iterator, 0)
     assert read(first, iterator, 6) == whole[stop:]  # saving takes nothing away
     again = stream(strategy, lambda context: make(context, files), start_step=stop)
     iterator = again.iterate(position)
@@ -142,7 +142,7 @@ def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
     assert f"after step 5 by skipping {5 * strategy.num_replicas_in_sync} batches" in caplog.text
     assert read(skipped, iterator, 2) == whole[5:7]
     again = stream(strategy, lambda context: make(context, None), start_step=7)
-    assert read(again, again.iterate(skipped.position(iterator)), 5) == whole[7:]
+    assert read(again, again.iterate(skipped.position(iterator, 0)), 5) == whole[7:]
 
 
 @pytest.mark.slow(spread=1)
@@ -152,7 +152,7 @@ def test_state_outside_of_the_iterator_is_skipped_to(strategy, caplog):
     first = stream(strategy, random)
     iterator = first.iterate()
     assert read(first, iterator, 4) == whole[:4]
-    assert first.position(iterator) is None and first.position(iterator) is None
+    assert first.position(iterator, 0) is None and first.position(iterator, 0) is None
     assert caplog.text.count("no position that can be saved") == 1 and "RandomUniform is stateful" in caplog.text
     again = stream(strategy, random, start_step=4)
     assert read(again, again.iterate(), 5) == whole[4:]
@@ -178,7 +178,7 @@ def test_a_changed_pipeline_is_skipped_to_with_a_warning(changed, caplog):
     iterator = first.iterate()
     read(first, iterator, 3)
     again = stream(strategy, changed, start_step=3)
-    iterator = again.iterate(first.position(iterator))
+    iterator = again.iterate(first.position(iterator, 0))
     assert "is not the pipeline whose state was saved" in caplog.text and "by skipping 6 batches" in caplog.text
     assert read(again, iterator, 4) == expected(strategy, changed, 7)[3:]
 
@@ -199,7 +199,7 @@ def test_another_batch_size_is_a_changed_pipeline(caplog):
     iterator = first.iterate()
     read(first, iterator, 3)
     again = stream(large, lambda context: finite(context, None), start_step=3)
-    rest = read(again, again.iterate(first.position(iterator)), 4)
+    rest = read(again, again.iterate(first.position(iterator, 0)), 4)
     assert rest == expected(large, lambda context: finite(context, None), 7)[3:]
     assert "batch size or length have changed" in caplog.text
 
@@ -215,7 +215,7 @@ def test_a_large_state_is_not_kept(monkeypatch, caplog):
     large = stream(make_strategy("default"), make)
     iterator = large.iterate()
     read(large, iterator, 1)
-    assert large.position(iterator) is None
+    assert large.position(iterator, 0) is None
     assert "its buffers take more than 2 MB" in caplog.text
 
 
@@ -225,7 +225,7 @@ def test_a_cache_in_files_is_not_kept(tmp_path, caplog):
     cached = stream(make_strategy("default"), make)
     iterator = cached.iterate()
     read(cached, iterator, 9)
-    assert cached.position(iterator) is None and "it caches in files" in caplog.text
+    assert cached.position(iterator, 0) is None and "it caches in files" in caplog.text
 
 
 @pytest.mark.slow(spread=1)
@@ -235,7 +235,7 @@ def test_indices_need_no_state(strategy, caplog):
     first = stream(strategy, make)
     iterator = first.iterate()
     whole = read(first, iterator, 9)
-    assert first.position(iterator) is None
+    assert first.position(iterator, 0) is None
     again = stream(strategy, make, start_step=5)
     assert read(again, again.iterate(), 4) == whole[5:]
     assert "resumes after step 5 from its position" in caplog.text and "skipping" not in caplog.text
@@ -305,14 +305,14 @@ def shuffled(context):
 @pytest.mark.slow
 def test_a_training_rewinds_to_a_position(strategy):
     loop = loop_of(strategy, shuffled)
-    assert loop.position() is None
+    assert loop.position(0) is None
     whole = order(loop, 12)
     loop.rewind()
     np.testing.assert_array_equal(order(loop, 7), whole[:7])
-    position = loop.position()
+    position = loop.position(0)
     np.testing.assert_array_equal(order(loop, 5), whole[7:])
     loop.rewind(7, position)
-    assert loop.position() == position  # also before the first step
+    assert loop.position(0) == position  # also before the first step
     np.testing.assert_array_equal(order(loop, 5), whole[7:])
     assert loop.traces == 1
     other = loop_of(strategy, shuffled, start_step=7)
@@ -329,7 +329,7 @@ def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     loop = loop_of(strategy, shuffled, distribute="tf")
     assert type(loop.data.stream) is Stream
     whole = order(loop, 12)
-    assert loop.position() is None and loop.traces == 1
+    assert loop.position(0) is None and loop.traces == 1
     make = lambda context: shuffled(context)
     np.testing.assert_array_equal(whole, np.array(expected(strategy, make, 12)).reshape(12, GLOBAL_BATCH))
     late = loop_of(strategy, shuffled, start_step=7, distribute="tf")
@@ -443,7 +443,7 @@ def test_a_position_between_epochs_is_saved_only_if_the_next_epochs_keep_their_o
     for _ in range(steps):
         next(iterator)
     time.sleep(0.05)  # TensorFlow reads ahead
-    position = whole.position(iterator)
+    position = whole.position(iterator, 0)
     expected = [next(iterator).numpy().tolist() for _ in range(15)]
     again = stream(make_strategy("default"), between_epochs, start_step=steps)
     resumed = again.iterate(position)

@@ -363,7 +363,7 @@ def case(make):
             first = stream(lambda folder=folder: make(folder))
             iterator = first.iterate()
             start = read(iterator, stop)
-            position = first.position(iterator)
+            position = first.position(iterator, 0)
             if position is not None:
                 with contextlib.suppress(iterator_state.BetweenEpochsError):  # it has read on since
                     stages |= iterator_state.save(iterator, first.dataset)[1]
@@ -486,7 +486,7 @@ def test_what_has_no_order_loses_and_repeats_nothing(name, make):
     first = stream(make)
     iterator = first.iterate()
     seen = read(iterator, 21)
-    rest = read(stream(make, 21).iterate(first.position(iterator)), 100)
+    rest = read(stream(make, 21).iterate(first.position(iterator, 0)), 100)
     everything = [10 * i + j for i in range(10) for j in range(6)] if name != "map" else list(range(60))
     assert sorted(number for (number,) in seen + rest) == sorted(everything)
 
@@ -530,10 +530,10 @@ def unknown(monkeypatch, make):
 def test_a_stage_that_is_not_known_is_tried_out(monkeypatch):
     """Also CSV files are found out so, where they are not known."""
     made, iterator = unknown(monkeypatch, lambda: numbers(40).shuffle(9))
-    position = made.position(iterator)
+    position = made.position(iterator, 0)
     assert read(stream(lambda: numbers(40).shuffle(9), 3).iterate(position), 40) == read(iterator, 40)
     made, iterator = unknown(monkeypatch, lambda: csv(FILES.csv))
-    assert made.position(iterator) is None
+    assert made.position(iterator, 0) is None
     assert made._saved.obstacle == "in a trial, TensorFlow did not restore CSV exactly"
 
 
@@ -541,7 +541,8 @@ def test_a_stage_that_is_not_known_and_cannot_be_tried_out_skips(monkeypatch):
     made, iterator = unknown(monkeypatch, numbers)
     made._saved._renew = lambda: made.dataset
     assert (
-        made.position(iterator) is None and "it is not known whether TensorFlow restores Range" in made._saved.obstacle
+        made.position(iterator, 0) is None
+        and "it is not known whether TensorFlow restores Range" in made._saved.obstacle
     )
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
+from looplib.data.arrays import as_array
 from looplib.errors import DataError, DatasetError, EndlessDataError
 from looplib.keras import rows
 
@@ -273,7 +274,7 @@ def test_rows_of_sparse_arrays_are_those_of_dense_ones():
     repeated = scipy().coo_matrix(([1.0, 2.0, 3.0], ([3, 0, 3], [0, 1, 0])), (4, 3))
     cube = np.where(np.arange(24) % 5 == 0, np.arange(24), 0).reshape(4, 2, 3)
     for given, dense in [(repeated, repeated.toarray()), (tf.sparse.from_dense(cube), cube)]:
-        found = rows.take(rows.as_array(given, "float32"), ids)
+        found = rows.take(as_array(given, "float32", "KerasTrainer"), ids)
         np.testing.assert_array_equal(tf.sparse.to_dense(found), dense[ids])
 
 

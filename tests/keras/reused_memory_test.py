@@ -9,7 +9,7 @@ import pytest
 import looplib
 from looplib.data.context import InputContext
 from looplib.keras.data import KerasData
-from looplib.keras.python_data import Generated
+from looplib.keras.python_data import one_pass
 
 EXAMPLES, BATCH = 48, 8
 
@@ -87,7 +87,7 @@ SOURCES = {
     "blocks": lambda dtype: context(True).records(ManyExamples(dtype), shuffle=False, block=16).take(EXAMPLES // BATCH),
     "a PyDataset": lambda dtype: looplib.python_batches(context(), Batches(dtype)),
     "a loader": lambda dtype: looplib.python_batches(context(), Loader(dtype)),
-    "a generator": lambda dtype: Generated(lambda: iter(Loader(dtype)), iter(Loader(dtype)), "float32").once(),
+    "a generator": lambda dtype: one_pass(lambda: iter(Loader(dtype)), "float32").dataset(),
     "a sample": sampled,
 }
 

@@ -1,0 +1,661 @@
+"""Batches of loaders that keep their own order: pass after pass, entered at any batch by a state or by reading."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, Protocol, runtime_checkable
+
+import google_crc32c
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.base.decoding import MisfitError
+from looplib.base.messages import gist
+from looplib.data import arrays, loader_state, rows
+from looplib.data.arrays import BatchFormat
+from looplib.data.context import DatasetCall, InputContext
+from looplib.data.loader_state import LoaderPosition, UnsavableStateError
+from looplib.data.order import derived_seed
+from looplib.errors import BatchSizeError, DatasetError, EmptyDataError
+
+MISMATCHES = ("skip", "refuse", "warn")
+_LOOKED_AT = 2  # batches, for the sizes that they have in common
+_MARKS = 512  # batches whose states are held; more are not read ahead
+_CHECKED = 4  # batches that a resume compares, of those that had been read
+_STATE_SHARE = 0.05  # of the time of reading that taking states may cost
+_CLOSING = 5.0  # seconds that the end of a run waits for a batch that is being read
+
+
+@runtime_checkable
+class OfEpochs(Protocol):
+    """Data with another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Takes the number of the epoch that begins."""
+
+
+@runtime_checkable
+class _Sampled(Protocol):
+    sampler: Any
+
+
+class _Generator(Protocol):
+    """A generator of random numbers, as PyTorch has them."""
+
+    def initial_seed(self) -> int:
+        """Returns the seed that it was given."""
+
+    def manual_seed(self, seed: int) -> Any:
+        """Begins again with a seed."""
+
+
+@runtime_checkable
+class _Random(Protocol):
+    generator: _Generator | None  # None is one of the process
+
+
+@runtime_checkable
+class _StateDict(Protocol):
+    """A loader with a state, such as a `StatefulDataLoader`, or an `IterableDataset` of Hugging Face."""
+
+    def state_dict(self) -> Any:
+        """Returns the state behind the last batch."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Takes a state, for the pass that begins next."""
+
+
+@runtime_checkable
+class _GetState(Protocol):
+    """An iterator with a state, as those of Grain."""
+
+    def get_state(self) -> Any:
+        """Returns the state behind the last batch."""
+
+    def set_state(self, state: Any) -> None:
+        """Takes a state."""
+
+
+@runtime_checkable
+class _ByNumber(Protocol):
+    def __len__(self) -> int:
+        """Returns the number of batches."""
+
+    def __getitem__(self, number: int) -> Any:
+        """Returns a batch."""
+
+
+@runtime_checkable
+class _Closed(Protocol):
+    def close(self) -> None:
+        """Ends threads and processes."""
+
+
+_iterators: "weakref.WeakSet[Iterator]" = weakref.WeakSet()  # that loops have read
+
+
+class _OpenLoader:
+    """A loader in use: the pass that is read, and its state, in the form that the loader has for it.
+
+    Args:
+      make: makes the loader.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.loader = self._made()
+        self._seeds = self._seeds_given()
+        self._iterator: Iterator[Any] | None = None
+        self._restored = False  # whether the loader has taken a state
+
+    def _made(self) -> Any:
+        loader = self._make()
+        if isinstance(loader, Iterator):
+            with contextlib.suppress(TypeError):  # not all can be referred to weakly
+                if loader in _iterators:
+                    raise DatasetError(
+                        f"the function that context.loader got returned one {type(loader).__name__} twice, which "
+                        "begins only once; make a new one in each call"
+                    )
+                _iterators.add(loader)
+        if isinstance(loader, tf.data.Dataset) or not isinstance(loader, Iterable):
+            what = "a tf.data.Dataset, which dataset() returns as it is" if isinstance(loader, tf.data.Dataset) else ""
+            raise DatasetError(
+                f"the function that context.loader got returned {what or f'a {type(loader).__name__}'}; expected a "
+                "loader of batches: an object with __iter__, such as a DataLoader"
+            )
+        return loader
+
+    @property
+    def length(self) -> int | None:
+        """The batches of a pass, if the loader says it."""
+        if not isinstance(self.loader, Sized):
+            return None
+        try:
+            return len(self.loader)
+        except TypeError:  # of a loader whose data set has no length
+            return None
+
+    @property
+    def skips_at_once(self) -> bool:
+        """Whether a pass can be entered at any batch."""
+        return isinstance(self.loader, _ByNumber) and not isinstance(iter(self.loader), _GetState)
+
+    @property
+    def shares_its_state(self) -> bool:
+        """Whether two readers of the loader would disturb each other."""
+        return isinstance(self.loader, (_StateDict, Iterator))
+
+    def begin(self, epoch: int, index: int = 0) -> None:
+        """Begins a pass, at the batch `index` if `skips_at_once`."""
+        of_epochs = isinstance(self.loader, OfEpochs)
+        if self._iterator is not None and (isinstance(self.loader, Iterator) or (of_epochs and self._restored)):
+            self.loader, self._restored = self._made(), False  # an iterator ends; a state may stay behind its pass
+            self._seeds = self._seeds_given()
+        self._take_epoch(epoch)
+        if index:
+            data = self.loader
+            self._iterator = (data[number] for number in range(index, len(data)))
+        else:
+            self._iterator = iter(self.loader)
+
+    def _take_epoch(self, epoch: int) -> None:
+        """Makes the order of a pass depend on its number, and not on how many were read before in this process."""
+        for part in self._parts:
+            if isinstance(part, OfEpochs):
+                part.set_epoch(epoch)
+        for generator, seed in self._seeds:
+            generator.manual_seed(derived_seed(seed, epoch))
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.loader, self.loader.sampler if isinstance(self.loader, _Sampled) else None
+
+    def _seeds_given(self) -> list[tuple[_Generator, int]]:
+        """Returns the generators of the loader, and the seeds that they were given."""
+        found = {id(part.generator): part.generator for part in self._parts if isinstance(part, _Random)}
+        return [(generator, generator.initial_seed()) for generator in found.values() if generator is not None]
+
+    @property
+    def is_read_again(self) -> bool:
+        """Whether a resume begins its pass again, and reads up to the batch."""
+        return not (isinstance(self.loader, Iterator) or self.skips_at_once) and self.state() is None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its order comes from a generator of the process, whose state no checkpoint has."""
+        return isinstance(self._parts[1], _Random) and not self._seeds
+
+    def next(self) -> Any:
+        """Returns the next batch of the pass; raises `StopIteration` at its end."""
+        return next(self._iterator)
+
+    def state(self) -> Any:
+        """Returns the state behind the last batch; None for a loader without a state."""
+        if isinstance(self.loader, _StateDict):
+            return self.loader.state_dict()
+        if isinstance(self._iterator, _GetState):
+            return self._iterator.get_state()
+        return self._iterator.state_dict() if isinstance(self._iterator, _StateDict) else None
+
+    def restore(self, epoch: int, state: Any) -> None:
+        """Begins a pass behind a state."""
+        self._take_epoch(epoch)
+        if isinstance(self.loader, _StateDict):
+            self.loader.load_state_dict(state)
+            self._iterator, self._restored = iter(self.loader), True
+            return
+        self._iterator = iter(self.loader)
+        if isinstance(self._iterator, _GetState):
+            self._iterator.set_state(state)
+        else:
+            self._iterator.load_state_dict(state)
+
+    def close(self) -> None:
+        """Ends the threads and processes of the loader."""
+        iterator, self._iterator = self._iterator, None
+        if isinstance(iterator, _Closed):
+            iterator.close()
+
+
+@dataclasses.dataclass
+class _Mark:
+    """The place in front of a batch."""
+
+    number: int  # of the batch, from the start of the run
+    epoch: int
+    index: int  # in its pass
+    state: str | None
+    digest: int = 0  # of the batch
+
+
+_open: "weakref.WeakValueDictionary[int, LoaderReader]" = weakref.WeakValueDictionary()  # by the ids of loaders
+
+
+class LoaderReader:
+    """The batches of a loader, from a number on; numbers count from the start of the run.
+
+    It holds the state in front of each batch that was read lately, because a pipeline reads ahead of the steps: a
+    position is that behind the last batch that a step has used.
+
+    Args:
+      make: makes the loader.
+      part: the part of the data that the loader gives, see `LoaderPosition`.
+      size: the examples that each batch of a training has to have; None for batches of any size.
+      training: whether passes follow one another without end; an evaluation has one.
+      start: the number of the first batch to give.
+      mismatch: what to do if a restored loader gives other batches than before, one of `MISMATCHES`.
+      float_type: the type that floating-point numbers become; None keeps theirs.
+
+    Attributes:
+      length: the batches of a pass; None if the loader does not say it.
+      passed: batches that were read again, to get to the first one.
+      first_digest: the digest of the first batch of all.
+      first_size: its rows.
+
+    Raises:
+      UsageError: if it makes no loader, or that has no batch.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        part: str,
+        *,
+        size: int | None,
+        training: bool,
+        start: int,
+        mismatch: str,
+        float_type: str | None = None,
+    ) -> None:
+        self._make, self._part, self._size, self._training, self._mismatch = make, part, size, training, mismatch
+        self._start, self._position, self.passed = start, None, 0
+        self._lock = threading.Lock()  # held while a batch is read
+        self._marks: collections.deque[_Mark] = collections.deque(maxlen=_MARKS)
+        self._pending: collections.deque[list[np.ndarray]] = collections.deque()  # batches that were read already
+        self._reading = self._taking = 0.0  # seconds
+        self._why_no_state, self._warned = "", False
+        self._source: _OpenLoader | None = None
+        self._entry: object = None  # identifies the iterator that reads the batches
+        self._open()
+        self.who, self.length = type(self._source.loader).__name__, self._source.length
+        # The first batches of the pass that is open, with their places, until another one is opened.
+        self._first = self._looked_at()
+        if not self._first:
+            raise EmptyDataError(f"{self.who} has no batch; check where the data is read from")
+        self._format = BatchFormat(self.who, [batch for _, batch in self._first], float_type)
+        self.first_size, self.first_digest = self._format.first_size, self._digest_of_first()
+
+    def dataset(self) -> tf.data.Dataset:
+        """Makes a data set of the batches."""
+        own = self._format
+
+        def batches() -> Iterator[tuple]:
+            entry = self._enter()
+            while (parts := self._following(entry)) is not None:
+                yield tuple(parts)
+
+        made = tf.data.Dataset.from_generator(batches, output_signature=tuple(own.specs))
+        made = made.map(tf.autograph.experimental.do_not_convert(lambda *parts: own.packed(parts)))
+        endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        return (made.apply(endless) if self._training else made).prefetch(2)
+
+    def begin_at(self, saved: bytes | None) -> None:
+        """Makes the next iterator begin at a position that `save` returned; without one, it reads up to its start.
+
+        Raises:
+          UsageError: if it is no position, or that of another part of the data.
+        """
+        self._position = None
+        if not saved:
+            return
+        try:
+            position = LoaderPosition.from_bytes(saved)
+        except MisfitError as error:
+            raise DatasetError(
+                f"the checkpoint has no position of a loader ({error}), and the data is {self.who} now; restore the "
+                "data set of that run, or start a new run from the weights (--warm_start)"
+            ) from error
+        if position.part != self._part:
+            raise DatasetError(
+                f"{position.loader} gave the run {position.part}, and gives {self._part} now: no state of a loader "
+                f"tells where it is with other parts; continue with as many workers and replicas and the batch size "
+                'that the run had, or set batches = "global" in a trainer, whose loader gives whole batches to any '
+                "number of workers; or start a new run from the weights (--warm_start)"
+            )
+        self._position = position
+
+    def save(self, consumed: int) -> bytes | None:
+        """Returns the position behind the first `consumed` batches; None if it is found by reading alone."""
+        with self._lock:
+            marks = list(self._marks)
+        known = {mark.number: mark for mark in marks}
+        last = known.get(consumed - 1)
+        if last is None:
+            return None
+        at = next((mark for mark in reversed(marks) if mark.number < consumed and mark.state is not None), last)
+        following = range(at.number, consumed + _CHECKED)
+        digests = [known[number].digest for number in itertools.takewhile(known.__contains__, following)]
+        return LoaderPosition(
+            loader=self.who,
+            part=self._part,
+            consumed=consumed,
+            number=at.number,
+            epoch=at.epoch,
+            index=at.index,
+            state=at.state,
+            digests=digests,
+        ).to_bytes()
+
+    def close(self) -> None:
+        """Ends the threads and processes of the loader."""
+        if self._lock.acquire(timeout=_CLOSING):
+            try:
+                self._source.close()
+                self._first, self._entry = [], None
+            finally:
+                self._lock.release()
+
+    def _looked_at(self) -> list[tuple[_Mark, Any]]:
+        self._begin(0, 0, 0)
+        found: list[tuple[_Mark, Any]] = []
+        while len(found) < _LOOKED_AT and len(found) != self.length and (one := self._next()) is not None:
+            found.append((one[0], arrays.copied(one[1])))
+        return found
+
+    def _digest_of_first(self) -> int:
+        """Returns the digest of the first batch; warns if a resumed run will have other ones."""
+        digest = _digest(self._format.flat(self._first[0][1]))
+        again = self._source.is_random
+        if self._training and not again and self._source.is_read_again:
+            self._first = self._looked_at()
+            again = digest != _digest(self._format.flat(self._first[0][1]))
+        if self._training and again:
+            logging.warning(
+                "two passes of the %s begin with different batches, or are shuffled by a generator of the process, so "
+                "that a resumed run reads other batches than an uninterrupted one; give it a sampler with set_epoch, "
+                "which gets the epoch, or a generator of its own (generator=torch.Generator()), whose seed looplib "
+                "sets in each epoch, or let looplib shuffle the examples (context.records)",
+                self.who,
+            )
+        return digest
+
+    # Reading.
+
+    def _open(self) -> None:
+        if self._source is not None:
+            self._source.close()
+        self._source = _OpenLoader(self._make)
+        if self._source.shares_its_state:
+            other = _open.get(id(self._source.loader))
+            if other is not None and other._training != self._training:
+                raise DatasetError(
+                    f"one {type(self._source.loader).__name__} is read by the training and by an evaluation, and has "
+                    "one state for both; make a loader for each, in the function that context.loader gets"
+                )
+            _open[id(self._source.loader)] = self
+
+    def _enter(self) -> object:
+        """Brings the loader to the first batch to give; returns what identifies the iterator that reads it now."""
+        with self._lock:
+            self._entry = object()
+            first, self._first = self._first, []
+            self._marks.clear()
+            self._pending.clear()
+            if self._position is not None and self._position.consumed == self._start:
+                self._restore(self._position)
+            elif first and not self._start:
+                self._pending.extend(self._noted(mark, batch) for mark, batch in first)
+            else:
+                self._find(self._start)
+            return self._entry
+
+    def _find(self, number: int) -> None:
+        """Opens the loader, and reads up to the batch of a number, in its pass if the length of passes is known."""
+        self._open()
+        epoch, index = divmod(number, self.length) if self.length and self._training else (0, number)
+        self._skip(epoch, index, number)
+
+    def _skip(self, epoch: int, index: int, number: int) -> None:
+        """Begins a pass, and reads the batches before `index`, which has a number."""
+        at_once = self._source.skips_at_once
+        self._begin(epoch, index if at_once else 0, number if at_once else number - index)
+        while self._number < number:
+            if self._read() is None:
+                return
+            self.passed += 1
+
+    def _restore(self, position: LoaderPosition) -> None:
+        """Enters a position by its state, or else by reading; raises `UsageError` if other batches come."""
+        why = self._restored(position, position.state) if position.state is not None else ""
+        if position.state is not None and not why:
+            return
+        if why:
+            sentence = (
+                f"the {self.who} does not continue with the batches that it gave before, from the state that it had "
+                f"at batch {position.number} ({why})"
+            )
+            if self._mismatch == "refuse":
+                raise DatasetError(
+                    f'{sentence}; pass mismatch="skip" to context.loader, which reads the pass from its start'
+                )
+            logging.warning("%s; the %d batches of the pass up to there are read again", sentence, position.index)
+        if not (why := self._restored(position, None)):
+            return
+        sentence = (
+            f"the {self.who} does not give the batches again that it gave in epoch {position.epoch + 1} ({why}): its "
+            "order or its augmentation depends on something else than the epoch"
+        )
+        cure = "seed them by the run's seed and the epoch, such as by a sampler with set_epoch, which gets the epoch"
+        if self._mismatch != "warn":
+            raise DatasetError(
+                f'{sentence}; {cure}, or pass mismatch="warn" to context.loader, which trains on what comes then'
+            )
+        logging.warning("%s; the run trains on what comes; %s", sentence, cure)
+
+    def _restored(self, position: LoaderPosition, state: str | None) -> str:
+        """Enters a position by a state, or by reading; returns how the batches differ from the saved digests, or ""."""
+        self._open()
+        self._marks.clear()
+        self._pending.clear()
+        if state is None:
+            self._skip(position.epoch, position.index, position.number)
+        else:
+            try:
+                self._source.restore(position.epoch, loader_state.unpack(state))
+            except Exception as error:  # of the loader, which does not take its own state
+                return f"it refuses the state: {gist(error)}"
+            self._epoch, self._index, self._number, self._state = position.epoch, position.index, position.number, state
+        why = ""
+        for digest in position.digests:
+            parts = self._read()
+            mark = self._marks[-1] if parts is not None else None
+            if mark is None or mark.digest != digest:
+                why = why or f"batch {self._number} of the run is another one"
+            if parts is not None and mark.number >= position.consumed:
+                self._pending.append(parts)
+        return why
+
+    def _begin(self, epoch: int, index: int, number: int) -> None:
+        self._source.begin(epoch, index)
+        self._epoch, self._index, self._number = epoch, index, number
+        self._state = self._taken()
+
+    def _following(self, entry: object) -> list[np.ndarray] | None:
+        with self._lock:
+            if entry is not self._entry:  # an iterator that nobody reads may still be reading ahead
+                return None
+            return self._pending.popleft() if self._pending else self._read()
+
+    def _read(self) -> list[np.ndarray] | None:
+        """Reads the parts of the next batch; None at the end of an evaluation's pass."""
+        found = self._next()
+        return None if found is None else self._noted(*found)
+
+    def _next(self) -> tuple[_Mark, Any] | None:
+        """Reads the next batch, as the loader gives it, and its place; None at the end of an evaluation's pass."""
+        began = time.perf_counter()
+        if (batch := self._batch()) is None:
+            return None
+        self._reading += time.perf_counter() - began
+        mark = _Mark(self._number, self._epoch, self._index, self._state)
+        self._number, self._index, self._state = self._number + 1, self._index + 1, self._taken()
+        return mark, batch
+
+    def _batch(self) -> Any:
+        """Returns the next batch as the loader gives it; None at the end of an evaluation's pass."""
+        for _ in range(2):
+            try:
+                batch = self._source.next()
+                if ended := self._index == self.length:
+                    self._warn_of_length()
+            except StopIteration:
+                ended = True
+                if self._index < (self.length or 0):
+                    raise DatasetError(
+                        f"{self.who} has {self.length} batches by its len(), and ended before the batch "
+                        f"{self._index + 1} of epoch {self._epoch + 1}; give it the length that its passes have"
+                    ) from None
+            if ended and not self._training:
+                return None
+            if ended:
+                self._begin(self._epoch + 1, 0, self._number)
+                continue
+            if batch is None:
+                raise DatasetError(
+                    f"{self.who} gave None in place of batch {self._index + 1} of epoch {self._epoch + 1}; leave out "
+                    "what cannot be read, or raise an error there"
+                )
+            return batch
+        raise DatasetError(
+            f"{self.who} has no batch in epoch {self._epoch + 1}: it was read to its end before, and does not begin "
+            "again; make a new loader in the function that context.loader gets"
+        )
+
+    def _warn_of_length(self) -> None:
+        if not self._warned:
+            self._warned = True
+            logging.warning(
+                "%s has %d batches by its len(), and epoch %d has more; looplib leaves out what is beyond the len() in "
+                "each epoch: give it the length that its passes have",
+                self.who, self.length, self._epoch + 1,
+            )  # fmt: skip
+
+    def _noted(self, mark: _Mark, batch: Any) -> list[np.ndarray]:
+        """Returns the parts of a batch, which is of the form of all; holds its place."""
+        parts = self._format.flat(batch)
+        size = parts[0].shape[0]
+        if not size or (self._training and self._size is not None and size != self._size):
+            raise BatchSizeError(
+                f"{self.who} gave {size} examples in batch {mark.index + 1} of epoch {mark.epoch + 1}; expected "
+                f"{self._size or 'at least 1'}, which a step takes from this loader; batch by that number, and leave "
+                "out the smaller batch at the end of a pass (drop_last, drop_remainder)"
+            )
+        mark.digest = _digest(parts)
+        self._marks.append(mark)
+        return parts
+
+    def _taken(self) -> str | None:
+        """Returns the state of the loader, if that costs little beside the reading."""
+        if self._why_no_state or (self._index and self._taking > _STATE_SHARE * self._reading + 0.1):
+            return None
+        began = time.perf_counter()
+        try:
+            state = self._source.state()
+            return None if state is None else loader_state.pack(state)
+        except UnsavableStateError as error:
+            self._why_no_state = str(error)
+            logging.warning(
+                "the state of %s cannot be saved (%s), so that a resume reads the batches of a pass again",
+                self.who, self._why_no_state,
+            )  # fmt: skip
+            return None
+        finally:
+            self._taking += time.perf_counter() - began
+
+
+def _digest(parts: list[np.ndarray]) -> int:
+    """Returns a checksum of a batch, of its types, shapes and values."""
+    checksum = google_crc32c.Checksum()
+    for array in parts:
+        checksum.update(f"{array.dtype} {array.shape}".encode())
+        data = repr(array.tolist()).encode() if array.dtype.kind in "OUS" else np.ascontiguousarray(array).tobytes()
+        checksum.update(data)
+    return int.from_bytes(checksum.digest(), "big")
+
+
+def read(
+    context: InputContext, make: Callable[[int, int], Any], mismatch: str, float_type: str | None = None
+) -> tf.data.Dataset:
+    """Makes the batches of a loader; see `InputContext.loader` and `LoaderReader`."""
+    if mismatch not in MISMATCHES:
+        raise DatasetError(f"mismatch of context.loader is {mismatch!r}; expected one of {', '.join(MISMATCHES)}")
+    if not callable(make):
+        raise DatasetError(
+            f"context.loader got a {type(make).__name__}; expected a function that makes it, such as "
+            "lambda index, count: loader"
+        )
+    requests, positions = context.requests, context.positions
+    if positions.numbers is not None or not isinstance(positions.pipeline_index, int):
+        raise DatasetError(
+            "context.loader needs the process that trains, and parameter servers have workers that read by themselves; "
+            "use context.indices there"
+        )
+    if requests.loader is not None:
+        raise DatasetError("dataset() calls context.loader twice; make one loader that gives both parts of a batch")
+    if context.training and positions.sizes.earlier:
+        raise BatchSizeError(
+            f"a loader makes the batches, so that its state and the number of a batch mean other examples with another "
+            f"size, and this run had batches of {positions.sizes}; continue with {positions.sizes.original}, or start "
+            "a new run from the weights (--warm_start)"
+        )
+    index, count, size = positions.pipeline_index, context.num_pipelines, context.loader_batch_size
+    reader = LoaderReader(
+        lambda: make(index, count),
+        f"part {index} of {count}, in batches of {size}",
+        size=None if context.global_batches or context.batch_size_varies else size,
+        training=context.training,
+        start=positions.start_step,
+        mismatch=mismatch,
+        float_type=float_type,
+    )
+    requests.loader, requests.positioned, requests.part = reader, True, True
+    if reader.length and context.training:
+        context.steps_per_epoch = reader.length
+    batches = reader.dataset()
+    if context.replicas_per_pipeline > 1:
+        if context.batch_size_varies:
+            raise BatchSizeError(
+                "the batches of context.loader are divided among replicas, and batch_size_varies gives them any size; "
+                'leave that out, or set batches = "global" in the class'
+            )
+        batches = _of_replicas(batches, context.per_replica_batch_size)
+    requests.calls.append(DatasetCall(positions=tf.data.Dataset.range(0), steps=None, batches=batches))
+    return batches
+
+
+def _of_replicas(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    """Divides each batch into those of `size` examples, the last of which may have fewer."""
+    spec, cardinality = batches.element_spec, batches.cardinality()
+
+    @tf.autograph.experimental.do_not_convert
+    def divide(*element: Any) -> tf.data.Dataset:
+        batch = element if type(spec) is tuple else element[0]  # tf.data unpacks tuples, and only those
+        sizes = [rows.count(part) for part in rows.parts(batch)]
+        with tf.control_dependencies(rows.assert_even("the loader", sizes)):
+            count = tf.identity(sizes[0])
+
+        def part(start: tf.Tensor) -> Any:
+            return rows.map_parts(lambda leaf: rows.between(leaf, start, tf.minimum(start + size, count)), batch)
+
+        return tf.data.Dataset.range(0, count, size).map(part)
+
+    divided = batches.flat_map(divide)
+    endless = cardinality == tf.data.INFINITE_CARDINALITY
+    return divided.apply(tf.data.experimental.assert_cardinality(cardinality)) if endless else divided

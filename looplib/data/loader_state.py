@@ -1,0 +1,134 @@
+"""The state of a loader as a text, and the position in its batches that a checkpoint holds."""
+
+import base64
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from looplib.base.decoding import MisfitError, decode, parse_json
+
+MOST_BYTES = 64 * 2**20  # of a state
+_PLAIN = (bool, int, float, str, type(None))
+_KIND, _VALUE = "looplib", "value"  # the names in an object that stands for a value that JSON does not have
+
+
+class UnsavableStateError(Exception):
+    """A loader's state holds a value that cannot be saved as data; the message is a clause that says which."""
+
+
+def pack(state: Any) -> str:
+    """Returns the text of a state: plain values, bytes, arrays, PyTorch tensors, lists, tuples and dicts of these.
+
+    Raises:
+      UnsavableStateError: for another value, or a state of more than 64 MiB.
+    """
+    text = json.dumps(_packed(state, "state"), separators=(",", ":"))
+    if len(text) > MOST_BYTES:
+        raise UnsavableStateError(f"it has {len(text):,} bytes, and looplib saves at most {MOST_BYTES:,}")
+    return text
+
+
+def unpack(text: str) -> Any:
+    """Returns the state of a text; raises `MisfitError` if it is no text of `pack`."""
+    try:
+        return _unpacked(parse_json(text))
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        raise MisfitError(f"the saved state of the loader cannot be read: {error}") from error
+
+
+def _packed(value: Any, where: str) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, bytes):
+        return {_KIND: "bytes", _VALUE: base64.b64encode(value).decode()}
+    if type(value) is list:
+        return [_packed(part, f"{where}[{i}]") for i, part in enumerate(value)]
+    if type(value) is tuple:
+        return {_KIND: "tuple", _VALUE: [_packed(part, f"{where}[{i}]") for i, part in enumerate(value)]}
+    if isinstance(value, Mapping):
+        parts = {key: _packed(part, f"{where}[{key!r}]") for key, part in value.items()}
+        if all(type(key) is str for key in parts) and _KIND not in parts:
+            return parts
+        return {_KIND: "dict", _VALUE: [[_packed(key, where), part] for key, part in parts.items()]}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return {_KIND: "tensor", _VALUE: _packed(value.numpy(force=True), where)}
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {
+            _KIND: kind,
+            "dtype": array.dtype.str,
+            "shape": array.shape,
+            _VALUE: _packed(array.tobytes(), where)[_VALUE],
+        }
+    raise UnsavableStateError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {name: _unpacked(part) for name, part in value.items()}
+    kind, inner = value[_KIND], value[_VALUE]
+    if kind == "bytes":
+        return base64.b64decode(inner, validate=True)
+    if kind == "tuple":
+        return tuple(_unpacked(inner))
+    if kind == "dict":
+        return {_unpacked(key): _unpacked(part) for key, part in inner}
+    if kind == "tensor":
+        import torch
+
+        return torch.from_numpy(_unpacked(inner))
+    dtype = np.dtype(value["dtype"])
+    if kind not in ("array", "scalar") or dtype.kind not in "biufc":
+        raise MisfitError(f"no value is a {kind} of {dtype}")
+    array = np.frombuffer(base64.b64decode(inner, validate=True), dtype).reshape(value["shape"]).copy()
+    return array if kind == "array" else array[()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderPosition:
+    """A position in the batches of a loader, those of one input pipeline.
+
+    Attributes:
+      loader: the name of the loader's class.
+      part: the part of the data that the loader gives, such as "part 0 of 2, in batches of 32".
+      consumed: how many of its batches the run has trained on.
+      number: the number of the batch that follows the state, at most `consumed`.
+      epoch: the pass that this batch belongs to, from 0 on.
+      index: the number of the batch in its pass.
+      state: the text of the loader's state in front of it; None for one without a state.
+      digests: of this batch and those that follow, as far as they had been read.
+    """
+
+    loader: str
+    part: str
+    consumed: int
+    number: int
+    epoch: int
+    index: int
+    state: str | None
+    digests: list[int]
+
+    def to_bytes(self) -> bytes:
+        """Returns the position for a checkpoint."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, saved: bytes) -> "LoaderPosition":
+        """Returns a position that was saved; raises `MisfitError` if it is none."""
+        try:
+            found = decode(cls, parse_json(saved), strict=True)
+        except ValueError as error:
+            raise MisfitError(str(error)) from error
+        if min(found.number, found.epoch, found.index, found.consumed - found.number) < 0:
+            raise MisfitError(f"no loader is at {found}")
+        return found
