@@ -18,7 +18,7 @@ from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.compat.tensorflow import converted
-from looplib.data import causes
+from looplib.data import causes, service
 from looplib.data.order import Batches, Epoch
 from looplib.data.pipelines import Pipelines
 from looplib.data.streams import Stream
@@ -300,6 +300,8 @@ class TaskLoop(TrainingLoop):
         """Returns an error of the steps or their data as one that says its cause, where that is known."""
         if isinstance(error, tf.errors.OpError) and (found := parse_error(error)).kind in OURS:
             return DataError(found.sentence)
+        if isinstance(error, tf.errors.OpError) and (sentence := service.explained(error)):
+            return DataError(sentence)
         if ops := _tf.lacking_in_xla(error):
             return EngineError(
                 f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
