@@ -198,6 +198,7 @@ class Pipelines:
             who=self._who,
             infinite=infinite,
             unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
+            served=self.training and bool(self.config.data_workers),
             may_be_empty=not self.training and not infinite and self._replicas > 1 and not self._whole,
             sure=min(built.sure for built in self._built),
             batch_size=self._batch_size,

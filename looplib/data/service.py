@@ -75,7 +75,9 @@ def served(who: str, addresses: Sequence[str], parts: Sequence[tf.data.Dataset],
 
 def _in_order(address: str, part: tf.data.Dataset) -> tf.data.Dataset:
     off = tf.data.experimental.service.ShardingPolicy.OFF
-    numbered = part.enumerate().apply(tf.data.experimental.service.distribute(off, f"grpc://{address}"))
+    numbered = part.enumerate().apply(
+        tf.data.experimental.service.distribute(off, f"grpc://{address}", compression=None)
+    )
     cure = "start each data worker by itself, name all in --data_service, and resume the run"
 
     @tf.autograph.experimental.do_not_convert
