@@ -73,9 +73,9 @@ def launch(
         raise CommandError("--data_workers is for workers that train in step; with --parameter_servers, leave it out")
     rules = LaunchRules(grace, backoff, restarts or 0)
     numbers = WorkerNumbers(least, workers, grow_after)
-    with console.guarded(), Signals() as signals, TemporaryFolder() as folder:
+    with console.guarded(), Signals() as signals, TemporaryFolder() as folder, hold_ports(data_workers) as ports:
         line = CommandLine(command)
-        return _Launch(line, parameter_servers, data_workers, restarts, rules, numbers, signals, folder).run()
+        return _Launch(line, parameter_servers, ports, restarts, rules, numbers, signals, folder).run()
 
 
 @dataclasses.dataclass
@@ -84,7 +84,7 @@ class _Launch:
 
     command: CommandLine
     parameter_servers: int
-    data_workers: int
+    data_ports: Sequence[int]  # of the data workers
     restarts: int | None
     rules: LaunchRules
     numbers: WorkerNumbers
@@ -156,12 +156,12 @@ class _Launch:
     @contextlib.contextmanager
     def _serving(self) -> Iterator[CommandLine]:
         """Runs data workers while the `with` block of a start runs, and gives the command that reads from them."""
-        environment, held = {"TMPDIR": self.folder.files}, (self.folder.lock,)
-        with hold_ports(self.data_workers) as ports, contextlib.ExitStack() as stack:
-            for port in ports:
+        with contextlib.ExitStack() as stack:
+            for port in self.data_ports:
                 serve = [sys.executable, "-m", "looplib", "data_worker", f"--port={port}", "--host=127.0.0.1"]
-                stack.enter_context(Child(CommandLine(serve), environment, held=held))
-            addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+                line, variables = CommandLine(serve), {"TMPDIR": self.folder.files}
+                stack.enter_context(Child(line, variables, held=(self.folder.lock,)))
+            addresses = ",".join(f"127.0.0.1:{port}" for port in self.data_ports)
             yield self.command.adding(f"--data_service={addresses}") if addresses else self.command
 
     def _choose(self, now: float) -> int:

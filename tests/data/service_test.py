@@ -317,7 +317,7 @@ def test_a_run_whose_data_worker_dies_says_so_and_resumes_with_another_number_of
             assert re.search(LOST, line), line
         assert process.returncode == 76
         done = subprocess.run([*run, f"--data_service={addresses[0]}"], capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 0 and "restored step" in done.stderr, done.stderr
+    assert done.returncode == 0 and "restored step" in done.stdout, done.stderr
     np.testing.assert_array_equal(seen(tmp_path / "run"), expected_ids())
 
 
