@@ -19,6 +19,7 @@ from looplib.errors import DatasetError, WorkerError
 _JOIN = 120.0  # seconds that a data worker has to start, after which it has to give an element
 _ANSWER = 5.0  # seconds that it has to answer, and until it is asked again
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # how a client of gRPC begins
+_START = "start it with python -m looplib data_worker --port=PORT, and name its HOST:PORT in --data_service"
 _SETTINGS = 4  # the type of the frame that answers it
 
 
@@ -105,7 +106,6 @@ def _refuse_python(who: str, dataset: tf.data.Dataset) -> None:
         )
 
 
-@functools.cache
 def _reach(address: str) -> None:
     """Waits until a data worker gives an element; raises `UsageError` if that takes too long."""
     end = time.monotonic() + _JOIN
@@ -113,24 +113,25 @@ def _reach(address: str) -> None:
         if time.monotonic() > end:
             raise WorkerError(f"the data worker at {address} does not answer within {_JOIN:.0f} s ({why}); {_START}")
         time.sleep(0.2)
-    failures: list[Exception | None] = []
+    _try_out(address)
+
+
+@functools.cache
+def _try_out(address: str) -> None:
+    found: list[str] = []
 
     def read() -> None:
         try:
             next(iter(_in_order(address, tf.data.Dataset.range(1))))
-            failures.append(None)
-        except (tf.errors.OpError, StopIteration) as error:
-            failures.append(error)
+            found.append("")
+        except tf.errors.OpError as error:
+            found.append(gist(error))
 
     thread = threading.Thread(target=read, name="looplib-data-service", daemon=True)  # TensorFlow waits without end
     thread.start()
     thread.join(_JOIN)
-    if failures != [None]:
-        why = gist(failures[0]) if failures else f"no data within {_JOIN:.0f} s"
+    if why := found[0] if found else f"no data within {_JOIN:.0f} s":
         raise WorkerError(f"no data comes from the data worker at {address} ({why}); {_START}")
-
-
-_START = "start it with python -m looplib data_worker --port=PORT, and name its HOST:PORT in --data_service"
 
 
 def _unanswered(address: str) -> str:

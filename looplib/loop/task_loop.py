@@ -414,6 +414,8 @@ class TaskLoop(TrainingLoop):
         if self.data.iterator is None:
             return None
         stream = self.data.stream
+        if stream.properties.served:
+            return "data workers make the batches", "start more of them, or make their functions cheaper"
         reader = stream.context().requests.reader
         found = causes.of(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
         return (str(found), found.advice) if found else None

@@ -350,7 +350,7 @@ def test_two_workers_on_two_data_workers_see_what_one_sees_without(tmp_path):
     np.testing.assert_array_equal(seen(tmp_path / "run"), np.stack(list(own.as_numpy_iterator())))  # of the chief
 
 
-def test_a_data_worker_that_is_restarted_ends_the_run_with_a_sentence(python, tmp_path):
+def test_a_data_worker_is_named_as_what_to_add_and_ends_the_run_where_it_is_restarted(python, tmp_path):
     class Trainer(looplib.Trainer):
         def __init__(self):
             self.weight = tf.Variable(0.0)
@@ -365,6 +365,8 @@ def test_a_data_worker_that_is_restarted_ends_the_run_with_a_sentence(python, tm
         config = looplib.RunConfig(global_batch_size=BATCH, data_service=addresses[0], steps_per_loop=1)
         with looplib.Controller(config, trainer=Trainer()) as controller:
             controller.train(3)
+            what, advice = controller.clock.of_input()
+            assert what == "data workers make the batches" and "start more of them" in advice
             processes[0].kill()
             processes[0].wait()
             port = addresses[0].rpartition(":")[2]
