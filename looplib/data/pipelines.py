@@ -26,7 +26,7 @@ from looplib.errors import (
     ParameterServerError,
     ShardingError,
     TaskError,
-)  # fmt: skip
+)
 
 _ENDLESS = 2**62
 
@@ -272,14 +272,14 @@ class Pipelines:
     ) -> tf.data.Dataset:
         """Returns the batches of a pipeline as data workers make them; of several, each makes a part of them."""
         addresses, requests = self.config.data_workers, context.requests
-        count = len(addresses)
+        count, skips = len(addresses), start_step > 0 and not requests.positioned
         if requests.arrays is not None:
             raise DatasetError(
                 f"{self._who}.dataset returns context.resident, whose batches are gathered on the device, so that a "
                 "data worker has nothing to do; leave out --data_service, or use context.indices and tf.gather"
             )
         if count == 1:
-            return service.served(self._who, addresses, [dataset], int(dataset.cardinality()))
+            return service.served(self._who, addresses, [dataset], int(dataset.cardinality()), skips)
         if not requests.part or requests.start:
             why = "because it does not use context.pipeline_index" if not requests.part else "at context.start_step"
             raise ShardingError(
@@ -288,14 +288,14 @@ class Pipelines:
                 "worker"
             )
         index, pipelines = tf_context.input_pipeline_id, tf_context.num_input_pipelines
-        start, earlier = (start_step, self._sizes.earlier) if requests.positioned and start_step else (0, ())
+        start, earlier = (0, ()) if skips or not start_step else (start_step, self._sizes.earlier)
         parts = [
             self.task.dataset(self._context(index, pipelines, start, earlier, share=(number, count)))
             for number in range(count)
         ]
         lengths = [int((dataset if requests.positioned else part).cardinality()) for part in parts]
         total = sum(lengths) if min(lengths) >= 0 else min(lengths)
-        return service.served(self._who, addresses, parts, total)
+        return service.served(self._who, addresses, parts, total, skips)
 
     def _to_skip(self) -> int:
         """Returns the steps that a pipeline without positions leaves out; says so for batches of another size."""

@@ -4,6 +4,7 @@ A data worker is a process with a dispatcher and one worker of tf.data service, 
 """
 
 import functools
+import re
 import socket
 import threading
 import time
@@ -11,15 +12,17 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
+from absl import logging
 
 from looplib.base.messages import gist
-from looplib.data.causes import PYTHON
+from looplib.data import causes
 from looplib.errors import DatasetError, WorkerError
 
 _JOIN = 120.0  # seconds that a data worker has to start, after which it has to give an element
 _ANSWER = 5.0  # seconds that it has to answer, and until it is asked again
 _HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # how a client of gRPC begins
 _START = "start it with python -m looplib data_worker --port=PORT, and name its HOST:PORT in --data_service"
+_MOST_SHOWN = 400  # characters of an error
 _SETTINGS = 4  # the type of the frame that answers it
 
 
@@ -49,7 +52,9 @@ def serve(port: int, host: str, worker_port: int = 0) -> NoReturn:
         time.sleep(60)
 
 
-def served(who: str, addresses: Sequence[str], parts: Sequence[tf.data.Dataset], cardinality: int) -> tf.data.Dataset:
+def served(
+    who: str, addresses: Sequence[str], parts: Sequence[tf.data.Dataset], cardinality: int, skips: bool
+) -> tf.data.Dataset:
     """Returns a data set whose elements are made by data workers, and come in turn: one of each, in its order.
 
     Reading it fails where an element is not the next one, as after the loss of one on its way.
@@ -59,13 +64,25 @@ def served(who: str, addresses: Sequence[str], parts: Sequence[tf.data.Dataset],
       addresses: of the data workers, HOST:PORT.
       parts: what each of them makes.
       cardinality: of all elements.
+      skips: whether elements that were used before are read again.
 
     Raises:
       UsageError: for a part that runs Python, or a data worker that does not answer.
     """
+    ops = set[str]().union(*map(_ops, parts))
+    if not ops.isdisjoint(causes.PYTHON):
+        raise DatasetError(
+            f"{who}.dataset runs Python, as context.records, numpy_function, py_function and from_generator do, and a "
+            "data worker cannot run it; read by context.indices or files by tf.data, such as tf.data.TFRecordDataset, "
+            "and process the examples by TensorFlow's ops; or leave out --data_service"
+        )
+    if skips and (conditions := sorted({causes.condition(op, by_skipping=True) for op in ops} - {""})):
+        logging.warning(
+            "the data workers make again what %s.dataset has given before, to skip it; this is exact only if %s",
+            who, ", and ".join(conditions),
+        )  # fmt: skip
     read = []
     for address, part in zip(addresses, parts, strict=True):
-        _refuse_python(who, part)
         _reach(address)
         read.append(_in_order(address, part).prefetch(2))
     turns = tf.data.Dataset.range(len(read)).repeat()
@@ -95,15 +112,11 @@ def _in_order(address: str, part: tf.data.Dataset) -> tf.data.Dataset:
     return tf.data.Dataset.zip((tf.data.Dataset.counter(), numbered)).map(check)
 
 
-def _refuse_python(who: str, dataset: tf.data.Dataset) -> None:
+def _ops(dataset: tf.data.Dataset) -> set[str]:
+    """Returns the types of the ops in the functions of a pipeline."""
     graph = tf.raw_ops.DatasetToGraphV2(input_dataset=tf.data.experimental.to_variant(dataset))
     functions = tf.compat.v1.GraphDef.FromString(graph.numpy()).library.function
-    if any(node.op in PYTHON for function in functions for node in function.node_def):
-        raise DatasetError(
-            f"{who}.dataset runs Python, as context.records, numpy_function, py_function and from_generator do, and a "
-            "data worker cannot run it; read by context.indices or files by tf.data, such as tf.data.TFRecordDataset, "
-            "and process the examples by TensorFlow's ops; or leave out --data_service"
-        )
+    return {node.op for function in functions for node in function.node_def}
 
 
 def _reach(address: str) -> None:
@@ -160,5 +173,7 @@ def explained(error: tf.errors.OpError) -> str:
     """Returns an error of a data worker as a sentence; "" for any other error."""
     if "Unknown iteration client id" in error.message:
         return "a data worker was restarted and has lost its place in the data; resume the run"
-    _, found, text = error.message.partition("Failed to get element from worker ")
-    return f"the data worker {text}; mend the data or its functions, and resume the run" * bool(found)
+    if not (found := re.search(r"Failed to get element from worker (\S+): (.*)", error.message)):
+        return ""
+    text = found[2].rpartition("Failed to get element: ")[2][:_MOST_SHOWN]
+    return f"the data worker {found[1]} fails: {text}; mend the data or the functions of its maps, and resume the run"

@@ -215,7 +215,7 @@ def test_a_service_that_would_give_each_example_twice_or_none_is_refused(monkeyp
     data = stream(by_number, [foreign(2)])
     iterator = data.iterate()
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        for _ in range(100_000):
+        for _ in range(20_000):
             data.next(iterator)
     text = (
         r"DataError: the data service at localhost:\d+ gave batch \d+ where batch \d+ was due: it has several data work"
@@ -224,6 +224,37 @@ def test_a_service_that_would_give_each_example_twice_or_none_is_refused(monkeyp
     monkeypatch.setattr(service, "_JOIN", 1.0)
     with pytest.raises(WorkerError, match="no data comes from the data worker at .*no data within 1 s"):
         stream(by_number, [foreign(0)])
+
+
+def test_a_function_that_fails_on_a_data_worker_is_told_with_its_reason(addresses):
+    class Trainer(looplib.Trainer):
+        def dataset(self, context):
+            def checked(ids):
+                with tf.control_dependencies([tf.debugging.Assert(tf.reduce_sum(ids) < 250, ["a large sum"])]):
+                    return tf.identity(ids)
+
+            return context.indices(50).map(checked)
+
+        def __init__(self):
+            self.weight = tf.Variable(0.0)
+
+        def step_fn(self, inputs):
+            return {"loss": tf.cast(inputs, tf.float32) * self.weight}
+
+    config = looplib.RunConfig(global_batch_size=BATCH, data_service=",".join(addresses))
+    with looplib.Controller(config, trainer=Trainer()) as controller:
+        with pytest.raises(
+            DataError, match=r"the data worker 127.0.0.1:\d+ fails: .*a large sum.*; mend the data or the f"
+        ):
+            controller.train(200)
+
+
+def test_random_numbers_without_seeds_of_their_own_are_warned_of_where_batches_are_made_again(addresses, caplog):
+    noisy = lambda context: own(context).map(lambda ids: tf.cast(ids, tf.float32) + tf.random.uniform([8], seed=1))
+    stream(noisy, addresses)
+    assert "this is exact only if" not in caplog.text
+    stream(noisy, addresses, start_step=3)
+    assert "make again what Data.dataset has given before, to skip it; this is exact only if its random" in caplog.text
 
 
 # Deaths.
@@ -311,9 +342,12 @@ def test_a_run_whose_data_worker_dies_says_so_and_resumes_with_another_number_of
         flag = [f"--data_service={','.join(addresses)}"]
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen([*run, *flag], **output, env=ENVIRONMENT) as process:
+            timer = threading.Timer(60, process.kill)
+            timer.start()
             for line in process.stdout:
                 if "step      20" in line:
                     processes[1].kill()
+            timer.cancel()
             assert re.search(LOST, line), line
         assert process.returncode == 76
         done = subprocess.run([*run, f"--data_service={addresses[0]}"], capture_output=True, text=True, env=ENVIRONMENT)
