@@ -137,6 +137,7 @@ _OWN: dict[str, Callable[[Any], None]] = {
     "average": commands.average,
     "board": _add_board,
     "check": commands.check,
+    "data_worker": commands.data_worker,
     "diff": commands.diff,
     "export": commands.export,
     "inspect": commands.inspect,

@@ -21,6 +21,7 @@ from looplib.cluster.preemption import notice
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.config.run_config import RunConfig
 from looplib.config.settings import as_flags
+from looplib.data import service
 from looplib.data.context import BadRecords
 from looplib.errors import MissingPartError
 from looplib.guards.guards import Diverged, Guards
@@ -155,7 +156,8 @@ class Controller:
             facts.model = model_table.note(trainer)
             facts.speed = speed.of_training(loops.training, strategy)
             logging.info("%s", facts.speed or "the FLOPs of a step are not known")
-        self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
+        lost = functools.partial(service.lost, run_config.data_workers if trainer else ())
+        self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit, lost)
         objects = checks.collect_state(trainer, evaluators)
         parts = RecordedParts(trainer, objects, loops, self._window, self._actions)
         self._checkpointer = Checkpointer(directory, self._reporter, parts, self.guards, objects)

@@ -210,7 +210,7 @@ class ClusterError(UsageError):
 
 
 class WorkerError(UsageError):
-    """A worker or a parameter server did not join, or was lost."""
+    """A worker, a data worker or a parameter server did not join, or was lost."""
 
 
 class ParameterServerError(UsageError):

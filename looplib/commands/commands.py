@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -101,7 +102,7 @@ def launch(tools: Any) -> None:
     parser = tools.add_parser(
         "launch",
         help="start several workers of a run on this machine",
-        usage="python -m looplib launch --workers=N [options] -- COMMAND ...",
+        usage="python -m looplib launch [--workers=N] [--data_workers=N] [options] -- COMMAND ...",
         description="Starts COMMAND as several processes on this machine, each with TF_CONFIG, and ends and restarts "
         "them together, also with fewer workers (docs/cluster.md). It is a convenience for one machine, not a cluster "
         "manager: workers on many machines are started by Slurm or Kubernetes. The processes share "
@@ -109,7 +110,9 @@ def launch(tools: Any) -> None:
         epilog="exit codes: 0 done; 75 saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again; "
         "1 failed",
     )
-    parser.add_argument("--workers", type=int, required=True, help="number of workers")
+    parser.add_argument("--workers", type=int, default=1, help="number of workers (default 1)")
+    text = "number of processes that make the batches; COMMAND gets their addresses as --data_service (default 0)"
+    parser.add_argument("--data_workers", type=int, default=0, help=text)
     text = "restart with as few workers as this if some die, and with all again later (default: all workers)"
     parser.add_argument("--min_workers", type=int, help=text)
     parser.add_argument(
@@ -131,6 +134,21 @@ def launch(tools: Any) -> None:
     text = "seconds before another worker is tried in the place of one that died, doubled for each within an hour"
     parser.add_argument("--grow_after", type=float, default=60.0, help=f"{text} (default 60)")
     parser.set_defaults(tool=Command(_launch, own_signals=True, has_verdict=True))
+
+
+def data_worker(tools: Any) -> None:
+    """Adds the parser of `data_worker`."""
+    parser = tools.add_parser(
+        "data_worker",
+        help="make the batches of trainings on other machines",
+        description="Makes the batches of trainings that name this machine in --data_service, until a signal ends it: "
+        "a service of tf.data with one worker. Whoever reaches its ports can read the files that it can read.",
+    )
+    parser.add_argument("--port", type=int, required=True, help="port that --data_service names")
+    text = "name or address of this machine, by which trainings reach it (default: its host name)"
+    parser.add_argument("--host", default=socket.gethostname(), help=text)
+    parser.add_argument("--worker_port", type=int, default=0, help="port of the batches (default: any free one)")
+    parser.set_defaults(tool=Command(_data_worker))
 
 
 def rerun(tools: Any) -> None:
@@ -330,6 +348,12 @@ def _launch(options: argparse.Namespace) -> int:
     from looplib.processes.local_workers import launch
 
     return launch(options.command, **arguments(options))
+
+
+def _data_worker(options: argparse.Namespace) -> int:
+    from looplib.data.service import serve
+
+    serve(**arguments(options))
 
 
 def _rerun(options: argparse.Namespace) -> int:

@@ -4,12 +4,14 @@ import dataclasses
 import datetime
 import functools
 import re
+from typing import Any
 
-from looplib.base.messages import duration, whole_number
+from looplib.base.messages import duration, shown, whole_number
 from looplib.config import settings
 from looplib.config.settings import setting
-from looplib.errors import FlagError
+from looplib.errors import FlagError, SettingError
 
+_HIGHEST_PORT = 65_535
 ENGINES = ("auto", "graph", "xla", "eager")
 
 
@@ -20,6 +22,18 @@ def _read_bad_records(text: str | None) -> int:
     if not (found := re.fullmatch(r"skip:(\d{1,9})", text)):
         raise FlagError(f"--bad_records is {text!r}; expected skip:N, such as skip:10")
     return int(found[1])
+
+
+def _data_service(name: str, text: Any) -> str | None:
+    """Checks addresses of data workers; returns them, or None for ""."""
+    for address in text.split(",") if text and isinstance(text, str) else () if text == "" else (text,):
+        found = re.fullmatch(r"(\[[0-9A-Fa-f:]+\]|[\w.-]+):(\d{1,5})", address) if isinstance(address, str) else None
+        if not found or not 0 < int(found[2]) <= _HIGHEST_PORT:
+            raise SettingError(
+                f"{name} has {shown(address)}; expected HOST:PORT of each data worker, with commas between them, such "
+                "as 10.0.0.5:5050"
+            )
+    return text or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +58,8 @@ class RunConfig:
         a run directory, each worker counts its own records.
       distribute: how batches reach the replicas. "auto" uses one plain iterator per process on CPUs and GPUs; "tf" uses
         the iterators of tf.distribute everywhere.
+      data_service: HOST:PORT of each data worker, with commas between them: these make the batches of the training.
+        Evaluations read their data themselves.
 
     Raises:
       UsageError: for bad input, in a sentence.
@@ -73,8 +89,17 @@ class RunConfig:
     )
     distribute: str = setting("auto", "What hands out batches; tf: tf.distribute's iterators.", choices=("auto", "tf"))
 
+    data_service: str | None = setting(
+        None, "HOST:PORT of data workers, with commas, that make the batches of the training.", check=_data_service
+    )
+
     def __post_init__(self) -> None:
         settings.check(self)
+
+    @property
+    def data_workers(self) -> tuple[str, ...]:
+        """The addresses of the data workers."""
+        return tuple(self.data_service.split(",")) if self.data_service else ()
 
     @property
     def recorded(self) -> dict[str, int | str | None]:

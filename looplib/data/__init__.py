@@ -8,5 +8,6 @@ Names that other rooms may use, by file:
     order: Batches, BatchSizePeriod, Epoch, Ids, Locate, mix, OrderKey, Plan
     pipelines: Pipelines, runs_on_host
     rows: assert_even, check_even, count, map_parts, parts
+    service: explained, lost, serve
     streams: BatchProperties, HostStream, Stream
 """

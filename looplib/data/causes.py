@@ -279,7 +279,7 @@ def _kind(name: str) -> str:
 
 
 # The beginnings of TensorFlow's names of ops, and parts of them.
-_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
 
 
@@ -290,7 +290,7 @@ def condition(op: str, *, by_skipping: bool) -> str:
       op: text that begins with the type of the op.
       by_skipping: whether the pipeline is read again from the start; otherwise from a later position.
     """
-    if op.startswith(_PYTHON):
+    if op.startswith(PYTHON):
         return "its Python code depends on its arguments only, not on time or on earlier runs"
     if op.startswith(tuple(_tf.RANDOM_OPS)):
         repeats = "its random ops have seeds and run without num_parallel_calls"

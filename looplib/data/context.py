@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from looplib.data.records.reader import RecordReader  # which imports this
 
 
+_MOST_BATCHES = 2**62
+
+
 @dataclasses.dataclass
 class BadRecords:
     """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
@@ -115,6 +118,8 @@ class InputContext:
         `numbers` are a data set of int64 scalars: the positions of the batches to make, in their order; `dataset` is
         called in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
       requests: what `dataset` has asked.
+      share: `(number, count)`: which of `count` data workers the pipeline is for. It makes each `count`-th batch of
+        examples by number, and to other data it is one of `count` times as many pipelines.
     """
 
     def __init__(
@@ -133,16 +138,22 @@ class InputContext:
         bad_records: BadRecords | None = None,
         only: np.ndarray | None = None,
         earlier: Sequence[BatchSizePeriod] = (),
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
-        self.num_replicas, self.num_pipelines = num_replicas, num_pipelines
+        self.share, (number, count) = share, share
+        self.num_replicas, self.num_pipelines = num_replicas, num_pipelines * count
         self.seed, self.training, self.global_batches = seed, training, global_batches
         self.batch_size_varies = batch_size_varies
         self.bad_records = bad_records or BadRecords()
         sizes = Batches(self.global_batch_size, tuple(earlier))
-        self.positions = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, numbers, only)
-        self.replicas_per_pipeline = self.positions.replicas_per_pipeline
+        positions = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, numbers, only)
+        self.replicas_per_pipeline = positions.replicas_per_pipeline
+        if count > 1:
+            first = start_step * self.replicas_per_pipeline + number
+            positions = dataclasses.replace(positions, numbers=tf.data.Dataset.range(first, _MOST_BATCHES, count))
+        self.positions = positions
         self.requests = DatasetRequests()
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
@@ -160,7 +171,8 @@ class InputContext:
         Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
         """
         self.requests.part = True
-        return self.positions.pipeline_index
+        number, count = self.share
+        return self.positions.pipeline_index * count + number
 
     @property
     def start_step(self) -> int:

@@ -14,12 +14,19 @@ from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import KINDS, Share
 from looplib.compat import tensorflow as _tf
 from looplib.config.run_config import RunConfig
-from looplib.data import causes, rows
+from looplib.data import causes, rows, service
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
 from looplib.data.context import BadRecords, DatasetRequests, InputContext, per_replica_batch_size
 from looplib.data.order import Batches, BatchSizePeriod
 from looplib.data.streams import BatchProperties, HostStream, ShareLengths, Stream
-from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, ShardingError, TaskError
+from looplib.errors import (
+    BatchSizeError,
+    DatasetError,
+    EmptyDataError,
+    ParameterServerError,
+    ShardingError,
+    TaskError,
+)
 
 _ENDLESS = 2**62
 
@@ -75,6 +82,11 @@ class Pipelines:
         self._who, kind = type(self.task).__name__, self.task.batches
         if kind not in KINDS:
             raise TaskError(f"{self._who}.batches is {kind!r}; expected one of {', '.join(KINDS)}")
+        if self.remote is not None and self.config.data_service:
+            raise ParameterServerError(
+                "with parameter servers, each worker reads its own batches, so that there is nothing for data workers; "
+                "leave out --data_service"
+            )
         self._whole = kind == "global" and self.remote is None  # remote workers each read batches of their own
         self._replicas, self._workers = self.strategy.num_replicas_in_sync, Workers(self.strategy)
         self._batch_size = per_replica_batch_size(self.config.global_batch_size, self._replicas)
@@ -125,7 +137,10 @@ class Pipelines:
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
-        context, dataset = self._build(tf_context, 0 if self.config.overfit_batch else self.start_step)
+        start_step = 0 if self.config.overfit_batch else self.start_step
+        context, dataset = self._build(tf_context, start_step)
+        if self.training and self.config.data_workers:
+            dataset = self._served(tf_context, context, dataset, start_step)
         if self.config.overfit_batch:
             dataset = _first_again(dataset, context)
         if self._workers.count > 1 and not context.requests.part and not self._whole:
@@ -183,6 +198,7 @@ class Pipelines:
             who=self._who,
             infinite=infinite,
             unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
+            served=self.training and bool(self.config.data_workers),
             may_be_empty=not self.training and not infinite and self._replicas > 1 and not self._whole,
             sure=min(built.sure for built in self._built),
             batch_size=self._batch_size,
@@ -251,6 +267,36 @@ class Pipelines:
             self._warn_of_state(_tf.stateful_ops_of_maps(dataset, made), resumes=start_step > 0)
         return context, dataset
 
+    def _served(
+        self, tf_context: tf.distribute.InputContext, context: InputContext, dataset: tf.data.Dataset, start_step: int
+    ) -> tf.data.Dataset:
+        """Returns the batches of a pipeline as data workers make them; of several, each makes a part of them."""
+        addresses, requests = self.config.data_workers, context.requests
+        count, skips = len(addresses), start_step > 0 and not requests.positioned
+        if requests.arrays is not None:
+            raise DatasetError(
+                f"{self._who}.dataset returns context.resident, whose batches are gathered on the device, so that a "
+                "data worker has nothing to do; leave out --data_service, or use context.indices and tf.gather"
+            )
+        if count == 1:
+            return service.served(self._who, addresses, [dataset], int(dataset.cardinality()), skips)
+        if not requests.part or requests.start:
+            why = "because it does not use context.pipeline_index" if not requests.part else "at context.start_step"
+            raise ShardingError(
+                f"{self._who}.dataset gives each of {count} data workers the same data, {why}; use context.indices, or "
+                "dataset.shard(context.num_pipelines, context.pipeline_index) and no start_step; or name one data "
+                "worker"
+            )
+        index, pipelines = tf_context.input_pipeline_id, tf_context.num_input_pipelines
+        start, earlier = (0, ()) if skips or not start_step else (start_step, self._sizes.earlier)
+        parts = [
+            self.task.dataset(self._context(index, pipelines, start, earlier, share=(number, count)))
+            for number in range(count)
+        ]
+        lengths = [int((dataset if requests.positioned else part).cardinality()) for part in parts]
+        total = sum(lengths) if min(lengths) >= 0 else min(lengths)
+        return service.served(self._who, addresses, parts, total, skips)
+
     def _to_skip(self) -> int:
         """Returns the steps that a pipeline without positions leaves out; says so for batches of another size."""
         sizes, size = self._sizes, self._sizes.size
@@ -297,7 +343,13 @@ class Pipelines:
 
     @tf.autograph.experimental.do_not_convert
     def _context(
-        self, index: Any, count: int, start_step: int, earlier: Sequence[BatchSizePeriod], numbers: Any = None
+        self,
+        index: Any,
+        count: int,
+        start_step: int,
+        earlier: Sequence[BatchSizePeriod],
+        numbers: Any = None,
+        share: tuple[int, int] = (0, 1),
     ) -> InputContext:
         """Makes the context of a pipeline; one of global batches is for all replicas, and needs to know of none."""
         return InputContext(
@@ -313,6 +365,7 @@ class Pipelines:
             numbers=numbers,
             bad_records=self.left_out,
             earlier=earlier,
+            share=share,
         )
 
 

@@ -72,6 +72,7 @@ class BatchProperties:
     who: str  # the class name of the user's trainer or evaluator, for messages
     infinite: bool = False  # whether they are known never to end
     unknown: bool = True  # whether their number is not known
+    served: bool = False  # whether data workers make them
     may_be_empty: bool = False  # whether a replica may get a batch without examples, in the last step of an evaluation
     sure: int = 0  # number of steps, from the first on, that certainly have a batch of full size for each replica
     batch_size: int = 0  # examples of a batch of full size
@@ -317,7 +318,10 @@ class HostStream(Stream):
         super().end(iterator, wait)
         untuned, self._is_short = self._is_short, self.renew is None and time.perf_counter() - self._started < _SHORT
         if self._nothing is None or self._nothing[0] is not self.dataset:  # making it copies arrays in the pipeline
-            self._nothing = self.dataset, tf.data.experimental.to_variant(self._read_from(self.dataset).take(0))
+            read = self._read_from(self.dataset)
+            if self.properties.served:  # TensorFlow would ask the data workers, of which one may be lost
+                read = tf.data.Dataset.from_generator(tuple, output_signature=read.element_spec)
+            self._nothing = self.dataset, tf.data.experimental.to_variant(read.take(0))
         nothing = self._nothing[1]
 
         def replace() -> None:

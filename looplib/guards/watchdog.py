@@ -13,6 +13,7 @@ from looplib.cluster import peers
 from looplib.cluster.preemption import RunningTime, debugger_holds_a_thread, innermost_frames
 from looplib.errors import EXIT_STALLED
 
+_UNANSWERED = 20.0  # seconds without a step of the training, after which those that it may wait for are asked
 _OFTEN = 20  # times the longest time that was seen between two signs of progress in a phase
 # The minimum timeout of each phase, in seconds.
 _GENEROUS = {"train": 900.0, "evaluate": 900.0, "save": 1800.0}
@@ -40,12 +41,14 @@ class Watchdog:
         from another thread.
       checkpoint: returns the newest checkpoint's path, or None.
       limit: seconds without progress in any phase, instead of what is learned; 0 disables the watchdog.
+      lost: returns which data worker the training waits for in vain, as a sentence; "" if there is none.
     """
 
     def __init__(
         self, clock: Phases, steps: Callable[[], Sequence[Any]], checkpoint: Callable[[], str | None],
-        limit: float | None = None,
+        limit: float | None = None, lost: Callable[[], str] = str,
     ) -> None:  # fmt: skip
+        self._lost = lost
         self._clock, self._steps, self._checkpoint, self._limit = clock, steps, checkpoint, limit
         self._longest: dict[str, float] = {}
         self._depth = 0
@@ -93,14 +96,16 @@ class Watchdog:
                 paused = 0.0
             elif paused > self.allowed(phase):
                 self._end(phase, progress[-1], paused)
+            elif phase == "train" and paused > _UNANSWERED and (lost := self._lost()):
+                self._end(phase, progress[-1], paused, f"{lost}; ")
 
-    def _end(self, phase: str, steps: Sequence[Any], seconds: float) -> None:
+    def _end(self, phase: str, steps: Sequence[Any], seconds: float, lost: str = "") -> None:
         console.last_line("\n".join(["looplib: stack traces of all threads:", *_stacks()]))
         kept = self._checkpoint()
         advice = f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
         sentence = (
-            f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; see the stack traces "
-            f"above; {advice} (--stall_limit sets the limit)"
+            f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; {lost}see the stack "
+            f"traces above; {advice} (--stall_limit sets the limit)"
         )
         console.last_line(f"looplib: error: {sentence}")
         peers.current.announce_exit(EXIT_STALLED, sentence)

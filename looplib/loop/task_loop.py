@@ -18,7 +18,7 @@ from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.compat.tensorflow import converted
-from looplib.data import causes
+from looplib.data import causes, service
 from looplib.data.order import Batches, Epoch
 from looplib.data.pipelines import Pipelines
 from looplib.data.streams import Stream
@@ -300,6 +300,8 @@ class TaskLoop(TrainingLoop):
         """Returns an error of the steps or their data as one that says its cause, where that is known."""
         if isinstance(error, tf.errors.OpError) and (found := parse_error(error)).kind in OURS:
             return DataError(found.sentence)
+        if isinstance(error, tf.errors.OpError) and (sentence := service.explained(error)):
+            return DataError(sentence)
         if ops := _tf.lacking_in_xla(error):
             return EngineError(
                 f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
@@ -413,6 +415,8 @@ class TaskLoop(TrainingLoop):
         if self.data.iterator is None:
             return None
         stream = self.data.stream
+        if stream.properties.served:
+            return "data workers make the batches", "start more of them, or make their functions cheaper"
         reader = stream.context().requests.reader
         found = causes.of(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
         return (str(found), found.advice) if found else None

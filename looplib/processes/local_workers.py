@@ -1,13 +1,15 @@
 """`python -m looplib launch`: several workers of a run on this machine. A convenience, not a cluster manager."""
 
+import contextlib
 import dataclasses
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from looplib.base import console, orders
 from looplib.errors import EXIT_DONE, EXIT_PREEMPTED, CommandError
-from looplib.processes.child import CommandLine, Signals, TemporaryFolder
+from looplib.processes.child import Child, CommandLine, Signals, TemporaryFolder
 from looplib.processes.group import LaunchedStart, LaunchRules, hold_ports
 from looplib.processes.restarts import RestartBudget, WorkerNumbers, check_options, say
 
@@ -16,8 +18,9 @@ _ELASTIC_RESTARTS = 10  # in an hour, of a launch whose number of workers may ch
 
 def launch(
     command: Sequence[str],
-    workers: int,
+    workers: int = 1,
     *,
+    data_workers: int = 0,
     min_workers: int | None = None,
     parameter_servers: int = 0,
     restarts: int | None = None,
@@ -34,6 +37,7 @@ def launch(
     Args:
       command: the program and its arguments.
       workers: how many.
+      data_workers: how many make the batches of the training; the command gets their addresses as --data_service.
       min_workers: how few there may be; default `workers`.
       parameter_servers: how many; with any, there is a chief too, which coordinates.
       restarts: how often to start failed processes again in an hour; default 0, or 10 after the death of a worker if
@@ -55,7 +59,7 @@ def launch(
         raise CommandError("the command is missing; write it after --, as in: launch --workers=2 -- python train.py")
     check_options(
         [("workers", workers, 1), ("min_workers", least, 1), ("parameter_servers", parameter_servers, 0),
-         ("restarts", restarts or 0, 0)],
+         ("data_workers", data_workers, 0), ("restarts", restarts or 0, 0)],
         [("grace", grace), ("backoff", backoff), ("grow_after", grow_after)],
     )  # fmt: skip
     if least > workers:
@@ -65,10 +69,13 @@ def launch(
             "--min_workers is for workers that train in step; with --parameter_servers, leave it out and use "
             "--restarts: a worker that fails is restarted alone"
         )
+    if parameter_servers and data_workers:
+        raise CommandError("--data_workers is for workers that train in step; with --parameter_servers, leave it out")
     rules = LaunchRules(grace, backoff, restarts or 0)
     numbers = WorkerNumbers(least, workers, grow_after)
-    with console.guarded(), Signals() as signals, TemporaryFolder() as folder:
-        return _Launch(CommandLine(command), parameter_servers, restarts, rules, numbers, signals, folder).run()
+    with console.guarded(), Signals() as signals, TemporaryFolder() as folder, hold_ports(data_workers) as ports:
+        line = CommandLine(command)
+        return _Launch(line, parameter_servers, ports, restarts, rules, numbers, signals, folder).run()
 
 
 @dataclasses.dataclass
@@ -77,6 +84,7 @@ class _Launch:
 
     command: CommandLine
     parameter_servers: int
+    data_ports: Sequence[int]  # of the data workers
     restarts: int | None
     rules: LaunchRules
     numbers: WorkerNumbers
@@ -131,18 +139,30 @@ class _Launch:
         note = " ".join(filter(None, [self._named(count), why]))
         order = dataclasses.replace(orders.current(), note=note, tells_batch=self._is_elastic)
         environment = {"TMPDIR": self.folder.files, **order.give(self.order)}
-        with hold_ports(len(kinds)) as ports:  # others for each start: a worker that hangs may still have its own
+        # Others for each start: a worker that hangs may still have its own.
+        with hold_ports(len(kinds)) as ports, self._serving() as command:
             spec: dict[str, list[str]] = {}
             for kind, port in zip(kinds, ports):
                 spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
             start = LaunchedStart(
-                self.command, spec, environment, self.rules, self.signals,
+                command, spec, environment, self.rules, self.signals,
                 grows_at=self.numbers.grows_at(count), look=self._read_batch,
                 may_grow=self._may_grow, held=(self.folder.lock,),
             )  # fmt: skip
             start.run()
         self._read_batch()
         return start
+
+    @contextlib.contextmanager
+    def _serving(self) -> Iterator[CommandLine]:
+        """Runs data workers while the `with` block of a start runs, and gives the command that reads from them."""
+        with contextlib.ExitStack() as stack:
+            for port in self.data_ports:
+                serve = [sys.executable, "-m", "looplib", "data_worker", f"--port={port}", "--host=127.0.0.1"]
+                line, variables = CommandLine(serve), {"TMPDIR": self.folder.files}
+                stack.enter_context(Child(line, variables, held=(self.folder.lock,)))
+            addresses = ",".join(f"127.0.0.1:{port}" for port in self.data_ports)
+            yield self.command.adding(f"--data_service={addresses}") if addresses else self.command
 
     def _choose(self, now: float) -> int:
         count = self.numbers.choose(now)

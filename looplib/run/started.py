@@ -19,8 +19,8 @@ from looplib.run.metric_names import CHECKSUM
 from looplib.run.report import RunReport, StartEntry
 from looplib.run.status import read_status
 
-# A repetition sends no alerts, and it has a directory of its own, which is no URL.
-_NOT_REPEATED = ("alert", "alert_when", "local_dir")
+# A repetition sends no alerts, has a directory of its own, which is no URL, and reads its data itself.
+_NOT_REPEATED = ("alert", "alert_when", "local_dir", "data_service")
 
 
 def check_replay(

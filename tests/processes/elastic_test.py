@@ -219,6 +219,8 @@ def test_restarts_are_counted_by_the_hour():
         (["--min_workers=3"], "--min_workers is 3; expected at most 2"),
         (["--min_workers=0"], "--min_workers is 0; expected at least 1"),
         (["--min_workers=1", "--parameter_servers=1"], "leave it out and use --restarts"),
+        (["--data_workers=1", "--parameter_servers=1"], "--data_workers is for workers that train in step"),
+        (["--data_workers=-1"], "--data_workers is -1; expected at least 0"),
         (["--min_workers=1", "--grow_after=nan"], "--grow_after is nan; expected seconds of at least 0"),
     ],
 )

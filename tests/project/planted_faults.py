@@ -286,6 +286,12 @@ FAULTS = [
     Fault("an order of others is not followed", "base/orders.py", "& 0o077:", "& 0:", "child"),
     Fault("Ctrl-C prints no traceback of workers that import", "processes/group.py",
           "    return signal.SIGTERM if number == signal.SIGINT else number", "    return number", "local_workers"),
+    Fault("a batch of a data worker is the one that is due", "data/service.py",
+          "tf.debugging.Assert(number == due, [text])", "tf.debugging.Assert(number >= 0, [text])", "service"),
+    Fault("each data worker makes a part of the batches", "data/context.py",
+          "self.replicas_per_pipeline + number", "self.replicas_per_pipeline", "service"),
+    Fault("a training that waits for a dead data worker ends", "guards/watchdog.py",
+          "and (lost := self._lost()):", "and (lost := ''):", "service"),
 ]  # fmt: skip
 
 
