@@ -187,6 +187,8 @@ def _text(value: Any, longest: int) -> Any:
 
 
 def _float(value: Any, limits: Limits) -> Any:
+    if type(value) is float and limits.whole == math.inf:  # strict: a loss or a rate may have been infinite, or NaN
+        return value
     return value if type(value) in (int, float) and abs(value) <= sys.float_info.max else _MISFIT
 
 

@@ -1,13 +1,16 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
+    arrays: Array, as_arrays, BatchFormat, is_array, OmittedParts
     block_stream: none
     causes: find, of
     context: BadRecords, InputContext
     iterator_state: none
+    loader: LoaderReader, read
+    loader_state: none
     order: Batches, BatchSizePeriod, Epoch, Ids, Locate, mix, OrderKey, Plan
     pipelines: Pipelines, runs_on_host
-    rows: assert_even, check_even, count, map_parts, parts
+    rows: assert_even, check_even, count, map_parts, parts, SPECS
     service: explained, lost, serve
     streams: BatchProperties, HostStream, Stream
 """

@@ -225,7 +225,7 @@ class _OpenLoader:
 
 
 @dataclasses.dataclass
-class _Mark:
+class _BatchMark:
     """The place in front of a batch."""
 
     number: int  # of the batch, from the start of the run
@@ -277,7 +277,7 @@ class LoaderReader:
         self._make, self._part, self._size, self._training, self._mismatch = make, part, size, training, mismatch
         self._start, self._position, self.passed = start, None, 0
         self._lock = threading.Lock()  # held while a batch is read
-        self._marks: collections.deque[_Mark] = collections.deque(maxlen=_MARKS)
+        self._marks: collections.deque[_BatchMark] = collections.deque(maxlen=_MARKS)
         self._pending: collections.deque[list[np.ndarray]] = collections.deque()  # batches that were read already
         self._reading = self._taking = 0.0  # seconds
         self._why_no_state, self._warned = "", False
@@ -362,9 +362,9 @@ class LoaderReader:
             finally:
                 self._lock.release()
 
-    def _looked_at(self) -> list[tuple[_Mark, Any]]:
+    def _looked_at(self) -> list[tuple[_BatchMark, Any]]:
         self._begin(0, 0, 0)
-        found: list[tuple[_Mark, Any]] = []
+        found: list[tuple[_BatchMark, Any]] = []
         while len(found) < _LOOKED_AT and len(found) != self.length and (one := self._next()) is not None:
             found.append((one[0], arrays.copied(one[1])))
         return found
@@ -498,13 +498,13 @@ class LoaderReader:
         found = self._next()
         return None if found is None else self._noted(*found)
 
-    def _next(self) -> tuple[_Mark, Any] | None:
+    def _next(self) -> tuple[_BatchMark, Any] | None:
         """Reads the next batch, as the loader gives it, and its place; None at the end of an evaluation's pass."""
         began = time.perf_counter()
         if (batch := self._batch()) is None:
             return None
         self._reading += time.perf_counter() - began
-        mark = _Mark(self._number, self._epoch, self._index, self._state)
+        mark = _BatchMark(self._number, self._epoch, self._index, self._state)
         self._number, self._index, self._state = self._number + 1, self._index + 1, self._taken()
         return mark, batch
 
@@ -547,7 +547,7 @@ class LoaderReader:
                 self.who, self.length, self._epoch + 1,
             )  # fmt: skip
 
-    def _noted(self, mark: _Mark, batch: Any) -> list[np.ndarray]:
+    def _noted(self, mark: _BatchMark, batch: Any) -> list[np.ndarray]:
         """Returns the parts of a batch, which is of the form of all; holds its place."""
         parts = self._format.flat(batch)
         size = parts[0].shape[0]

@@ -216,7 +216,7 @@ class KerasData:
 
     def add_part(self, array: Any) -> None:
         """Adds an array of a row for each example to arrays, such as ids."""
-        self._arrays += (rows.as_arrays(array, self._float_type),)
+        self._arrays += (as_arrays(array, self._float_type, "KerasTrainer"),)
 
     @property
     def _rows_given(self) -> Any:

@@ -130,7 +130,8 @@ class Clock:
         begun = sum(of_start.values())
         others = {name: value for name, value in seconds.items() if name not in _NO_OVERHEAD}
         most, overhead = max(others, key=others.get), sum(others.values()) / wall
-        waits, is_short = training > _LONG_TRAINING and self.waits_for_input, wall < _SHORT_RUN
+        is_short = wall < _SHORT_RUN
+        waits = training > _LONG_TRAINING and self.waits_for_input and (not is_short or waited > wall / 10)
         if is_short and not waits and training + evaluated < max(_LEAST_WORK, wall / 2):
             return ""
         if not is_short and begun > max(training, evaluated, overhead * wall - begun):

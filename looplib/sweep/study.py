@@ -496,10 +496,11 @@ class Study:
         trial.set_user_attr(_ERROR, sentence)
         self._end(trial, TrialState.FAIL)
 
-    def prune(self, trial: optuna.Trial) -> int | None:
-        """Ends a trial that was stopped as hopeless; returns the step of the value by which it was."""
+    def prune(self, trial: optuna.Trial) -> tuple[int | None, bool]:
+        """Ends a trial that was stopped as hopeless; returns the step that decided, and if its value is finite."""
         self._end(trial, TrialState.PRUNED)
-        return self._records()[trial.number].last_step
+        record = self._records()[trial.number]
+        return record.last_step, math.isfinite(record.intermediate_values.get(record.last_step, 0.0))
 
     def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
         self._study.tell(trial, value, state)

@@ -373,7 +373,9 @@ class _Sweep:
             job.note_end("done", f"compared by {self.plan.compared} {value:.6g}")
             self._say(job, f"{self.plan.compared} {value:.6g}")
         elif job.stopped is not None:
-            outcome = f"pruned at step {self.study.prune(job.trial)}: other trials were better there"
+            step, is_finite = self.study.prune(job.trial)
+            why = "other trials were better" if is_finite else f"{self.plan.compared} was not a finite number"
+            outcome = f"pruned at step {step}: {why} there"
             job.note_end("pruned", outcome)
             self._say(job, outcome)
         elif job.may_run_again(code):

@@ -220,3 +220,10 @@ def test_a_controller_refuses_a_record_of_other_types_and_keeps_a_newer_ones_fie
         controller.train(6)
         _, record = peek(controller.latest_checkpoint)
         assert record.unknown == {"color": "blue"} and record.reported == {"train": 6}
+
+
+def test_a_metric_that_is_not_finite_is_read_again_beside_a_finite_loss():
+    record = RunRecord(train={"loss": 1.0, "snr": float("-inf")}, losses=[float("inf")])
+    assert RunRecord.from_json(record.to_json()) == record
+    again = RunRecord.from_json(RunRecord(train={"snr": float("nan")}).to_json())
+    assert list(again.train) == ["snr"] and again.train["snr"] != again.train["snr"]
