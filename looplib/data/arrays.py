@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.base.messages import gist
-from looplib.data.records.reading import tuple_like
 from looplib.errors import DatasetError
 
 Array = np.ndarray | tf.RaggedTensor | tf.SparseTensor
@@ -18,6 +17,21 @@ _SCALARS = (bool, int, float, str, bytes, np.generic)
 class _AsArray(Protocol):
     def __array__(self) -> np.ndarray:
         """Returns the array."""
+
+
+def without_lists(structure: Any) -> Any:
+    """Returns a structure with tuples in place of lists, which tf.data takes for arrays."""
+    if isinstance(structure, Mapping):
+        return {name: without_lists(part) for name, part in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return tuple_like(structure, [without_lists(part) for part in structure])
+    return structure
+
+
+def tuple_like(structure: list | tuple, parts: Iterable[Any]) -> tuple:
+    """Returns parts as the named tuple that a structure is, or otherwise as a tuple."""
+    is_named = isinstance(structure, tuple) and type(structure) is not tuple
+    return type(structure)(*parts) if is_named else tuple(parts)
 
 
 def as_arrays(structure: Any, float_type: str, who: str) -> Any:

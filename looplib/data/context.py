@@ -345,9 +345,9 @@ class InputContext:
 
         A loader is an iterable of batches: of Grain, Hugging Face, PyTorch, WebDataset, or your own. Its passes follow
         one another in a training, and an evaluation has one. One with a state (`state_dict` and `load_state_dict`, or
-        `get_state` and `set_state` of its iterator) is resumed by the state that it had at the last batch that a step
-        used; one without is begun at the pass, and read up to there. If it, or its `sampler`, has `set_epoch`, that
-        gets the number of each pass, from 0 on.
+        `get_state` and `set_state` of its iterator) is resumed by the state that it had up to four batches before
+        the next one; one without is begun at the pass, and read up to there. If it, or its `sampler`, has `set_epoch`,
+        that gets the number of each pass, from 0 on.
 
             def dataset(self, context):
                 size = context.loader_batch_size

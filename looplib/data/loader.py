@@ -27,7 +27,7 @@ from looplib.errors import BatchSizeError, DatasetError, EmptyDataError
 MISMATCHES = ("skip", "refuse", "warn")
 _LOOKED_AT = 2  # batches, for the sizes that they have in common
 _MARKS = 512  # batches whose states are held; more are not read ahead
-_CHECKED = 4  # batches that a resume compares, of those that had been read
+_CHECKED = 4  # batches that a resume compares, of those that were used, and of those that had been read ahead
 _STATE_SHARE = 0.05  # of the time of reading that taking states may cost
 _CLOSING = 5.0  # seconds that the end of a run waits for a batch that is being read
 
@@ -339,7 +339,10 @@ class LoaderReader:
         last = known.get(consumed - 1)
         if last is None:
             return None
-        at = next((mark for mark in reversed(marks) if mark.number < consumed and mark.state is not None), last)
+        # Several batches are read again and compared, as one alone may be equal by chance; none of an earlier pass.
+        used = [mark for mark in marks if mark.number < consumed and mark.epoch == last.epoch]
+        used = [mark for mark in used if mark.state is not None] or used
+        at = next((mark for mark in reversed(used) if mark.number <= consumed - _CHECKED), used[0])
         following = range(at.number, consumed + _CHECKED)
         digests = [known[number].digest for number in itertools.takewhile(known.__contains__, following)]
         return LoaderPosition(
@@ -585,8 +588,10 @@ def _digest(parts: list[np.ndarray]) -> int:
     checksum = google_crc32c.Checksum()
     for array in parts:
         checksum.update(f"{array.dtype} {array.shape}".encode())
-        data = repr(array.tolist()).encode() if array.dtype.kind in "OUS" else np.ascontiguousarray(array).tobytes()
-        checksum.update(data)
+        is_text = array.dtype.kind in "OUS"
+        checksum.update(
+            repr(array.tolist()).encode() if is_text else np.ascontiguousarray(array).ravel().view(np.uint8)
+        )
     return int.from_bytes(checksum.digest(), "big")
 
 

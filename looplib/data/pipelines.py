@@ -188,6 +188,7 @@ class Pipelines:
         if self._workers.count > 1:
             cardinalities = self._workers.gather(np.int64(cardinalities)).ravel().tolist()
             shares = self._workers.gather(np.int64(shares)).ravel().tolist()
+            self._check_parts(requests)
         per_worker = max(1, self._replicas // len(shares))
         divides = self.training and self.remote is None
         lengths = ShareLengths(shares, 1 if self._whole else per_worker) if divides else None
@@ -209,6 +210,17 @@ class Pipelines:
             fingerprint=requests.reader.fingerprint() if self.training and requests.reader else {},
             lengths=lengths,
         )
+
+    def _check_parts(self, requests: DatasetRequests) -> None:
+        """Warns if the workers' loaders begin with one batch, where each has to have a part of the data."""
+        if requests.loader is None or self._whole:
+            return
+        if len(set(self._workers.gather(np.int64(requests.loader.first_digest)).ravel().tolist())) == 1:
+            self._warn_once(
+                "%s.dataset gives all %d workers loaders that begin with equal batches; use the index and the count "
+                "that context.loader hands to your function, so that each has its part of the data",
+                self._who, self._workers.count,
+            )  # fmt: skip
 
     def _refuse_without_batches(self, cardinalities: list[int], lengths: ShareLengths | None) -> None:
         """Raises `UsageError` where a run begins with data that has not a batch for each replica."""

@@ -11,10 +11,10 @@ from absl import logging
 
 from looplib.base.messages import join_names
 from looplib.compat import keras
-from looplib.data.arrays import OmittedParts, as_arrays
+from looplib.data.arrays import OmittedParts, as_arrays, without_lists
 from looplib.data.context import InputContext
 from looplib.data.loader import LoaderReader
-from looplib.data.records.reading import structure_of, without_lists
+from looplib.data.records.reading import structure_of
 from looplib.data.records.sources import items
 from looplib.data.rows import SPECS
 from looplib.errors import BatchSizeError, DatasetError

@@ -11,9 +11,7 @@ from fit_rows import BATCH, labels, noise, padded, rows_of, sparse_loss
 
 COUNTED = "A metric that a `train_step` updates without a sample weight counts both parts of an uneven batch equally."
 DRAWN = "| numbers that a `train_step` draws from `tf.random`, or from `keras.random` without a seed generator of the model |"
-OF_ANOTHER_REPLICA = (
-    "A metric of `model.losses` that a `train_step` reads after `apply_gradients` is that of another replica"
-)
+OF_ANOTHER_REPLICA = "`model.losses` that a `train_step` reads after `apply_gradients` are those of another replica"
 LAST_BATCH = "| other numbers that a `train_step` returns | those of the last batch"
 
 

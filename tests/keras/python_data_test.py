@@ -341,7 +341,7 @@ def test_validation_data_of_another_form_is_refused(data):
         ("validation_steps", "eval_steps"),
         ("epochs", "controller.train"),
         ("batch_size", "global_batch_size"),
-        ("x_", "fit"),
+        ("x_", "differs from Keras"),
     ],
 )
 def test_an_argument_of_fit_or_of_another_trainer_is_refused_with_its_place(name, said):

@@ -371,7 +371,6 @@ def test_ports_that_are_held_are_given_to_nobody_else_and_can_be_served(tmp_path
         (["--workers=0", "--", "true"], "--workers is 0; expected at least 1"),
         (["--workers=2", "--restarts=-1", "--", "true"], "--restarts is -1; expected at least 0"),
         (["--workers=2", "--", "/no/such/program"], "'/no/such/program' cannot be started: No such file or directory"),
-        (["--", "true"], "the following arguments are required: --workers"),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_words(arguments, words, capfd):

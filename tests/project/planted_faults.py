@@ -246,7 +246,7 @@ FAULTS = [
     Fault("a state of a loader that lies is found", "data/loader.py",
           "            if mark is None or mark.digest != digest:\n", "            if mark is None:\n", "loaders"),
     Fault("the state of a loader is that of the batch that was used", "data/loader.py",
-          "if mark.number < consumed and mark.state is not None", "if mark.state is not None", "loaders"),
+          "if mark.number < consumed and mark.epoch", "if mark.epoch", "loaders"),
     Fault("data in Python: a batch has its number", "keras/python_data.py",
           "located(positions // self._batch_size)", "located(1 + positions // self._batch_size)", "python_data"),
     Fault("callbacks: each batch has its own logs", "keras/results.py",

@@ -7,6 +7,6 @@ Names that other rooms may use, by file:
     mixture: Mixture
     plans: Buckets, Kept, Packed, PackedRows
     reader: changes
-    reading: measure, structure_of, without_lists
+    reading: measure, structure_of
     sources: items, open_records
 """

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from absl import logging
 
 from looplib.base import files
 from looplib.base.messages import join_names, with_cure
+from looplib.data.arrays import without_lists
 from looplib.data.records.files import THREADS, new_pool
 from looplib.data.records.index import Numbered
 from looplib.data.records.plans import RecordSelection
@@ -207,21 +208,6 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
             f"the function of looplib.measure gives {spec} for a batch; expected one number for each record, [b]"
         )
     return np.concatenate(found)
-
-
-def without_lists(structure: Any) -> Any:
-    """Returns a structure with tuples in place of lists, which tf.data takes for arrays."""
-    if isinstance(structure, Mapping):
-        return {name: without_lists(part) for name, part in structure.items()}
-    if isinstance(structure, (list, tuple)):
-        return tuple_like(structure, [without_lists(part) for part in structure])
-    return structure
-
-
-def tuple_like(structure: list | tuple, parts: Iterable[Any]) -> tuple:
-    """Returns parts as the named tuple that a structure is, or otherwise as a tuple."""
-    is_named = isinstance(structure, tuple) and type(structure) is not tuple
-    return type(structure)(*parts) if is_named else tuple(parts)
 
 
 class _Pieces:
