@@ -6,7 +6,7 @@ Names that other rooms may use, by file:
     causes: find, of
     context: BadRecords, InputContext
     iterator_state: none
-    loader: LoaderReader, read
+    loader: ByNumber, LoaderReader, read
     loader_state: none
     order: Batches, BatchSizePeriod, Epoch, Ids, Locate, mix, OrderKey, Plan
     pipelines: Pipelines, runs_on_host

@@ -33,7 +33,7 @@ _CLOSING = 5.0  # seconds that the end of a run waits for a batch that is being 
 
 
 @runtime_checkable
-class OfEpochs(Protocol):
+class _OfEpochs(Protocol):
     """Data with another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -83,12 +83,14 @@ class _GetState(Protocol):
 
 
 @runtime_checkable
-class _ByNumber(Protocol):
+class ByNumber(Protocol):
+    """Data that gives its items by number, such as a map-style data set."""
+
     def __len__(self) -> int:
-        """Returns the number of batches."""
+        """Returns the number of items."""
 
     def __getitem__(self, number: int) -> Any:
-        """Returns a batch."""
+        """Returns an item."""
 
 
 @runtime_checkable
@@ -145,7 +147,7 @@ class _OpenLoader:
     @property
     def skips_at_once(self) -> bool:
         """Whether a pass can be entered at any batch."""
-        return isinstance(self.loader, _ByNumber) and not isinstance(iter(self.loader), _GetState)
+        return isinstance(self.loader, ByNumber) and not isinstance(iter(self.loader), _GetState)
 
     @property
     def shares_its_state(self) -> bool:
@@ -154,7 +156,7 @@ class _OpenLoader:
 
     def begin(self, epoch: int, index: int = 0) -> None:
         """Begins a pass, at the batch `index` if `skips_at_once`."""
-        of_epochs = isinstance(self.loader, OfEpochs)
+        of_epochs = isinstance(self.loader, _OfEpochs)
         if self._iterator is not None and (isinstance(self.loader, Iterator) or (of_epochs and self._restored)):
             self.loader, self._restored = self._made(), False  # an iterator ends; a state may stay behind its pass
             self._seeds = self._seeds_given()
@@ -168,7 +170,7 @@ class _OpenLoader:
     def _take_epoch(self, epoch: int) -> None:
         """Makes the order of a pass depend on its number, and not on how many were read before in this process."""
         for part in self._parts:
-            if isinstance(part, OfEpochs):
+            if isinstance(part, _OfEpochs):
                 part.set_epoch(epoch)
         for generator, seed in self._seeds:
             generator.manual_seed(derived_seed(seed, epoch))

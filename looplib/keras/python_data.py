@@ -1,6 +1,5 @@
 """Batches that Python makes: a `PyDataset`, a loader as PyTorch has them, and what generators give."""
 
-import abc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
@@ -17,17 +16,6 @@ from looplib.data.order import Ids, Locate, OrderKey, Plan
 from looplib.errors import BatchSizeError, DatasetError
 
 _LOOKED_AT = 2  # batches, for the sizes that they have in common
-
-
-@runtime_checkable
-class ByNumber(Protocol):
-    """Data that gives its items by number, such as a map-style data set."""
-
-    def __len__(self) -> int:
-        """Returns the number of items."""
-
-    def __getitem__(self, number: int) -> Any:
-        """Returns an item."""
 
 
 @runtime_checkable
@@ -87,7 +75,7 @@ def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) ->
     return batches.dataset(context, shuffle)
 
 
-def as_batches(data: Any, float_type: str) -> "PythonBatches | LoaderBatches | None":
+def as_batches(data: Any, float_type: str) -> "PyDatasetBatches | LoaderBatches | None":
     """Returns the batches of a `PyDataset` or a loader; None for other data."""
     if is_py_dataset(data):
         return PyDatasetBatches(data, float_type)
@@ -102,12 +90,12 @@ def is_py_dataset(data: Any) -> bool:
 def is_numbered(data: Any) -> bool:
     """Returns whether data gives examples by number, and is neither arrays nor a structure of them."""
     structures = (list, tuple, str, bytes, Mapping)
-    return isinstance(data, ByNumber) and not isinstance(data, structures) and not is_array(data)
+    return isinstance(data, loader.ByNumber) and not isinstance(data, structures) and not is_array(data)
 
 
 def is_loader(data: Any) -> bool:
     """Returns whether data gives batches in passes, and not by number."""
-    others = (ByNumber, set, frozenset, Mapping)
+    others = (loader.ByNumber, set, frozenset, Mapping)
     return isinstance(data, Loader) and not isinstance(data, others) and not is_array(data)
 
 
@@ -136,75 +124,12 @@ def check_example(who: str, example: Any) -> None:
         check_example(who, part)
 
 
-class PythonBatches(abc.ABC):
-    """Batches by number, from the start of a run on.
-
-    Args:
-      who: what they come from, for messages.
-      count: the batches of an epoch.
-      first: the first ones, which have the structure, the types and the sizes of all.
-      float_type: the type that floating-point numbers become.
-    """
-
-    at_once = 1  # how many threads read
-
-    def __init__(self, who: str, count: int, first: Iterable[Any], float_type: str) -> None:
-        self.count = count
-        self._format = BatchFormat(who, first, float_type)
-        self.first_size = self._format.first_size
-
-    @abc.abstractmethod
-    def reader(self) -> Callable[[int], Any]:
-        """Returns a function from numbers to batches, which mostly come one after the other."""
-
-    @abc.abstractmethod
-    def order(self, shuffle: bool) -> Ids | None:
-        """Returns the order of the numbers in each epoch; None for numbers from the start of the run on."""
-
-    def dataset(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
-        """Makes the batches of a pipeline of global batches, which begins at any position by itself.
-
-        Args:
-          context: the context.
-          shuffle: whether each epoch of a training has an order of its own, if the batches have numbers.
-        """
-        sizes = context.positions.sizes
-        if context.training and sizes.earlier:
-            raise BatchSizeError(
-                f"{self._format.who} makes the batches, so that their numbers mean other examples with another size, "
-                f"and this run had batches of {sizes}; continue with {sizes.original}, or start a new run from the "
-                "weights (--warm_start)"
-            )
-        plan = _BatchNumbers(self.count, context.global_batch_size, self.order(shuffle))
-        found = context.located(plan, context.order_seed(plan, None))
-        chunks, call = context.positions_of(plan, "indices", False, False, 1)
-        call.batches = self._read(chunks.map(lambda chunk: found(chunk)[0, 0]))
-        return call.batches
-
-    def once(self) -> tf.data.Dataset:
-        """Makes the batches of one pass."""
-        return self._read(tf.data.Dataset.range(self.count))
-
-    def _read(self, numbers: tf.data.Dataset) -> tf.data.Dataset:
-        reader, own = self.reader(), self._format
-
-        def read(number: np.ndarray) -> list[np.ndarray]:
-            return own.flat(reader(int(number)))
-
-        @tf.autograph.experimental.do_not_convert
-        def batch(number: tf.Tensor) -> Any:
-            return own.packed(tf.numpy_function(read, [number], own.types))
-
-        parallel = {"num_parallel_calls": self.at_once, "deterministic": True} if self.at_once > 1 else {}
-        return numbers.map(batch, **parallel).prefetch(2)
-
-
-class PyDatasetBatches(PythonBatches):
+class PyDatasetBatches:
     """The batches of a `PyDataset`.
 
     Args:
       data: the `PyDataset`.
-      float_type: see `PythonBatches`.
+      float_type: the type that floating-point numbers become.
 
     Raises:
       UsageError: if their position would not say which batches they are.
@@ -233,16 +158,47 @@ class PyDatasetBatches(PythonBatches):
                 "out (workers=8 reads 8 batches at once, in the same order), or write the data to files of records, "
                 "which are read fast (docs/data.md)"
             )
-        super().__init__(kind, count, (data[number] for number in range(min(_LOOKED_AT, count))), float_type)
-        self._data, self.at_once = data, max(1, data.workers) if isinstance(data, _InProcesses) else 1
+        self._data, self.count = data, count
+        self._at_once = max(1, data.workers) if isinstance(data, _InProcesses) else 1
+        self._format = BatchFormat(kind, (data[number] for number in range(min(_LOOKED_AT, count))), float_type)
+        self.first_size = self._format.first_size
 
-    def reader(self) -> Callable[[int], Any]:
-        """See `PythonBatches`."""
-        return lambda number: self._data[number % self.count]
+    def dataset(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
+        """Makes the batches of a pipeline of global batches, which begins at any position by itself.
 
-    def order(self, shuffle: bool) -> Ids | None:
-        """See `PythonBatches`."""
-        return Ids(self.count, shuffle)
+        Args:
+          context: the context.
+          shuffle: whether each epoch of a training has an order of its own.
+        """
+        sizes = context.positions.sizes
+        if context.training and sizes.earlier:
+            raise BatchSizeError(
+                f"{self._format.who} makes the batches, so that their numbers mean other examples with another size, "
+                f"and this run had batches of {sizes}; continue with {sizes.original}, or start a new run from the "
+                "weights (--warm_start)"
+            )
+        plan = _BatchNumbers(Ids(self.count, shuffle), context.global_batch_size)
+        found = context.located(plan, context.order_seed(plan, None))
+        chunks, call = context.positions_of(plan, "indices", False, False, 1)
+        call.batches = self._read(chunks.map(lambda chunk: found(chunk)[0, 0]))
+        return call.batches
+
+    def once(self) -> tf.data.Dataset:
+        """Makes the batches of one pass."""
+        return self._read(tf.data.Dataset.range(self.count))
+
+    def _read(self, numbers: tf.data.Dataset) -> tf.data.Dataset:
+        own = self._format
+
+        def read(number: np.ndarray) -> list[np.ndarray]:
+            return own.flat(self._data[int(number) % self.count])
+
+        @tf.autograph.experimental.do_not_convert
+        def batch(number: tf.Tensor) -> Any:
+            return own.packed(tf.numpy_function(read, [number], own.types))
+
+        parallel = {"num_parallel_calls": self._at_once, "deterministic": True} if self._at_once > 1 else {}
+        return numbers.map(batch, **parallel).prefetch(2)
 
 
 def _count(data: Any, base: type) -> int | None:
@@ -260,7 +216,7 @@ class LoaderBatches:
 
     Args:
       data: the loader.
-      float_type: see `PythonBatches`.
+      float_type: see `PyDatasetBatches`.
     """
 
     def __init__(self, data: Any, float_type: str) -> None:
@@ -269,7 +225,7 @@ class LoaderBatches:
         self.first_size = self._pass.first_size
 
     def dataset(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
-        """See `PythonBatches`: its passes have the order that it gives them."""
+        """See `PyDatasetBatches`: its passes have the order that it gives them."""
         return loader.read(context, lambda index, count: self._data, "warn", self._float_type)
 
     def once(self) -> tf.data.Dataset:
@@ -286,19 +242,18 @@ class _BatchNumbers(Plan):
     """The numbers of batches that others make: each example has that of its batch.
 
     Args:
-      count: the batches of an epoch.
+      order: of the numbers in an epoch.
       batch_size: the examples of a batch.
-      order: of the numbers in an epoch; None for numbers from the start of the run on.
     """
 
     chosen_by_batch = True
 
-    def __init__(self, count: int, batch_size: int, order: Ids | None) -> None:
-        self.size, self._batch_size, self._order = count * batch_size, batch_size, order
+    def __init__(self, order: Ids, batch_size: int) -> None:
+        self.size, self._batch_size, self._order = order.size * batch_size, batch_size, order
 
     def endless(self, key: OrderKey) -> Locate:
         """See `Plan`."""
-        located = self._order.endless(key) if self._order else lambda numbers: numbers
+        located = self._order.endless(key)
         return lambda positions: located(positions // self._batch_size)
 
     def once(self) -> Locate:
