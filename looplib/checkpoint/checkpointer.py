@@ -23,6 +23,7 @@ from looplib.guards.non_finite import StateCheck
 from looplib.report.reporter import Reporter
 from looplib.run import choice, commits
 from looplib.run.report import RunReport
+from looplib.run.sweep_results import is_trial
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
 from looplib.weights.names import stable_names
@@ -240,7 +241,9 @@ class Checkpointer:
             self.save(wait=True)
         self._reporter.writers.flush()
         kept = commits.path_of(self.directory.checkpoints, step) if self else ""
-        saved = f"saved in {kept}; run the same command to resume from it" if kept else "without a model_dir to save to"
+        in_sweep = is_trial(self.directory.model_dir)
+        again = "its sweep decides whether it resumes" if in_sweep else "run the same command to resume from it"
+        saved = f"saved in {kept}; {again}" if kept else "without a model_dir to save to"
         raise Preempted(f"ended by {signal} at step {step}, {saved}")
 
     @contextlib.contextmanager

@@ -16,14 +16,13 @@ from looplib.base.plugins import Command
 from looplib.commands.options import path, reports
 from looplib.errors import EXIT_DONE, FileError, RunDirectoryError
 from looplib.run.directory import METRICS, PAGE, RUN_JSON, RunDir
-from looplib.run.sweep_results import RESULTS, SweepResults
+from looplib.run.sweep_results import RESULTS, SweepResults, is_sweep
 
 if TYPE_CHECKING:
     from looplib.report.page.content import Run
 
 MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory that are searched for runs: a sweep has trial-0001/seed-0
-_SWEEP = {"sweep.db", "sweep.shared"}
 _OF_A_SWEEP = re.compile(r"(trial|seed)-\d+")  # the folders that a sweep makes, unlike those of a rerun beside them
 
 
@@ -134,7 +133,7 @@ def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[st
     if {RUN_JSON, METRICS} & names:
         yield directory
         return
-    of_a_sweep = of_a_sweep or bool(_SWEEP & names)
+    of_a_sweep = of_a_sweep or is_sweep(directory)
     for name in sorted(names) if depth < _DEEPEST else ():
         inner = os.path.join(directory, name)
         belongs = not of_a_sweep or _OF_A_SWEEP.fullmatch(name)

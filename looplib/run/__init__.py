@@ -19,5 +19,5 @@ Names that other rooms may use, by file:
         TerminationNotice, this_machine, this_process, Variable
     started: check_replay, command_of, has_checksums, Recorded, refuse_several_processes, report_of, start_of
     status: ENDED_EARLY, read_status, RunStatus, Standing
-    sweep_results: RESULTS, SweepResults, TrialResult
+    sweep_results: RESULTS, SHARED, SweepResults, TRIALS, TrialResult, is_sweep, is_trial
 """

@@ -18,6 +18,7 @@ from looplib.run.directory import CONFIG, RunDir
 from looplib.run.metric_names import CHECKSUM
 from looplib.run.report import RunReport, StartEntry
 from looplib.run.status import read_status
+from looplib.run.sweep_results import is_sweep
 
 # A repetition sends no alerts, has a directory of its own, which is no URL, and reads its data itself.
 _NOT_REPEATED = ("alert", "alert_when", "local_dir", "data_service")
@@ -57,7 +58,7 @@ def report_of(directory: str) -> RunReport:
     if report := run.report():
         return report
     path = run.report_path()
-    sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
+    sweep = "; a trial of a sweep is a folder in its directory" if is_sweep(directory) else ""
     raise ReplayError(f"{path} cannot be read; name the run directory of a training{sweep}")
 
 

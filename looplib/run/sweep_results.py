@@ -1,9 +1,21 @@
 """`results.json`: what a sweep has found, written by `python -m looplib sweep` and read by the report page."""
 
 import dataclasses
+import os
 from typing import Annotated
 
-RESULTS = "results.json"  # in the directory of a sweep
+# In the directory of a sweep: its results; its trials; and the mark of one that several processes run.
+RESULTS, TRIALS, SHARED = "results.json", "sweep.db", "sweep.shared"
+
+
+def is_sweep(directory: str) -> bool:
+    """Returns whether a directory is a sweep's."""
+    return any(os.path.lexists(os.path.join(directory, name)) for name in (TRIALS, SHARED))
+
+
+def is_trial(directory: str | None) -> bool:
+    """Returns whether a run directory is one that a sweep has made, perhaps one of several seeds."""
+    return bool(directory) and any(is_sweep(os.path.join(directory, above)) for above in ("..", "../.."))
 
 
 @dataclasses.dataclass(frozen=True)

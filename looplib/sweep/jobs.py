@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import signal
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -16,14 +17,13 @@ from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, SweepError
 from looplib.processes.child import Child, CommandLine, last_lines
 from looplib.report.page.html import write_of_run
 from looplib.run.directory import RunDir
-from looplib.run.metric_names import best_first
-from looplib.run.report import as_text
+from looplib.run.report import RunReport, as_text
 from looplib.sweep.study import SweepPlan
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
 _GRACE = 30.0  # seconds that a process has to save and end
 _PAUSE = 20.0  # seconds before a run is started again whose directory another process has
-_MOST_NAMES = 20  # in a sentence
+_MOST_NAMES, _LONGEST_LINE = 20, 1000  # in a sentence
 
 
 @dataclasses.dataclass
@@ -58,11 +58,15 @@ class Job:
         Raises:
           UsageError: if it cannot be started.
         """
-        folders.make_folder(self.directory, *os.path.relpath(self.folder, self.directory).split(os.sep)[:-1])
+        folders.make_folder(self.directory, *self._names[:-1])
         folders.check_folder(self.folder)
         with files.open_to_append(f"{self.folder}.log") as log:
             self._found = saved_step(self.folder)
             self._process = Child(CommandLine(self.command), output=log)
+
+    @property
+    def _names(self) -> list[str]:
+        return os.path.relpath(self.folder, self.directory).split(os.sep)
 
     def poll(self) -> int | None:
         """Returns how the process ended; None while it runs."""
@@ -110,6 +114,15 @@ class Job:
                 log.write(f"looplib: {outcome}; the sweep does not resume it\n".encode(errors="replace"))
             write_of_run(self.folder)
 
+    def note_failure(self, sentence: str) -> None:
+        """Writes a `run.json` for a run that has failed before it had one, so that it is among the others."""
+        path = RunDir(self.folder).report_path()
+        if not os.path.lexists(path):
+            folders.make_folder(self.directory, *self._names)
+            settings = {flag.lstrip("-"): value for flag, value in self.trial.params.items()}
+            report = RunReport(status="failed", error=sentence, flags=settings, command=[*self.command])
+            files.write_whole(path, as_text(report))
+
     def is_locked(self) -> bool:
         """Returns whether the process ended because another one has its run directory, as of a killed sweep."""
         return self._last_line().endswith("(LockedError)")
@@ -121,7 +134,7 @@ class Job:
         """Returns the last line of a run that failed."""
         last = self._last_line()
         how = f"killed by signal {-code}, {_IDLE_STARTS} times without a new checkpoint" if code < 0 else f"code {code}"
-        return f"{last[:300]} ({how})" if last else how
+        return f"{textwrap.shorten(last, _LONGEST_LINE, placeholder=' …')} ({how})" if last else how
 
     def curve(self, metric: str) -> dict[int, float]:
         """Returns the values of a metric so far by step; nothing if the file has not changed since the last call."""
@@ -174,7 +187,6 @@ def result(folder: str, plan: SweepPlan) -> float:
             raise SweepError(f"{records.path} cannot be read ({gist(error)})") from error
         shown = join_names(sorted(names), most=_MOST_NAMES)
         raise SweepError(f"the run has no metric {metric}; name one with --metric: {shown or 'it has none'}")
-    compared = [found[max(found)]] if plan.value == "last" else list(found.values())
-    if scores := best_first(compared, lambda value: value, plan.goal):
-        return scores[0]
+    if (value := plan.value_of(found)) is not None:
+        return value
     raise SweepError(f"{metric} is not a finite number{' at the end' if plan.value == 'last' else ''}")

@@ -9,7 +9,6 @@ the sweep. So a kill at any moment loses no trial, and none is taken twice.
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import itertools
 import json
 import math
@@ -19,7 +18,7 @@ import secrets
 import sqlite3
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,10 @@ from looplib.base.decoding import number, text
 from looplib.base.messages import gist
 from looplib.errors import PluginError, SweepError, UsageError
 from looplib.masks import masked
+from looplib.run.metric_names import best_first
+from looplib.run.sweep_results import SHARED, TRIALS
 from looplib.sweep.space import Parameter, Value, points
 
-FILE = "sweep.db"
 GRACE = 120  # seconds without a sign of life of a process, after which others take over its trials
 BEAT = 10  # seconds between two signs of life
 STORAGE_ERRORS = (SQLAlchemyError, optuna.exceptions.OptunaError)
@@ -133,7 +133,7 @@ def open_file(path: str) -> optuna.storages.RDBStorage:
         _check_file(path)
     else:
         for ending in _BESIDE:  # of a database that was removed
-            folders.remove(os.path.dirname(path), f"{FILE}{ending}")
+            folders.remove(os.path.dirname(path), f"{TRIALS}{ending}")
     # A URL could not name each path.
     return optuna.storages.RDBStorage("sqlite://", {"creator": lambda: sqlite3.connect(path, check_same_thread=False)})
 
@@ -146,9 +146,9 @@ def _check_file(path: str) -> None:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - len(_OF_SUPER_JOURNAL)))
             if size > _MOST_BYTES:
-                raise ValueError(f"{FILE}{ending} has {size:,} bytes; expected at most {_MOST_BYTES:,}")
+                raise ValueError(f"{TRIALS}{ending} has {size:,} bytes; expected at most {_MOST_BYTES:,}")
             if ending == "-journal" and file.read() == _OF_SUPER_JOURNAL:
-                raise ValueError(f"{FILE}{ending} names a file to be removed")
+                raise ValueError(f"{TRIALS}{ending} names a file to be removed")
     end = time.monotonic() + _MOST_SECONDS
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.set_progress_handler(lambda: time.monotonic() > end, 100_000)
@@ -172,16 +172,33 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
+_FIRST = 2  # trials that the rule of medians lets end; Optuna's 5 are most of a small sweep
+
+
+class _Median(optuna.pruners.MedianPruner):
+    """The rule of medians, which asks Optuna for no median or best of values that are all NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(n_startup_trials=_FIRST)
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if not any(math.isfinite(one.intermediate_values.get(trial.last_step, math.nan)) for one in ended):
+            return False
+        if not any(map(math.isfinite, trial.intermediate_values.values())):
+            return len(ended) >= _FIRST
+        return super().prune(study, trial)
+
+
 PRUNERS = {
     "none": optuna.pruners.NopPruner,
-    "median": functools.partial(optuna.pruners.MedianPruner, n_startup_trials=2),  # 5 are most of a small sweep
+    "median": _Median,
     "halving": optuna.pruners.SuccessiveHalvingPruner,
     "hyperband": optuna.pruners.HyperbandPruner,
 }
 _PLAN, _DIRECTORY = "plan", "directory"  # what a sweep notes beside its trials
 # What it notes of a trial: which one it is, its results, and why it failed.
 _TRIAL, _VALUE, _ERROR = "trial", "value of seed", "error"
-_MARK = "sweep.shared"  # in the directory of a sweep of several processes
 _LOCK_WAIT = 30.0  # seconds
 _LOOK = 1.0  # seconds between two looks for a trial that has become free
 _LONGEST = 300  # characters of a setting in a sentence
@@ -214,6 +231,15 @@ class SweepPlan:
     def compared(self) -> str:
         """The value by which trials are compared, as a person reads it."""
         return self.metric if self.value == "last" else f"best {self.metric}"
+
+    def value_of(self, curve: Mapping[int, float]) -> float | None:
+        """Returns the value by which a run is compared, from those of the metric by step; None without a finite one."""
+        found = [curve[max(curve)]] if curve and self.value == "last" else list(curve.values())
+        return next(iter(best_first(found, lambda value: value, self.goal)), None)
+
+    def result_of(self, trial: FrozenTrial) -> float | None:
+        """Returns the value by which a trial is compared, of a pruned one what it had come to; None without one."""
+        return self.value_of(trial.intermediate_values) if trial.state == TrialState.PRUNED else trial.value
 
 
 class Study:
@@ -252,7 +278,7 @@ class Study:
         self._own: set[int] = set()  # Optuna's numbers of the trials that this process runs
         self._next_look = self._next_beat = 0.0
         self.is_over = False
-        self._path, self._mark = os.path.join(directory, FILE), os.path.join(directory, _MARK)
+        self._path, self._mark = os.path.join(directory, TRIALS), os.path.join(directory, SHARED)
         self._where = database.shown if database else directory
         other = self._path if database else self._mark
         if os.path.lexists(other) and not (database and os.path.lexists(self._mark)):
@@ -278,7 +304,7 @@ class Study:
             if any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory)):
                 raise SweepError(
                     f"{directory} has runs of another sweep, of which {self._where} knows nothing; restore the "
-                    f"{'database' if self.shared else FILE} of that sweep, or use another --dir"
+                    f"{'database' if self.shared else TRIALS} of that sweep, or use another --dir"
                 )
             self._study.set_user_attr(_DIRECTORY, self._token())
             self._study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(self._plan)))
@@ -496,11 +522,10 @@ class Study:
         trial.set_user_attr(_ERROR, sentence)
         self._end(trial, TrialState.FAIL)
 
-    def prune(self, trial: optuna.Trial) -> tuple[int | None, bool]:
-        """Ends a trial that was stopped as hopeless; returns the step that decided, and if its value is finite."""
+    def prune(self, trial: optuna.Trial) -> FrozenTrial:
+        """Ends a trial that was stopped as hopeless; returns its record, whose last step decided."""
         self._end(trial, TrialState.PRUNED)
-        record = self._records()[trial.number]
-        return record.last_step, math.isfinite(record.intermediate_values.get(record.last_step, 0.0))
+        return self._records()[trial.number]
 
     def _end(self, trial: optuna.Trial, state: TrialState, value: float | None = None) -> None:
         self._study.tell(trial, value, state)

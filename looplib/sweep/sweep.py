@@ -26,12 +26,11 @@ from looplib.processes.child import Signals
 from looplib.run.lock import LockKind, RunLock, acquire
 from looplib.run.metric_names import best_first, mode_of
 from looplib.run.report import strict_json
-from looplib.run.sweep_results import RESULTS, SweepResults, TrialResult
+from looplib.run.sweep_results import RESULTS, TRIALS, SweepResults, TrialResult
 from looplib.sweep import jobs, space
 from looplib.sweep.jobs import Job
 from looplib.sweep.space import Parameter
 from looplib.sweep.study import (
-    FILE,
     GRACE,
     STORAGE_ERRORS,
     Database,
@@ -77,7 +76,7 @@ def write(directory: str, plan: SweepPlan, parameters: Sequence[Parameter], tria
     found = SweepResults(
         plan.compared,
         plan.goal,
-        [TrialResult(name_of(trial), trial.value) for trial in in_order],
+        [TrialResult(name_of(trial), plan.result_of(trial)) for trial in in_order],
         *_importances(best, len(trials)),
     )
     files.write_whole(os.path.join(directory, RESULTS), json.dumps(strict_json(found), indent=2))
@@ -118,7 +117,7 @@ def _rows(plan: SweepPlan, parameters: Sequence[Parameter], trials: Sequence[Fro
     rows: list[list[Cell]] = [["trial", "state", plan.compared, *["deviation"] * several, *seeds, *names, "error"]]
     for trial in trials:
         known = values(trial)
-        row: list[Cell] = [name_of(trial), _STATES.get(trial.state, "not ended"), trial.value]
+        row: list[Cell] = [name_of(trial), _STATES.get(trial.state, "not ended"), plan.result_of(trial)]
         if several:
             row += [deviation(trial), *(known.get(seed) for seed in range(plan.seeds))]
         row += [trial.params.get(one.flag) for one in parameters]
@@ -175,7 +174,7 @@ def sweep(directory: str, plan: SweepPlan, parallel: int, trials: int | None, da
     fixed, parameters = space.parse(plan.command)
     with console.guarded(), Signals() as signals, contextlib.ExitStack() as held:
         directory = os.path.abspath(directory)
-        held.enter_context(_sentences(database.shown if database else os.path.join(directory, FILE)))
+        held.enter_context(_sentences(database.shown if database else os.path.join(directory, TRIALS)))
         folders.make_folder(directory)
         lock = None
         if not database:
@@ -373,9 +372,10 @@ class _Sweep:
             job.note_end("done", f"compared by {self.plan.compared} {value:.6g}")
             self._say(job, f"{self.plan.compared} {value:.6g}")
         elif job.stopped is not None:
-            step, is_finite = self.study.prune(job.trial)
-            why = "other trials were better" if is_finite else f"{self.plan.compared} was not a finite number"
-            outcome = f"pruned at step {step}: {why} there"
+            trial = self.study.prune(job.trial)
+            value = self.plan.result_of(trial)
+            why = "not a finite number" if value is None else f"{value:.6g}, and other trials were better"
+            outcome = f"pruned at step {trial.last_step}: {self.plan.compared} was {why} there"
             job.note_end("pruned", outcome)
             self._say(job, outcome)
         elif job.may_run_again(code):
@@ -403,6 +403,7 @@ class _Sweep:
 
     def _fail(self, job: Job, sentence: str) -> None:
         """Marks a trial as failed, and ends its other runs."""
+        job.note_failure(sentence)
         self.study.fail(job.trial, sentence)
         self._ended.add(job.trial.number)
         self._say(job, f"failed: {sentence}")

@@ -342,8 +342,12 @@ def test_a_sweep_without_a_result_fails(tmp_path):
 def test_a_sweep_whose_first_trials_have_no_value_starts_no_more(tmp_path, capsys):
     folder = tmp_path / "sweep"
     assert sweep_of_scores(folder, of=["--fails=1,2,3,4,5,6"]) == EXIT_FAILED
-    assert [row["state"] for row in table(folder)] == ["failed"] * 3
+    rows = table(folder)
+    assert [row["state"] for row in rows] == ["failed"] * 3
     assert "3 trials ended without a value of eval/score" in "".join(capsys.readouterr())
+    found = [read_status(str(folder / row["trial"])) for row in rows]  # which had no run directory of their own
+    assert {(one.state, one.detail) for one in found} == {("failed", "looplib: error: it fails (code 1)")}
+    assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.endswith("report.html: 3 runs\n")
 
 
 # Sweeps of real runs.
@@ -452,9 +456,14 @@ def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
         assert found == (("pruned", "pruned", True) if hopeless else ("done", "done", False)), (number, row)
         if hopeless:
             scores = [one for one in read_jsonl(f"{tmp_path}/{row['trial']}/metrics.jsonl") if one["split"] == "eval"]
-            at = re.fullmatch(r"pruned at step (\d+): other trials were better there", run["starts"][-1]["outcome"])
-            assert int(at[1]) in [one["step"] for one in scores]  # and not the step of the last save
-            last = (tmp_path / f"{row['trial']}.log").read_text().splitlines()[-1]
+            at = re.fullmatch(
+                r"pruned at step (\d+): eval/score was (\S+), and other trials were better there",
+                run["starts"][-1]["outcome"],
+            )
+            assert at[2] == f"{float(row['eval/score']):.6g}"  # at a report, and not at the last save
+            assert float(row["eval/score"]) in [one["score"] for one in scores if one["step"] == int(at[1])]
+            *_, saved, last = (tmp_path / f"{row['trial']}.log").read_text().splitlines()
+            assert saved.endswith("; its sweep decides whether it resumes")
             assert last == f"looplib: {at[0]}; the sweep does not resume it"
     assert any(row["state"] == "pruned" for row in rows)  # else the order of the grid is another
 
@@ -471,6 +480,22 @@ def test_no_trial_is_stopped_by_a_value_that_a_rollback_has_taken_back(tmp_path)
     assert study.is_hopeless(trial, {100: math.nan, 200: math.nan})
     assert not study.is_hopeless(trial, {100: 0.9})
     assert study.is_hopeless(trial, {100: 0.9, 200: 0.1, 300: 0.1})
+
+
+@pytest.mark.filterwarnings("error:All-NaN")
+def test_a_metric_that_is_nan_at_first_stops_no_trial_and_one_that_stays_so_does(tmp_path):
+    command = ["train", "--a=1..9"]
+    plan = SweepPlan(command=command, search="grid", metric="eval/score", goal="max", prune="median", seeds=0)
+    study = Study(str(tmp_path), plan, space.parse(command)[1])
+    for _ in range(2):
+        other = study.next()
+        assert not study.is_hopeless(other, {100: math.nan, 200: 0.5})
+        study.note(other, 0, 0.5)
+    trial = study.next()
+    assert not study.is_hopeless(trial, {100: math.nan})
+    assert study.is_hopeless(trial, {100: math.nan, 200: math.nan})
+    pruned = study.prune(trial)
+    assert (pruned.last_step, plan.result_of(pruned)) == (200, None)
 
 
 @pytest.mark.slow

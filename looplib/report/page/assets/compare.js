@@ -147,9 +147,9 @@ function metricCell(run, metric) {
 
 /** The names of the settings that are not the same in all runs whose settings are known, apart from directories. */
 function differingSettings(runs) {
-  const known = runs.filter((run) => Object.keys(run.settings).length);
-  const names = [...new Set(known.flatMap((run) => Object.keys(run.settings)))];
-  const differ = (name) => new Set(known.map((run) => run.settings[name])).size > 1;
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+  const knows = (run, name) => run.starts.length || name in run.settings; // a trial without a start has few settings
+  const differ = (name) => new Set(runs.filter((run) => knows(run, name)).map((run) => run.settings[name])).size > 1;
   return names.filter((name) => name !== "model_dir" && differ(name)).slice(0, 20);
 }
 
