@@ -1,6 +1,7 @@
 """Callbacks that a resume continues: which kinds there are, and what they remember."""
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any
@@ -57,6 +58,17 @@ def watched(callback: Any) -> str:
     modes = {"min": "min", "max": "max", "less": "min", "greater": "max"}
     mode = modes.get(held.get("mode")) or modes.get(_better(held)) or known_mode(metric)
     return f"{mode}:{metric}" if mode else ""
+
+
+def monitored(callback: Any, logs: Mapping[str, Any]) -> str:
+    """Returns the value of the metric that a callback monitors, and the best one, as a clause; "" for none."""
+    held = vars(callback)
+    name, best = held.get("monitor"), held.get("best")
+    if name not in logs or np.ndim(logs[name]):
+        return ""
+    is_known = isinstance(best, (int, float, np.number)) and math.isfinite(best)
+    before = f", and the value to improve was {best:.6g}" if is_known else ""
+    return f": {name} is {logs[name]:.6g}{before}"
 
 
 def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tuple[list[Any], dict[str, str]]:

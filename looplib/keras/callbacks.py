@@ -318,13 +318,19 @@ class KerasCallbacks(Action):
         epoch = step // controller.steps_per_epoch - 1
         before, logs, self._logs = self._state(), self._logs, None
         self._last = dict(logs)
-        best = [self._best.end_epoch(name, one, epoch, logs, step) for name, one in self._memories.named]
+        who, why, best = "a callback of Keras", "", False
+        for name, callback in self._memories.named:
+            going_on = not self._model.stop_training
+            best |= self._best.end_epoch(name, callback, epoch, logs, step)
+            if going_on and self._model.stop_training:
+                who = type(callback).__name__
+                why = callback_state.monitored(callback, logs)
         if self._model.stop_training:
             self._stopped = before
-            controller.stop(f"a callback of Keras has ended the training at step {step:,}")
+            controller.stop(f"{who} has ended the training at step {step:,}{why}")
         elif not ending:
             self._begin_epoch(epoch + 1)
-        return any(best)
+        return best
 
 
 def _as_in_fit(event: Event) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.errors import CallbackError
+from looplib.run.directory import RunDir
 
 FAMILIES = ("keras", "tf_keras")
 BATCH, EPOCHS = 16, 9  # 40 examples: 3 steps an epoch
@@ -323,3 +324,19 @@ def test_what_a_callback_monitors_is_the_watched_metric_of_the_run(family, name,
     keras = {"keras": keras3, "tf_keras": tf_keras}[family]
     _, controller = controlled(keras, [keras.callbacks.History(), getattr(keras.callbacks, name)(**arguments)])
     assert controller.report.facts.flags["keep_best"] == watched
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_end_by_a_callback_names_it_and_the_values_of_what_it_monitors(name, tmp_path):
+    keras = {"keras": keras3, "tf_keras": tf_keras}[name]
+    evaluations = itertools.count()
+
+    class ToNan(keras.callbacks.Callback):  # as a metric that is 0 / 0
+        def on_epoch_end(self, epoch, logs=None):
+            logs["val_odd"] = 0.25 if next(evaluations) == 0 else float("nan")
+
+    trained(keras, [ToNan(), keras.callbacks.EarlyStopping("val_odd", patience=2, mode="max")], model_dir=tmp_path)
+    (start,) = RunDir(tmp_path).report().starts
+    assert start.outcome == (
+        "EarlyStopping has ended the training at step 9: val_odd is nan, and the value to improve was 0.25"
+    )
