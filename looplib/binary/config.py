@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import sys
@@ -114,6 +115,12 @@ def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any])
         )
     made = typed(tree, type(config), str, "")
     return made, {}, text_of(made, tree)
+
+
+def _is_given(name: str) -> bool:
+    """Returns whether a flag has given a setting such as "config.model.width", or one that it is in."""
+    paths = itertools.accumulate(name.split("."), "{}.{}".format)
+    return any(path in flags.FLAGS and flags.FLAGS[path].present for path in paths)
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -320,9 +327,10 @@ def write(directory: str, text: str) -> None:
 
 
 def warn_of_other_settings(model_dir: str, config: Any) -> None:
-    """Names the settings of a job without training that differ from the training's."""
+    """Names the settings of a job without training that differ from the training's, and that no flag has given."""
     trained = RunDir(model_dir).report() or RunReport()
-    if changed := changed_settings(RunReport(config=trained.config), RunReport(config=as_dict(config))):
+    changed = changed_settings(RunReport(config=trained.config), RunReport(config=as_dict(config)))
+    if changed := {name: values for name, values in changed.items() if not _is_given(name)}:
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
         kept = os.path.join(model_dir, CONFIG)  # Model Garden's experiments have none
         logging.warning(

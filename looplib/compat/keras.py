@@ -450,6 +450,11 @@ def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> No
     sys.meta_path.insert(0, Finder())
 
 
+def progress_of(model: Any, batches: int | None, verbose: int) -> Any:
+    """Returns the progress bar of a model's family, for a number of batches; None if it is not known."""
+    return sys.modules[family(model)].utils.Progbar(batches, verbose=verbose)
+
+
 def callbacks_of(model: Any) -> types.ModuleType:
     """Returns the module of callbacks of a model's family."""
     return sys.modules[family(model)].callbacks

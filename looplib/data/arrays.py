@@ -45,7 +45,7 @@ def as_arrays(structure: Any, float_type: str, who: str) -> Any:
     """
     if is_array(structure) or _is_of_scalars(structure):
         array = as_array(structure, float_type, who)
-        return array[:, None] if _is_of(structure, "pandas", "Series") else array
+        return array[:, None] if is_of(structure, "pandas", "Series") else array
     if isinstance(structure, Mapping):
         return {name: as_arrays(part, float_type, who) for name, part in structure.items()}
     if isinstance(structure, (list, tuple)):
@@ -64,7 +64,7 @@ def as_array(array: Any, float_type: str | None, who: str) -> Array:
             f"{who} got None beside arrays, for one of several outputs, say; leave it out of a dict of targets, "
             "or give a tf.data.Dataset, which may have None"
         )
-    if _is_of(array, "scipy.sparse"):
+    if is_of(array, "scipy.sparse"):
         array = array.tocsr().tocoo()  # which adds up what is given twice
         array = tf.SparseTensor(np.stack([array.row, array.col], axis=1).astype("int64"), array.data, array.shape)
     if isinstance(array, (tf.RaggedTensor, tf.SparseTensor)):
@@ -100,7 +100,7 @@ def _plain(array: Any, who: str) -> np.ndarray:
     return found
 
 
-def _is_of(array: Any, package: str, name: str | None = None) -> bool:
+def is_of(array: Any, package: str, name: str | None = None) -> bool:
     """Returns whether an array is of a class of a package that need not be installed."""
     kinds = (kind for kind in type(array).__mro__ if name in (None, kind.__name__))
     return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in kinds)
@@ -117,7 +117,7 @@ def _is_of_scalars(value: Any) -> bool:
 
 def is_array(value: Any) -> bool:
     """Returns whether a value is an array, a table or a tensor of any kind."""
-    return _is_of(value, "scipy.sparse") or isinstance(value, (_AsArray, tf.RaggedTensor, tf.SparseTensor))
+    return is_of(value, "scipy.sparse") or isinstance(value, (_AsArray, tf.RaggedTensor, tf.SparseTensor))
 
 
 def copied(batch: Any) -> Any:
@@ -229,7 +229,7 @@ class BatchFormat:
         # TensorFlow would otherwise read them where they are, and a source may overwrite them meanwhile. One that is
         # converted is a copy already; the loaders of PyTorch make new tensors.
         given = self._blanks.remove(batch)
-        kept = [_is_of(one, "torch") or not np.may_share_memory(array, one) for array, one in zip(arrays, given)]
+        kept = [is_of(one, "torch") or not np.may_share_memory(array, one) for array, one in zip(arrays, given)]
         return [array if keep else array.copy() for array, keep in zip(arrays, kept)]
 
 

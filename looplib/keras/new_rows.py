@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from looplib.cluster.updates import Share
 from looplib.compat import keras as _keras
 from looplib.compat.tensorflow import converted, nodes_in
 from looplib.config.run_config import RunConfig
+from looplib.data.arrays import is_of
 from looplib.data.context import InputContext
 from looplib.data.pipelines import Pipelines
 from looplib.data.records.reading import structure_of
@@ -38,8 +39,8 @@ class NewRows:
     Args:
       model: the model.
       x: as for `KerasTrainer`, or a `KerasData`.
-      ids: for arrays, an array of a whole number or text for each row, which records have as "id"; or the key of a dict
-        of columns, which the model then does not get; or None.
+      ids: for arrays, an array of a whole number or text for each row, which records have as "id"; or the name of a
+        column of a dict or `DataFrame`, which the model then does not get; or None.
 
     Raises:
       UsageError: for data that does not fit together.
@@ -50,22 +51,27 @@ class NewRows:
     def __init__(self, model: Any, x: Any, ids: Any = None) -> None:
         self.model = model
         self._id = ids if isinstance(ids, str) else None if ids is None else "id"
+        if isinstance(ids, str) and is_of(x, "pandas", "DataFrame"):
+            self._check_known(list(x))
+            x, ids = x.drop(columns=ids), x[ids]
         self._is_column = isinstance(ids, str)
         self.data = x if isinstance(x, KerasData) else _data_of(model, x)
         if self._is_column:
-            self._check_column(self._parts(self.data.spec(1))[0])
+            columns = self._parts(self.data.spec(1))[0]
+            columns = columns if isinstance(columns, Mapping) else {}
+            self._check_known(columns)
+            _check_ids(columns[self._id])
         elif ids is not None:
             self._add(ids)
 
-    def _check_column(self, x: Any) -> None:
-        """Raises `UsageError` for rows, by their spec, without the column of ids."""
-        columns = x if isinstance(x, Mapping) else {}
+    def _check_known(self, columns: Iterable[Any]) -> None:
+        """Raises `UsageError` for rows without the column of ids."""
         if self._id not in columns:
             found = join_names([repr(name) for name in columns]) or "no columns"
             raise DatasetError(
-                f"predict_ids is {self._id!r}, and the rows have {found}; expected a dict of columns with this key"
+                f"predict_ids is {self._id!r}, and the rows have {found}; expected a dict of columns or a DataFrame "
+                "with this name"
             )
-        _check_ids(columns[self._id])
 
     def _add(self, ids: Any) -> None:
         """Adds an array of ids to arrays."""
@@ -73,7 +79,7 @@ class NewRows:
             why = "the model has a preprocessor" if self.data.is_arrays else "the rows are a data set"
             raise DatasetError(
                 f"predict_ids is a {type(ids).__name__}, and {why}; give the rows as a dict of columns with the ids "
-                "among them, and its key as predict_ids"
+                "among them, and their name as predict_ids"
             )
         if len(ids) != self.data.num_examples:
             raise DatasetError(
@@ -91,10 +97,9 @@ class NewRows:
         """Returns the record of each row of a batch: its id, and the outputs by their names or numbers."""
         found, batch = {}, self._parts(inputs)
         if self._id:
-            x, *others = batch
-            ids = x[self._id] if self._is_column else others[0]
+            ids = batch[0][self._id] if self._is_column else batch[1]
             found[self._id] = ids[:, 0] if ids.shape.rank == 2 else ids  # as a column of pandas is
-            batch = ({name: part for name, part in x.items() if name != self._id} if self._is_column else x,)
+            batch = (self.of_model(inputs),)
         outputs = named(converted(self.model.predict_step)(batch))
         if self._id in outputs:
             raise PredictionError(
@@ -102,6 +107,11 @@ class NewRows:
                 "of columns that has another name"
             )
         return found | outputs
+
+    def of_model(self, inputs: Any) -> Any:
+        """Returns what the model gets of a batch, or of its specs, as x."""
+        x = self._parts(inputs)[0]
+        return {name: part for name, part in x.items() if name != self._id} if self._is_column else x
 
     @tf.autograph.experimental.do_not_convert
     def predict_step(self, inputs: Any) -> Any:
@@ -151,8 +161,8 @@ def _check_ids(ids: tf.TypeSpec) -> None:
         raise DatasetError(f"the ids of rows are {kind}; expected a whole number or a text for each row")
 
 
-def _fitting(spec: Any, make: Callable[[], ConcreteFunction]) -> ConcreteFunction:
-    """Traces a prediction; raises `UsageError` for rows, by their spec, that the model does not take."""
+def _fitting(rows: NewRows, spec: Any, make: Callable[[], ConcreteFunction]) -> ConcreteFunction:
+    """Traces a prediction; raises `UsageError` for rows, by the spec of a batch, that the model does not take."""
     try:
         traced = make()
         for node in nodes_in(traced.graph.as_graph_def()):
@@ -161,8 +171,8 @@ def _fitting(spec: Any, make: Callable[[], ConcreteFunction]) -> ConcreteFunctio
     except Exception as error:
         raise_refusal(error)
         raise PredictionError(
-            f"the model does not take the rows to predict for, which are {structure_of(spec)}: {gist(error)}; give "
-            "arrays, columns or batches like those that it was trained on; targets may be missing"
+            f"the model does not take the rows to predict for, which are {structure_of(rows.of_model(spec))}: "
+            f"{gist(error)}; give arrays, columns or batches like the inputs that it was trained on"
         ) from error
     return traced
 
@@ -189,7 +199,7 @@ class Predictor:
         share = inputs if isinstance(inputs, Share) else Share(inputs, tf.constant(1), tf.constant(1))
         return share.examples > 0, self._rows.predict_step(share.inputs)
 
-    def predict(self, x: Any, loops: Loops | None, batch_size: int | None, steps: int | None) -> Any:
+    def predict(self, x: Any, loops: Loops | None, batch_size: int | None, steps: int | None, verbose: int = 0) -> Any:
         """Returns the outputs for all rows, in their order, as numpy arrays in the structure of the model's outputs.
 
         Args:
@@ -198,6 +208,7 @@ class Predictor:
           batch_size: examples of a step over all replicas, which is made up to a multiple of these; None for the
             training's.
           steps: how many batches; None for all.
+          verbose: see `KerasTrainer.predict`.
         """
         self._rows = NewRows(self._model, x)
         replicas = self._strategy.num_replicas_in_sync
@@ -209,6 +220,8 @@ class Predictor:
             raise EndlessDataError(f"{_ENDLESS}, or give steps")
         taken: list[list[tf.Tensor]] = []
         iterator, done = stream.iterate(), 0
+        batches = steps or self._rows.data.steps_per_epoch(config.global_batch_size, count=False)
+        progress = _keras.progress_of(self._model, batches, verbose)
         try:
             with loops.borrowing() if loops else contextlib.nullcontext():
                 call = self._on_replicas if config.loop == "eager" else self._function(stream.element_spec)
@@ -217,8 +230,10 @@ class Predictor:
                     done += 1
                     each = zip(*(self._strategy.experimental_local_results(part) for part in tf.nest.flatten(found)))
                     taken += [of for has, *of in Workers(self._strategy).gather_tensors(list(each)) if has]
+                    progress.update(done, finalize=False)
                     if loops:
                         loops.evaluated.assign_add(1)
+            progress.update(done, finalize=True)
         finally:
             stream.end(iterator)
             self._rows = None
@@ -236,7 +251,7 @@ class Predictor:
         spec = self._rows.data.spec(1)
         call = self._traced.setdefault(repr(spec), tf.function(self._on_replicas, autograph=False))
         with self._strategy.scope():
-            traced = _fitting(spec, lambda: call.get_concrete_function(batches))
+            traced = _fitting(self._rows, spec, lambda: call.get_concrete_function(batches))
         self._values = self._values or TracedValues(self, "predict_step")
         return traced
 
@@ -246,7 +261,7 @@ def check(rows: NewRows) -> None:
     if rows.data.cardinality == tf.data.INFINITE_CARDINALITY:
         raise EndlessDataError(_ENDLESS)
     spec = rows.data.spec(rows.model.distribute_strategy.num_replicas_in_sync)
-    _fitting(rows.data.spec(1), lambda: trace(rows.model, rows.predict_fn, spec))
+    _fitting(rows, rows.data.spec(1), lambda: trace(rows.model, rows.predict_fn, spec))
 
 
 def _joined(parts: tuple[tf.Tensor, ...]) -> np.ndarray:

@@ -146,7 +146,7 @@ class KerasTrainer(Adapter, Trainer):
           predict_data: what `Controller.predict` and `--mode=predict` predict for, as the trainer's x, without targets;
             default the evaluation data.
           predict_ids: for arrays as predict_data, an array of a whole number or text for each row, which records have
-            as "id"; or the key of a dict of columns, which the model then does not get.
+            as "id"; or the name of a column of a dict or `DataFrame`, which the model then does not get.
 
         Raises:
           UsageError: without data, or for data that does not fit together or to the model.
@@ -168,7 +168,7 @@ class KerasTrainer(Adapter, Trainer):
         return KerasEvaluator(self.model, *data, uneven_parts=self.uneven_parts, new_rows=new_rows)
 
     def predict(
-        self, x: Any, *, batch_size: int | None = None, verbose: Any = 0, steps: int | None = None, **others: Any
+        self, x: Any, batch_size: int | None = None, verbose: Any = 0, steps: int | None = None, **others: Any
     ) -> Any:
         """Returns what the model predicts for all rows, in their order: numpy arrays, as `model.predict` does.
 
@@ -178,19 +178,18 @@ class KerasTrainer(Adapter, Trainer):
           x: inputs, as for the trainer; targets beside them in a data set are not used.
           batch_size: examples of a step over all replicas; default that of the controller, or 32 for each
             replica where there is none.
-          verbose: as in Keras; nothing is shown in any case.
+          verbose: 1 or "auto" shows a progress bar, 2 a line at the end, 0 nothing, as in Keras.
           steps: how many batches; default all.
           **others: refused.
 
         Raises:
           UsageError: for data that does not fit together or to the model, or outputs that make no arrays.
         """
-        del verbose
         _refuse("KerasTrainer.predict", others)
         for name, value in (("batch_size", batch_size), ("steps", steps)):
             if value is not None:
                 whole_number(name, value)
-        return self._keras_predictor.predict(x, loops_of(self), batch_size, steps)
+        return self._keras_predictor.predict(x, loops_of(self), batch_size, steps, 1 if verbose == "auto" else verbose)
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:

@@ -151,6 +151,38 @@ def test_a_column_names_the_rows_and_is_no_input(as_dataset, tmp_path):
     check(found, by_keras(keras, trainer.model, "columns"))
 
 
+def test_a_column_of_a_table_names_the_rows_and_is_no_input(tmp_path):
+    import keras
+
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(X, columns=list("abcd"))
+    table.insert(1, "word", WORDS)
+    trainer, controller = trained(keras, "default", predict_data=table, predict_ids="word")
+    records = read(controller.predict(tmp_path)["eval"])
+    assert [record["word"] for record in records] == WORDS.tolist()
+    check(np.array([record["prediction"] for record in records], "float32"), by_keras(keras, trainer.model))
+    with pytest.raises(DatasetError, match="'words', and the rows have 'a', 'word'"):
+        trainer.evaluator(predict_data=table, predict_ids="words")
+    with pytest.raises(PredictionError, match=r"predict for, which are float32 \(None, 3\): "):  # and no word "ids"
+        trainer.evaluator(predict_data=table.drop(columns="a"), predict_ids="word")
+
+
+@pytest.mark.parametrize("family", ["keras", *more(["tf_keras"])])
+def test_the_arguments_of_predict_are_those_of_keras(family, capsys):
+    keras = pytest.importorskip(family)
+    model = of_one_output(keras)
+    model.compile("sgd", "mse")
+    trainer = looplib.KerasTrainer(model, X, X[:, :2])
+    theirs = model.predict(X, BATCH, 2, 3)
+    assert "3/3" in capsys.readouterr().out
+    np.testing.assert_allclose(trainer.predict(X, BATCH, 2, 3), theirs, rtol=1e-5, atol=1e-6)
+    assert "3/3" in capsys.readouterr().out
+    trainer.predict(X, BATCH, verbose=1)
+    assert "5/5" in capsys.readouterr().out
+    trainer.predict(X, BATCH)
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["keras", *more(["tf_keras"])])
 def test_a_job_that_predicts_restores_the_model_of_the_training(family, tmp_path):
@@ -308,13 +340,15 @@ def test_a_binary_predicts_for_new_rows_without_data_to_evaluate_on(python, tmp_
     def run(*flags):
         command = [python, program, f"--model_dir={tmp_path}/run", *flags]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": PYTHONPATH})
-        return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
+        return done.returncode, done.stderr
 
     rows = ["--mode=predict", f"--config.rows={tmp_path}/rows.npy"]
     assert run()[0] == 0
-    assert run(*rows)[0] == 0
+    code, log = run(*rows, "--config.breaks=false")
+    assert code == 0 and "settings differ" not in log  # which the command gives
     assert len(read(tmp_path / "run" / "predictions" / "eval")) == N
-    code, line = run(*rows, "--config.breaks", f"--predictions={tmp_path}/others")
+    code, log = run(*rows, "--config.breaks", f"--predictions={tmp_path}/others")
+    line = log.strip().splitlines()[-1]
     assert code == 1 and "ZeroDivisionError" in line and "resume" not in line
 
 
