@@ -19,6 +19,7 @@ from looplib.cluster import runtime
 from looplib.cluster.collectives import Workers
 from looplib.cluster.preemption import notice
 from looplib.compat.tensorflow import log_once, lost_server
+from looplib.config.formats import ExportFormat, PredictionFormat
 from looplib.config.run_config import RunConfig
 from looplib.config.settings import as_flags
 from looplib.data import service
@@ -67,7 +68,7 @@ class Controller:
         `[*looplib.DEFAULT_WRITERS, "mlflow"]`; default `DEFAULT_WRITERS`: the console, and in `model_dir` TensorBoard,
         `metrics.jsonl` and `media.jsonl`.
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
-        those that are an `Action` is part of the checkpoints.
+        those that are an `Action` is part of the checkpoints. Default `LearningWarnings()`.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
 
     Attributes:
@@ -94,7 +95,11 @@ class Controller:
     ) -> None:
         files.check_temporary()
         strategy = strategy or tf.distribute.get_strategy()
-        policy, actions = checkpoints or CheckpointPolicy(), actions or ()
+        policy = checkpoints or CheckpointPolicy()
+        if actions is None:
+            from looplib.actions.learning_warnings import LearningWarnings  # here, as binaries name their actions
+
+            actions = [LearningWarnings()] if trainer else []
         self.guards, start = guards or Guards(), start or Start()
         checks.check_settings(
             run_config=(run_config, RunConfig), checkpoints=(policy, CheckpointPolicy), guards=(self.guards, Guards),
@@ -466,7 +471,11 @@ class Controller:
         return results
 
     def predict(
-        self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        format: PredictionFormat = "jsonl",
+        piece: int = 10_000,
     ) -> dict[str, str]:
         """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
 
@@ -538,8 +547,8 @@ class Controller:
             logging.warning("%s", reason)  # which a program without absl shows too
 
     def export(
-        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, formats: Sequence[str] = (),
-        license: str = "unknown",
+        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True,
+        formats: Sequence[ExportFormat] = (), license: str = "unknown",
     ) -> str:  # fmt: skip
         """Writes the model at the current step for programs without looplib, into a directory that appears whole.
 

@@ -13,9 +13,9 @@ from absl import logging
 from looplib.base import files, folders, orders
 from looplib.base.messages import whole_number
 from looplib.compat import keras as _keras
-from looplib.config.formats import check_export
+from looplib.config.formats import ExportFormat, check_export
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
-from looplib.run.metric_names import gain, mode_of
+from looplib.run.metric_names import Mode, gain, mode_of
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
 
@@ -32,7 +32,7 @@ class _MetricWatcher(Action):
 
     _remembered: tuple[str, ...] = ("_best", "_best_step", "_seen", "_waited")
 
-    def __init__(self, metric: str, patience: int, min_change: float, mode: str | None, name: str) -> None:
+    def __init__(self, metric: str, patience: int, min_change: float, mode: Mode | None, name: str) -> None:
         who = type(self).__name__
         self.metric, self.mode = metric, mode_of(who, metric, mode)
         if not isinstance(name, str):
@@ -124,7 +124,7 @@ class EarlyStopping(_MetricWatcher):
         metric: str,
         patience: int = 3,
         min_change: float = 0.0,
-        mode: str | None = None,
+        mode: Mode | None = None,
         restore_best: bool = False,
         name: str = "",
     ) -> None:
@@ -193,9 +193,9 @@ class ExportBest(_MetricWatcher):
         directory: str | os.PathLike[str] | None = None,
         number: int = 1,
         min_change: float = 0.0,
-        mode: str | None = None,
+        mode: Mode | None = None,
         averages: bool = True,
-        formats: Sequence[str] = (),
+        formats: Sequence[ExportFormat] = (),
         license: str = "unknown",
         name: str = "",
     ) -> None:
@@ -313,7 +313,7 @@ class ReduceOnPlateau(_MetricWatcher):
         factor: float = 0.1,
         patience: int = 3,
         min_change: float = 0.0,
-        mode: str | None = None,
+        mode: Mode | None = None,
         cooldown: int = 0,
         min_rate: float = 0.0,
         name: str = "",

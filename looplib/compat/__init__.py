@@ -5,9 +5,9 @@ Names that other rooms may use, by file:
         compiled_metrics, computes_in, family, finalizes, fixed_batch, float_type, given_constants, GLOBAL_SEED,
         has_own_statistics, has_own_step, imported, inner_metrics, input_specs, is_a, is_batch_normalization, is_layer,
         is_metric, is_metrics, is_model, is_optimizer, is_own_class, is_variable, loss_scale, make_outside,
-        make_sums_outside, makes_sums_late, mask_of, optimizers, parts, preprocessing, rate_or_schedule, refuse_limits,
-        scales_loss, served, sublayers, tf_variable, unlisted_metrics, unpacked, UNSEEDED, untracked_variables,
-        value_now, variable_path, when_imported, with_inner, with_mask, without_vocabularies
+        make_sums_outside, makes_sums_late, mask_of, optimizers, parts, preprocessing, progress_of, rate_or_schedule,
+        refuse_limits, scales_loss, served, sublayers, tf_variable, unlisted_metrics, unpacked, UNSEEDED,
+        untracked_variables, value_now, variable_path, when_imported, with_inner, with_mask, without_vocabularies
     optimizers: accumulating, counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method,
         Replacement, summed, updates_conditionally, variables_of
     patches: alone, Collectives, collectives, recompute, synchronize, weighs_collectives

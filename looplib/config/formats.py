@@ -2,12 +2,13 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from looplib.errors import ExportError, PluginError
 
-PREDICTIONS = ("jsonl", "tfrecord", "parquet", "csv")  # kinds of files
+PredictionFormat = Literal["jsonl", "tfrecord", "parquet", "csv"]
+PREDICTIONS = get_args(PredictionFormat)  # kinds of files
 _LONGEST_LICENSE = 100  # characters
 
 
@@ -26,7 +27,8 @@ class Format:
 
 SAVED_MODEL, KERAS = "saved_model", "model.keras"  # of each export
 CARD = "README.md"
-FORMATS = {
+ExportFormat = Literal["safetensors", "weights.h5", "onnx", "tflite", "int8"]
+FORMATS: Mapping[ExportFormat, Format] = {
     "safetensors": Format("model.safetensors"),
     "weights.h5": Format("model.weights.h5"),
     "onnx": Format("model.onnx", ("tf2onnx", "onnxruntime")),

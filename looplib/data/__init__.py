@@ -1,7 +1,7 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
-    arrays: Array, as_arrays, BatchFormat, is_array, OmittedParts, without_lists
+    arrays: Array, as_arrays, BatchFormat, is_array, is_of, OmittedParts, without_lists
     block_stream: none
     causes: find, of
     context: BadRecords, InputContext

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ class Prediction(Evaluator):
     @tf.autograph.experimental.do_not_convert
     def _parts(self, outputs: Any) -> dict[str, list[tf.Tensor]]:
         """Returns of each output the values, and the row splits where it is ragged."""
-        if not isinstance(outputs, dict) or not outputs or not all(isinstance(name, str) for name in outputs):
+        if not isinstance(outputs, Mapping) or not outputs or not all(isinstance(name, str) for name in outputs):
             raise PredictionError(
                 f"{self._who}.predict_fn returned {type(outputs).__name__}; expected a dict from name to a tensor "
                 "[batch, ...] with a row for each example"

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ class Packer:
         Raises:
           UsageError: for an output that does not say how it reduces, or a structure that changes between steps.
         """
-        if not isinstance(outputs, dict):
+        if not isinstance(outputs, Mapping):
             raise MetricError(
                 f"{self._who} returned {_describe(outputs)}; expected a dict from metric name to value, "
                 'such as {"loss": losses} with losses of shape [per_replica_batch]'

@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
         RunDir
     goodput: as_report, goodput, spans, TimeSpan
     lock: acquire, holder, LockKind, LockNote, RunLock
-    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, known_mode, mode_of, refuse_in
+    metric_names: BATCH_SIZES, best_first, check, check_finished, CHECKSUM, gain, known_mode, Mode, mode_of, refuse_in
     mirror: Mirror
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     records: aside_of, cut_short, MOST_BYTES, Record, RecordLog, RecordWriter
@@ -19,5 +19,5 @@ Names that other rooms may use, by file:
         TerminationNotice, this_machine, this_process, Variable
     started: check_replay, command_of, has_checksums, Recorded, refuse_several_processes, report_of, start_of
     status: ENDED_EARLY, read_status, RunStatus, Standing
-    sweep_results: RESULTS, SHARED, SweepResults, TRIALS, TrialResult, is_sweep, is_trial
+    sweep_results: is_sweep, is_trial, RESULTS, SHARED, SweepResults, TrialResult, TRIALS
 """

@@ -3,10 +3,11 @@
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from looplib.errors import MetricError
 
+Mode = Literal["max", "min"]  # which of two values of a metric is better
 Item = TypeVar("Item")
 CHECKSUM = "examples_checksum"
 BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/full", "batch_sizes/more", "batch_sizes/count")
@@ -45,7 +46,7 @@ def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Colle
 
     def checked(inputs: Any) -> Any:
         outputs = step_fn(inputs)
-        names = frozenset(name for name in outputs if isinstance(name, str)) if isinstance(outputs, dict) else ()
+        names = frozenset(name for name in outputs if isinstance(name, str)) if isinstance(outputs, Mapping) else ()
         if names not in right:
             check(who, names, rates())
             right.add(names)

@@ -10,7 +10,7 @@ from looplib.config import settings
 from looplib.config.settings import setting
 from looplib.errors import MetricError, SettingError, UsageError
 from looplib.run.commits import Commit
-from looplib.run.metric_names import best_first, mode_of
+from looplib.run.metric_names import Mode, best_first, mode_of
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ class KeepBest:
     """
 
     metric: str
-    mode: str | None = None
+    mode: Mode | None = None
     number: int = 1
 
     def __post_init__(self) -> None:

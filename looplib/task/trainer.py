@@ -206,7 +206,7 @@ class Trainer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
+    def step_fn(self, inputs: Any, /) -> Mapping[str, Any]:
         """Does one training step on one replica: forward, backward, update.
 
         Args:
@@ -386,7 +386,7 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_fn(self, inputs: Any, /) -> dict[str, Any]:
+    def step_fn(self, inputs: Any, /) -> Mapping[str, Any]:
         """Evaluates one batch on one replica.
 
         Args:
@@ -422,7 +422,7 @@ class Evaluator(abc.ABC):
         """
         return ""
 
-    def predict_fn(self, inputs: Any, /) -> dict[str, Any]:
+    def predict_fn(self, inputs: Any, /) -> Mapping[str, Any]:
         """Predicts for one batch on one replica, for `Controller.predict` and `--mode=predict`.
 
         Args:

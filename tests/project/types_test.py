@@ -41,6 +41,20 @@ WRONG = {
         "def predict_fn(self, inputs: Any) -> int: ...",
     ),
 }
+# Signatures that fit, with what they return by a name of the program's own.
+RIGHT = """
+from collections.abc import Mapping
+from typing import Any
+import looplib
+Metrics = Mapping[str, Any]
+class OneStep(looplib.Trainer):
+    def dataset(self, context: looplib.InputContext) -> Any: ...
+    def step_fn(self, inputs: Any) -> Metrics: return {}
+class OneEvaluation(looplib.Evaluator):
+    def step_fn(self, inputs: Any) -> Metrics: return {}
+    def predict_fn(self, inputs: Any) -> Metrics: return {}
+looplib.EarlyStopping("eval/f", 3, mode="max")
+"""
 
 
 def names():
@@ -82,7 +96,8 @@ def found(tmp_path_factory):
         project.make(str(made), start)
         (made / made.name).rename(folder / made.name)
         (made / "tests" / "test_train.py").rename(folder / f"test_{start}.py")
-    (folder / "wrong.py").write_text(wrong())
+    (folder / "wrong.py").write_text(wrong() + '\n\nlooplib.EarlyStopping("eval/f", 3, mode="up")\n')
+    (folder / "right.py").write_text(RIGHT)
     (folder / "names.py").write_text("import looplib\n" + "".join(f"reveal_type(looplib.{name})\n" for name in names()))
     settings = [
         "--strict",
@@ -134,3 +149,5 @@ def test_a_wrong_signature_of_a_method_that_users_write_is_found(found):
     lines = {int(line) for line, _, code in found["wrong.py"] if code in ("override", "assignment")}
     text = wrong().splitlines()
     assert lines == {number for number, line in enumerate(text, 1) if line.startswith("    ")}
+    assert "arg-type" in {code for _, _, code in found["wrong.py"]}  # of a mode that is none
+    assert "right.py" not in found

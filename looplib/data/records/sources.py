@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
@@ -75,7 +75,10 @@ class TfdsSplit(Protocol):
     split: Any
 
 
-def open_records(files: Paths, format: str | None = None, **options: Any) -> Source:
+RecordFormat = Literal["tfrecord", "array_record", "lines", "binary", "parquet"]
+
+
+def open_records(files: Paths, format: RecordFormat | None = None, **options: Any) -> Source:
     """Opens files of records for random access.
 
     Args:
@@ -366,7 +369,7 @@ def _format_by_name(paths: list[str]) -> str:
     return found.pop()
 
 
-FORMATS: dict[str, Callable[..., Source]] = {
+FORMATS: dict[RecordFormat, Callable[..., Source]] = {
     "tfrecord": TFRecords,
     "array_record": ArrayRecords,
     "lines": Lines,
