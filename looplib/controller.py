@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.actions.learning_warnings import LearningWarnings
 from looplib.base import console, files
 from looplib.base.messages import whole_number
 from looplib.checkpoint.checkpointer import Checkpointer
@@ -96,10 +97,7 @@ class Controller:
         files.check_temporary()
         strategy = strategy or tf.distribute.get_strategy()
         policy = checkpoints or CheckpointPolicy()
-        if actions is None:
-            from looplib.actions.learning_warnings import LearningWarnings  # here, as binaries name their actions
-
-            actions = [LearningWarnings()] if trainer else []
+        actions = [LearningWarnings()] if actions is None and trainer else actions or ()
         self.guards, start = guards or Guards(), start or Start()
         checks.check_settings(
             run_config=(run_config, RunConfig), checkpoints=(policy, CheckpointPolicy), guards=(self.guards, Guards),
@@ -471,12 +469,9 @@ class Controller:
         return results
 
     def predict(
-        self,
-        directory: str | os.PathLike[str] | None = None,
-        *,
-        format: PredictionFormat = "jsonl",
+        self, directory: str | os.PathLike[str] | None = None, *, format: PredictionFormat = "jsonl",
         piece: int = 10_000,
-    ) -> dict[str, str]:
+    ) -> dict[str, str]:  # fmt: skip
         """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
 
         The examples are those of its `predict_dataset`, which may be new ones without labels.

@@ -83,7 +83,7 @@ FLAGS = (  # of the core
     Flag("tpu_spmd", bool, False, "Partitions each replica over its TPU cores (SPMD)."),
     Flag("join_limit", float, 60.0, "Seconds that a worker waits for the other workers to start."),
     Flag("num_virtual_devices", int, 1, "Number of replicas on one CPU.", least=1),
-    Flag("eval_interval", int, 1000, "Steps between evaluations.", least=1),
+    Flag("eval_interval", dict, 1000, "Steps between evaluations; or NAME:STEPS,... for each evaluator.", least=1),
     Flag("eval_steps", int, -1, "Steps of each evaluation; -1 evaluates all data."),
     Flag("eval_timeout", float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
     Flag("predictions", str, None, "Directory for --mode=predict; none: predictions in the run directory."),
@@ -163,8 +163,10 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
     for plugin in flag_plugins():
         plugin.check(values)
     for flag in all_flags():
-        if flag.least is not None and values[flag.name] is not None and values[flag.name] < flag.least:
-            raise FlagError(f"--{flag.name} is {values[flag.name]}; expected at least {flag.least}")
+        value = values[flag.name]
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if flag.least is not None and number is not None and number < flag.least:
+                raise FlagError(f"--{flag.name} is {number}; expected at least {flag.least}")
     if values["num_virtual_devices"] > _MOST_DEVICES:
         raise FlagError(f"--num_virtual_devices is {values['num_virtual_devices']}; expected at most {_MOST_DEVICES}")
     for name in ("join_limit", "eval_timeout"):

@@ -143,13 +143,16 @@ class TrialFlags(FlagPlugin):
         from looplib.binary import estimate
 
         values = self._values
-        mode, steps = values["mode"], self._end(controller)
+        mode, steps, every = values["mode"], self._end(controller), values["eval_interval"]
+        if isinstance(every, dict):
+            every = min(every.values())
+            self._notes.append(f"evaluators have intervals of their own, and each counts every {every} steps here")
         measured = estimate.measure(controller, watch, None if mode == "train" else values["eval_steps"])
         plan = estimate.RunPlan(
             self._start,
             steps,
             values["checkpoint_interval"],
-            values["eval_interval"] if mode == "train_and_eval" else None,
+            every if mode == "train_and_eval" else None,
             evaluates_at_end=mode != "train",
         )
         if values["loop"] == "auto" and "train" not in controller.engines:

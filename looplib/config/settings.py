@@ -14,6 +14,24 @@ from looplib.errors import SettingError
 
 _Settings = TypeVar("_Settings")
 _AS_THE_FIELD: Any = object()
+
+
+class _NumbersByName(flags.ArgumentParser):
+    """Reads one whole number, or one for each of several names: "eval:100,test:500"."""
+
+    syntactic_help = "a whole number, or NAME:NUMBER,NAME:NUMBER"
+
+    def parse(self, argument: Any) -> int | dict[str, int]:
+        if not isinstance(argument, str):  # a default
+            return argument
+        found = {name: int(number) for name, _, number in (one.rpartition(":") for one in argument.split(","))}
+        return found.pop("", found) if len(found) == 1 else found
+
+
+def _define_numbers(name: str, default: Any, help: str) -> None:
+    flags.DEFINE(_NumbersByName(), name, default, help)
+
+
 _DEFINE = {
     bool: flags.DEFINE_boolean,
     int: flags.DEFINE_integer,
@@ -21,6 +39,7 @@ _DEFINE = {
     str: flags.DEFINE_string,
     list: flags.DEFINE_list,
     tuple: flags.DEFINE_multi_string,
+    dict: _define_numbers,
 }
 _EXPECTED = {bool: "True or False", float: "a number", str: "a text"}  # of a field without a check of its own
 _KINDS = {bool: bool, float: numbers.Real, str: (str, os.PathLike)}
@@ -32,7 +51,8 @@ class Flag(NamedTuple):
 
     Attributes:
       name: without dashes.
-      kind: the type of its value; list for comma-separated text, tuple for a flag that may be given several times.
+      kind: the type of its value; list for comma-separated text, tuple for a flag that may be given several times,
+        dict for a whole number, or one for each of several names.
       default: its default value.
       help: what --help says.
       choices: the allowed values of an enum.

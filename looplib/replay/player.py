@@ -80,7 +80,7 @@ class Player:
 
     Args:
       controller: restored, before its first step.
-      evaluate_every: steps between the run's evaluations, or None.
+      evaluate_every: steps between the run's evaluations, or those of each evaluator; None for none.
       batch_size: the run's global batch size, or None if it is not known.
 
     Attributes:
@@ -92,7 +92,9 @@ class Player:
       UsageError: for a trainer with a loop of its own, or another batch size.
     """
 
-    def __init__(self, controller: "Controller", evaluate_every: int | None, batch_size: int | None) -> None:
+    def __init__(
+        self, controller: "Controller", evaluate_every: int | dict[str, int] | None, batch_size: int | None
+    ) -> None:
         loop = controller.loops.get("train")
         if not isinstance(loop, TaskLoop):
             raise ReplayError("a replay needs a trainer whose data and steps looplib runs; one of Orbit's runs its own")
@@ -104,7 +106,9 @@ class Player:
         self.loop = loop
         self.reported: dict[int, dict[str, int | float]] = {}
         names = [name for name in controller.loops if name != "train"] if evaluate_every else []
-        self._controller, self._evaluate_every = controller, dict.fromkeys(names, evaluate_every)
+        is_by_name = isinstance(evaluate_every, dict)
+        self._evaluate_every = evaluate_every if is_by_name else dict.fromkeys(names, evaluate_every)
+        self._controller = controller
         self._offset = loop.data.stream.start_step - controller.global_step  # of a run that left out data in a rollback
         self.start = self._metrics_since = controller.global_step
 
@@ -243,13 +247,13 @@ class Player:
         return batch, ids
 
 
-def answer(order: ReplayOrder, controller: "Controller", evaluate_every: int | None) -> None:
+def answer(order: ReplayOrder, controller: "Controller", evaluate_every: int | dict[str, int] | None) -> None:
     """Trains to the step that is ordered, and answers with what was found.
 
     Args:
       order: the order.
       controller: restored, before its first step.
-      evaluate_every: steps between the run's evaluations; None for a training without any.
+      evaluate_every: see `Player`.
 
     Raises:
       UsageError: for a trainer with a loop of its own, or a step that cannot be reached.

@@ -267,3 +267,31 @@ launch.run(lambda config: (toy.Regression(), None), global_batch_size=8, train_s
     assert (tmp_path / "run" / "run.json").read_bytes() == told  # an export is no start of the training
     refused = run("--mode=eval").stderr.strip().splitlines()[-1]
     assert "--mode=eval needs an evaluator, but this binary has none; use --mode=train" in refused
+
+
+def test_evaluators_have_intervals_of_their_own_by_a_flag(python, tmp_path):
+    code = """
+import looplib, toy
+from looplib import launch
+def build(config):
+    trainer = toy.Regression()
+    return trainer, {name: toy.RegressionEvaluator(trainer.model) for name in ("often", "seldom")}
+launch.run(build, global_batch_size=8, train_steps=12, steps_per_loop=2, loop="eager", eval_interval=6)
+"""
+
+    def run(*flags):
+        command = [python, "-c", code, f"--model_dir={tmp_path}/run", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
+        return done.returncode, done.stderr.strip().splitlines()[-1:]
+
+    for intervals, words in (("often:2,rare:4", "often, rare"), ("often:2,seldom:0", "0; expected at least 1")):
+        code_at, (line,) = run(f"--eval_interval={intervals}")
+        assert code_at == 1 and line.startswith("looplib: error: ") and words in line
+    assert run("--eval_interval=often:4,seldom:8")[0] == 0
+    records = list(read_jsonl(f"{tmp_path}/run/metrics.jsonl"))
+    steps = {name: [one["step"] for one in records if one["split"] == name] for name in ("often", "seldom")}
+    assert steps == {"often": [4, 8, 12], "seldom": [8, 12]}
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["flags"]["eval_interval"] == {
+        "often": 4,
+        "seldom": 8,
+    }
