@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.actions.learning_warnings import LearningWarnings
 from looplib.base import console, files
 from looplib.base.messages import whole_number
 from looplib.checkpoint.checkpointer import Checkpointer
@@ -96,8 +95,11 @@ class Controller:
     ) -> None:
         files.check_temporary()
         strategy = strategy or tf.distribute.get_strategy()
-        policy = checkpoints or CheckpointPolicy()
-        actions = [LearningWarnings()] if actions is None and trainer else actions or ()
+        if actions is None and trainer:
+            from looplib.actions.learning_warnings import LearningWarnings  # here, as imports are to stay light
+
+            actions = [LearningWarnings()]
+        policy, actions = checkpoints or CheckpointPolicy(), actions or ()
         self.guards, start = guards or Guards(), start or Start()
         checks.check_settings(
             run_config=(run_config, RunConfig), checkpoints=(policy, CheckpointPolicy), guards=(self.guards, Guards),

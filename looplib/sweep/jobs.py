@@ -58,15 +58,11 @@ class Job:
         Raises:
           UsageError: if it cannot be started.
         """
-        folders.make_folder(self.directory, *self._names[:-1])
+        folders.make_folder(self.directory, *os.path.relpath(self.folder, self.directory).split(os.sep)[:-1])
         folders.check_folder(self.folder)
         with files.open_to_append(f"{self.folder}.log") as log:
             self._found = saved_step(self.folder)
             self._process = Child(CommandLine(self.command), output=log)
-
-    @property
-    def _names(self) -> list[str]:
-        return os.path.relpath(self.folder, self.directory).split(os.sep)
 
     def poll(self) -> int | None:
         """Returns how the process ended; None while it runs."""
@@ -118,7 +114,7 @@ class Job:
         """Writes a `run.json` for a run that has failed before it had one, so that it is among the others."""
         path = RunDir(self.folder).report_path()
         if not os.path.lexists(path):
-            folders.make_folder(self.directory, *self._names)
+            folders.make_folder(*os.path.split(self.folder))
             settings = {flag.lstrip("-"): value for flag, value in self.trial.params.items()}
             report = RunReport(status="failed", error=sentence, flags=settings, command=[*self.command])
             files.write_whole(path, as_text(report))

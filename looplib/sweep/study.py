@@ -9,6 +9,7 @@ the sweep. So a kill at any moment loses no trial, and none is taken twice.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -178,9 +179,6 @@ _FIRST = 2  # trials that the rule of medians lets end; Optuna's 5 are most of a
 class _Median(optuna.pruners.MedianPruner):
     """The rule of medians, which asks Optuna for no median or best of values that are all NaN."""
 
-    def __init__(self) -> None:
-        super().__init__(n_startup_trials=_FIRST)
-
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
         ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if not any(math.isfinite(one.intermediate_values.get(trial.last_step, math.nan)) for one in ended):
@@ -192,7 +190,7 @@ class _Median(optuna.pruners.MedianPruner):
 
 PRUNERS = {
     "none": optuna.pruners.NopPruner,
-    "median": _Median,
+    "median": functools.partial(_Median, n_startup_trials=_FIRST),
     "halving": optuna.pruners.SuccessiveHalvingPruner,
     "hyperband": optuna.pruners.HyperbandPruner,
 }
