@@ -59,6 +59,21 @@ FEW = [("dead", "mirrored_x2", "keras"), ("detached", "default", "keras"), ("dro
 ALL = itertools.product(FAULTS, ("default", "mirrored_x2"), ("keras", "tf_keras"))
 
 
+def test_a_controller_without_actions_warns_at_its_first_report(tmp_path):
+    import keras
+
+    config = looplib.RunConfig(global_batch_size=16, steps_per_loop=10)
+    for folder, settings in (("default", {}), ("none", {"actions": []})):
+        trainer = Network(keras, detached=True)
+        with looplib.Controller(
+            config, trainer=trainer, model_dir=tmp_path / folder, writers=[], **settings
+        ) as controller:
+            controller.train(10)
+    ((found,),) = warnings(tmp_path / "default")
+    assert (found["step"], found["subjects"]) == (10, ["side/kernel", "side/bias"])
+    assert warnings(tmp_path / "none") == [[]]
+
+
 @pytest.mark.parametrize(
     ("fault", "strategy", "family"), [*FEW[:1], *more(FEW[1:]), *more([one for one in ALL if one not in FEW])]
 )
