@@ -56,6 +56,7 @@ _HOMES = {
     "ReduceOnPlateau": "actions.plateau",
     "ReplicaAgreement": "actions.replica_agreement",
     "RunConfig": "config.run_config",
+    "ShardedEmbedding": "task.sharded_embedding",
     "Start": "run.policy",
     "TensorBoardWriter": "report.writers.tensorboard_writer",
     "TimedSaves": "actions.timed_saves",

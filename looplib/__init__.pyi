@@ -59,6 +59,7 @@ from looplib.task.reductions import last as last
 from looplib.task.reductions import mean as mean
 from looplib.task.reductions import text as text
 from looplib.task.reductions import total as total
+from looplib.task.sharded_embedding import ShardedEmbedding as ShardedEmbedding
 from looplib.task.trainer import Adapter as Adapter
 from looplib.task.trainer import Evaluator as Evaluator
 from looplib.task.trainer import Exported as Exported

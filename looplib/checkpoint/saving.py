@@ -28,6 +28,7 @@ from looplib.cluster import peers
 from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.compat.row_updates import tables_of
 from looplib.errors import SaveError, UsageError
 from looplib.run import commits
 from looplib.run.commits import FileChecksum
@@ -67,6 +68,11 @@ class Checkpoints:
         _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
         self._snapshots: Snapshots | None = None
         self._noted: tuple[VariableNames, dict[str, Contents]] | None = None
+        self._options = _own_files()
+        self._by_holders = any(tf.DeviceSpec.from_string(table.device).job == "ps" for table in tables_of(objects))
+        if self._by_holders:
+            self._options = _files_of_holders(self.directory)
+            self._policy = dataclasses.replace(self._policy, in_background=False)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.committed: list[str] = []
@@ -111,7 +117,7 @@ class Checkpoints:
             return
         if not self._policy.in_background or self._snapshots is None:
             commits.begin(path)
-            self._checkpoint.write(path, _own_files())
+            self._checkpoint.write(path, self._options)
             self._commit(path, step, positions)
             self._learn_from(path)
             return
@@ -243,11 +249,16 @@ class Checkpoints:
 
                 take_what_fits(self._objects, path)
             else:
-                restore(self._checkpoint, self._objects, path, self._trains, _own_files())
+                restore(self._checkpoint, self._objects, path, self._trains, self._options)
 
     def differs(self, step: int) -> bool:
-        """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""
+        """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write.
+
+        Tables that parameter servers write are not compared, as no process could hold them.
+        """
         self.wait()
+        if self._by_holders:
+            return False
         with tempfile.TemporaryDirectory() as folder, averages.at_rest():
             live = self._checkpoint.write(os.path.join(folder, "live"), _own_files())
             if not self._workers.is_chief:
@@ -312,6 +323,32 @@ def write_position(path: str, position: bytes, workers: Workers, mirror: Mirror)
 def _own_files() -> tf.train.CheckpointOptions:
     """Returns options that make this process write all files, also for variables on parameter servers."""
     return tf.train.CheckpointOptions(experimental_io_device=host_device())
+
+
+def _files_of_holders(directory: str) -> tf.train.CheckpointOptions:
+    """Returns options that make each parameter server write and read its own parts of tables.
+
+    So no process needs memory for a whole table. Training waits for these saves.
+
+    Raises:
+      UsageError: if a parameter server does not see the directory.
+    """
+    probe = os.path.join(directory, ".seen_by_parameter_servers")
+    folders.make_folder(*os.path.split(directory))
+    files.write_whole(probe, "", durable=False)
+    try:
+        for device in tf.config.list_logical_devices("CPU"):
+            if tf.DeviceSpec.from_string(device.name).job == "ps":
+                with tf.device(device.name):
+                    tf.io.read_file(probe)
+    except tf.errors.OpError as error:
+        raise SaveError(
+            f"the parameter server {device.name} does not see {directory} ({gist(error)}); each one writes its own "
+            "parts of a ShardedEmbedding there: use a folder that all machines share as model_dir"
+        ) from error
+    finally:
+        folders.remove(directory, os.path.basename(probe))
+    return tf.train.CheckpointOptions()
 
 
 def host_device() -> str:

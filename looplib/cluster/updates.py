@@ -18,6 +18,7 @@ import tensorflow as tf
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
+from looplib.compat import row_updates
 from looplib.compat import tensorflow as _tf
 from looplib.compat.patches import Collectives, collectives
 from looplib.compat.tensorflow import converted
@@ -359,11 +360,16 @@ class TrainingOptimizers:
 
     def __init__(self, trainer: Any, strategy: tf.distribute.Strategy, *, noted: bool, fuse: bool = True) -> None:
         self._replacements: list[_optimizers.Replacement] = []
-        sums = strategy.num_replicas_in_sync > 1
+        sums, tables = strategy.num_replicas_in_sync > 1, []
+        for table in row_updates.tables_of(vars(trainer)):
+            tables += strategy.experimental_local_results(table)
         try:
             for optimizer in _keras.optimizers(trainer).values():
                 self._change(optimizer, sums, noted and not _keras.scales_loss(optimizer))
-                if fuse and (update := _optimizers.fused_update(optimizer)):
+                update = _optimizers.fused_update(optimizer) if fuse else None
+                if tables:
+                    update = row_updates.by_row(optimizer, tables, update)
+                if update:
                     self._replacements.append(_optimizers.Replacement(optimizer, "update_step", update))
         except BaseException:
             self.close()

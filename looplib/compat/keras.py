@@ -39,11 +39,12 @@ _HOLDERS = (  # classes beside layers whose objects may hold a state of their ow
 
 def family(value: Any) -> str | None:
     """Returns "keras", "tf_keras" or None for the family that defines one of `value`'s base classes."""
-    return _family_of(type(value))
+    return family_of_class(type(value))
 
 
 @functools.lru_cache(maxsize=1024)  # a list that a trainer holds may have a million items
-def _family_of(kind: type) -> str | None:
+def family_of_class(kind: type) -> str | None:
+    """Returns what `family` returns for an instance of a class."""
     roots = (base.__module__.split(".")[0] for base in kind.__mro__)
     return next((root for root in roots if root in _ROOTS), None)
 

@@ -5,7 +5,7 @@ every gradient that goes through a Keras optimizer. Between steps, before anythi
 floating-point variable of the state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ class StateCheck:
 
     def _squares(self) -> tf.Tensor:
         """Returns a float32 scalar that is finite only if all variables are, by two ops for most of them."""
-        halves = [_half_of_square(tf.convert_to_tensor(variable)) for _, variable in self._variables]
+        halves = [_where_it_is(_half_of_square, variable) for _, variable in self._variables]
         return tf.reduce_sum(tf.stack([tf.constant(0.0), *(tf.cast(half, tf.float32) for half in halves)]))
 
     def find(self) -> list[str]:
@@ -111,4 +111,10 @@ class StateCheck:
 
 
 def _is_finite(variable: tf.Variable) -> bool:
-    return bool(tf.reduce_all(tf.math.is_finite(variable)))
+    return bool(_where_it_is(lambda value: tf.reduce_all(tf.math.is_finite(value)), variable))
+
+
+def _where_it_is(measure: Callable[[tf.Tensor], tf.Tensor], variable: tf.Variable) -> tf.Tensor:
+    """Measures a variable on its device, so that one number, not the variable, comes from a parameter server."""
+    with tf.device(variable.device):
+        return measure(tf.convert_to_tensor(variable))

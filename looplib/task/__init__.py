@@ -14,6 +14,7 @@ Names that other rooms may use, by file:
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, histogram, image, last, mean, Media, Reduction, text, total,
         weighted_sum
+    sharded_embedding: ShardedEmbedding
     state: Constants, differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, starting,
         state_kept, state_of, state_of_model, tables_of, unheld, values_kept, variables_of
     trainer: Adapter, Evaluator, Exported, of_model, OwnLoop, rates_of, Trainer

@@ -12,6 +12,7 @@ from looplib.base.messages import join_names, whole_number
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
+from looplib.compat.row_updates import tables_of
 from looplib.compat.tensorflow import TensorLike, converted, not_converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.task import micro_batches as splitting
@@ -442,7 +443,13 @@ class GradientTrainer(Trainer):
             own = [gradients[number_of[id(variable)]] for variable in variables]
             if _keras.family(optimizer) == "keras":
                 # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
-                own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
+                tables = {id(table) for table in tables_of(self.model)}  # whose updates sum these rows
+                own = [
+                    tf.convert_to_tensor(gradient)
+                    if isinstance(gradient, tf.IndexedSlices) and id(_keras.tf_variable(variable)) not in tables
+                    else gradient
+                    for gradient, variable in zip(own, variables)
+                ]
             accumulating = [] if self.averages is None else _optimizers.accumulating(optimizer)
             before = [tf.identity(one.iterations) for one, _ in accumulating]  # which counts updates
             self.apply_gradients(optimizer, zip(own, variables), summed=True)

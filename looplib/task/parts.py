@@ -105,8 +105,9 @@ def warn_of_untrained(who: str, model: Any, tape: tf.GradientTape, target: tf.Te
       tape: a persistent tape that has recorded the loss.
       target: the loss, a scalar.
     """
-    known = {id(_keras.tf_variable(variable)) for variable in _keras.without_vocabularies(model.variables)}
-    others = [variable for variable in tape.watched_variables() if id(variable) not in known]
+    # By their handles, because with parameter servers the tape knows what a model's variable is a wrapper of.
+    known = {id(_keras.tf_variable(variable).handle) for variable in _keras.without_vocabularies(model.variables)}
+    others = [variable for variable in tape.watched_variables() if id(variable.handle) not in known]
     gradients = tape.gradient(target, others)
     left_out = [_keras.variable_path(one) for one, gradient in zip(others, gradients) if gradient is not None]
     if left_out:

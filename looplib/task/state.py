@@ -23,6 +23,13 @@ from looplib.task.trainer import Trainer
 
 _UNREADABLE = (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error, tf.errors.OpError)
 
+# What `tf.train.Checkpoint` takes. It has no public name, and is asked by type, because an object that is refused comes
+# with its whole text: of a list of variables, all values.
+_TRACKABLE = (
+    *(kind for kind in tf.Module.__mro__ if kind.__name__ == "Trackable"), tf.Module, tf.Variable,
+    tf.types.experimental.PolymorphicFunction,
+)  # fmt: skip
+
 
 class InputState(tf.train.experimental.PythonState):
     """The position in the training data, kept in the checkpoint as bytes.
@@ -196,11 +203,7 @@ def _trackable(value: object) -> bool:
         return any(_trackable(item) for item in (value.values() if isinstance(value, dict) else value))
     if value is None or isinstance(value, (bool, int, float, str, bytes, tf.Tensor, tf.data.Dataset)):
         return False
-    try:  # TensorFlow has no public name for the class, but says what it takes
-        tf.train.Checkpoint(value=value)
-    except ValueError:
-        return False
-    return True
+    return isinstance(value, _TRACKABLE)
 
 
 def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:

@@ -1,0 +1,242 @@
+"""ShardedEmbedding: a table of embeddings in parts, which several processes may hold."""
+
+import functools
+import importlib
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from looplib.base.messages import whole_number
+from looplib.compat import keras as _keras
+from looplib.compat.row_updates import RowTables
+from looplib.errors import SettingError, StepError
+
+_COMBINERS = (None, "sum", "mean", "sqrtn")
+_INITIALIZERS = ("RandomUniform", "RandomNormal", "TruncatedNormal", "Constant", "Zeros", "Ones")
+_CHUNK = 2**20  # elements that are drawn together, so that the value of a row does not depend on the number of parts
+_ODD = 0x9E3779B1  # an odd factor gives each chunk a seed of its own
+Ids = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
+
+
+class ShardedEmbedding(RowTables):
+    """A layer that looks up rows of a table, and whose training reads and writes only these rows.
+
+    The table is divided by rows into `shards` parts, each a variable. One device, and each replica of a synchronous
+    training, holds all of them. With parameter servers the parts are spread over the servers, and a step moves only the
+    rows of its batch. A checkpoint holds each part, so a run resumes on any number of servers or replicas.
+
+    Gradients are sparse. The optimizer updates the rows that have been looked up, and their slots, by Keras's formula:
+    `SGD`, `Adagrad`, `Adam`, `AdamW` without decay of this table, and `Ftrl`. Other rows keep their value and slots,
+    so that momentum and Adam's moments are "lazy". Each other optimizer, and each setting that needs a whole table
+    (clipping, micro-batches, moving averages), is refused.
+
+    The initial value of a row depends on the seed of the initializer and on the row, not on `shards`.
+
+    Args:
+      rows: int, number of rows; ids are from 0 to `rows` - 1.
+      dim: int, size of a row.
+      initializer: a Keras initializer that draws each element for itself, or its name: uniform, normal, zeros...
+      combiner: how the rows of an example are combined: "sum", "mean" (the sum over the sum of the weights), "sqrtn"
+        (the sum over the root of the sum of the squared weights); None for a row for each id.
+      shards: int, number of parts, and so the greatest number of servers that can hold the table. It is part of the
+        checkpoint, so a resumed run needs the number that it began with.
+      family: the Keras of the model that holds the layer: "keras" (Keras 3) or "tf_keras".
+      **settings: other arguments of a Keras layer: name, dtype, trainable.
+
+    Raises:
+      UsageError: for a bad argument.
+
+    Example:
+        ```python
+        items = looplib.ShardedEmbedding(1_000_000, 16, combiner="mean", shards=4)
+        vectors = items(tf.ragged.constant([[3, 14], [15]]))  # [2, 16]
+        ```
+    """
+
+    def __new__(cls, *args: Any, family: str = "keras", **settings: Any) -> "ShardedEmbedding":
+        """Makes the layer as one of its Keras family."""
+        if _keras.family_of_class(cls) is None:
+            made = _class_of(cls, family)
+            return made.__new__(made, *args, family=family, **settings)
+        return super().__new__(cls, *args, family=family, **settings)
+
+    def __init__(
+        self,
+        rows: int,
+        dim: int,
+        *,
+        initializer: Any = "uniform",
+        combiner: str | None = None,
+        shards: int = 1,
+        family: str = "keras",
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.rows, self.dim, self.shards = (
+            whole_number(name, value) for name, value in (("rows", rows), ("dim", dim), ("shards", shards))
+        )
+        if combiner not in _COMBINERS:
+            raise SettingError(f'combiner is {combiner!r}; expected "sum", "mean", "sqrtn" or None')
+        if self.shards > self.rows:
+            raise SettingError(f"shards is {shards}, and the table has {rows} rows; expected at most one part a row")
+        self.combiner, self.family = combiner, family
+        self.initializer = _checked(initializer, family)
+        for name, start in zip(self._names, range(0, self.rows, self._part)):
+            shape = (min(self._part, self.rows - start), self.dim)
+            value = functools.partial(_initial_rows, self.initializer, start)
+            scope = f"{self.name}/" if family == "tf_keras" else ""  # which has no scope outside of `build`
+            # Attributes, because TensorFlow's checkpoints do not see the variables in a list of Keras 3.
+            setattr(self, name, self.add_weight(name=scope + name, shape=shape, initializer=value))
+        self.built = True
+
+    @property
+    def tables(self) -> list[Any]:
+        """The parts, variables `[about rows / shards, dim]`, in the order of their rows."""
+        return [getattr(self, name) for name in self._names]
+
+    @property
+    def _part(self) -> int:
+        return -(-self.rows // self.shards)
+
+    @property
+    def _names(self) -> list[str]:
+        return [f"rows_{number}" for number in range(-(-self.rows // self._part))]
+
+    if TYPE_CHECKING:
+
+        def __call__(self, ids: Ids, weights: Ids | None = None) -> Any:
+            """Calls the layer, by Keras's method of its base class."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the layer, for Keras to save it."""
+        kept = {name: getattr(self, name) for name in ("rows", "dim", "combiner", "shards", "family")}
+        initializer = sys.modules[self.family].initializers.serialize(self.initializer)
+        return {**super().get_config(), **kept, "initializer": initializer}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "ShardedEmbedding":
+        """Makes the layer from what `get_config` returned."""
+        return cls(**config)
+
+    def call(self, ids: Ids, weights: Ids | None = None) -> tf.Tensor | tf.RaggedTensor:
+        """Looks up rows.
+
+        Args:
+          ids: integers, dense or ragged of any rank, or sparse `[batch, n]`.
+          weights: floats of the structure of `ids`, for a combiner; None for ones.
+
+        Returns:
+          A row for each id, `[..., dim]`, ragged for ragged ids; or with a combiner the combined rows of the last
+          dimension of `ids`, zeros for an example without ids. In the compute dtype of the layer.
+
+        Raises:
+          UsageError: for weights without a combiner, or a structure that has no rows of its own.
+          tf.errors.InvalidArgumentError: in the step, for an id that the table does not have.
+        """
+        if weights is not None and self.combiner is None:
+            raise StepError("a ShardedEmbedding got weights and has no combiner; give it combiner=, or no weights")
+        if isinstance(ids, (tf.RaggedTensor, tf.SparseTensor)):
+            return self._of_uneven(ids, weights)
+        ids = tf.convert_to_tensor(ids)
+        vectors = self._cast(self._looked_up(tf.reshape(ids, [-1])))
+        vectors = tf.reshape(vectors, tf.concat([tf.shape(ids), [self.dim]], axis=0))
+        vectors = tf.ensure_shape(vectors, [*ids.shape, self.dim])
+        if self.combiner is None:
+            return vectors
+        weights = None if weights is None else tf.convert_to_tensor(weights)
+        return self._combined(vectors, weights, lambda values: tf.reduce_sum(values, axis=-2), tf.shape(ids))
+
+    def _of_uneven(self, ids: Ids, weights: Ids | None) -> tf.Tensor | tf.RaggedTensor:
+        ragged = isinstance(ids, tf.RaggedTensor)
+        flat = ids.flat_values if ragged else ids.values
+        vectors = self._cast(self._looked_up(flat))
+        if ragged and self.combiner is None:
+            return ids.with_flat_values(vectors)
+        if self.combiner is None or ids.shape.rank != 2:
+            raise StepError(
+                f"a ShardedEmbedding with the combiner {self.combiner!r} got {'ragged' if ragged else 'sparse'} ids of "
+                f"rank {ids.shape.rank}; expected ids [batch, n] and a combiner, or ragged or dense ids and none"
+            )
+        if weights is not None:
+            weights = weights.flat_values if ragged else weights.values
+        rows, count = (ids.value_rowids(), ids.nrows()) if ragged else (ids.indices[:, 0], ids.dense_shape[0])
+        total = functools.partial(tf.math.unsorted_segment_sum, segment_ids=rows, num_segments=count)
+        return self._combined(vectors, weights, total, tf.shape(flat))
+
+    def _combined(
+        self, vectors: tf.Tensor, weights: tf.Tensor | None, total: Callable[[tf.Tensor], tf.Tensor], shape: tf.Tensor
+    ) -> tf.Tensor:
+        weights = tf.ones(shape, vectors.dtype) if weights is None else tf.cast(weights, vectors.dtype)
+        weights = weights[..., tf.newaxis]
+        combined = total(vectors * weights)
+        if self.combiner == "mean":
+            return tf.math.divide_no_nan(combined, total(weights))
+        return tf.math.divide_no_nan(combined, tf.sqrt(total(weights**2))) if self.combiner == "sqrtn" else combined
+
+    def _cast(self, vectors: tf.Tensor) -> tf.Tensor:
+        return tf.cast(vectors, self.compute_dtype)
+
+    def _looked_up(self, ids: tf.Tensor) -> tf.Tensor:
+        """Returns the rows `[n, dim]` of ids `[n]`."""
+        if not ids.dtype.is_integer:
+            ids = tf.cast(ids, tf.int64)  # as Keras's Embedding does, whose models have float inputs by default
+        wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= self.rows))
+        found = f"ids that the table {self.name} of {self.rows} rows does not have; expected 0 to {self.rows - 1}:"
+        tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [found, wrong])
+        parts = [_keras.tf_variable(table) for table in self.tables]
+        if len(parts) == 1:
+            return tf.gather(parts[0], ids)
+        distinct, places = tf.unique(ids)  # each row moves once
+        owner = tf.cast(distinct // self._part, tf.int32)
+        wanted = tf.dynamic_partition(distinct % self._part, owner, len(parts))
+        order = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
+        rows = tf.dynamic_stitch(order, [tf.gather(part, each) for part, each in zip(parts, wanted)])
+        return _taken(rows, places)
+
+
+@functools.cache
+def _class_of(cls: type, family: str) -> type:
+    """Makes the class of a family's layers, known to Keras by name, so that saved models are read again."""
+    if family not in ("keras", "tf_keras"):
+        raise SettingError(f'family is {family!r}; expected "keras" (Keras 3) or "tf_keras"')
+    keras = importlib.import_module(family)
+    made = type(cls.__name__, (cls, keras.layers.Layer), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+    return keras.saving.register_keras_serializable("looplib")(made)
+
+
+def _checked(initializer: Any, family: str) -> Any:
+    initializers = sys.modules[family].initializers
+    found = initializers.get(initializer)
+    if not any(isinstance(found, getattr(initializers, name)) for name in _INITIALIZERS):
+        raise SettingError(
+            f"the initializer of a ShardedEmbedding is {initializer!r}, whose values may depend on the whole table; "
+            f"expected one of keras.initializers.{', '.join(_INITIALIZERS)}"
+        )
+    config = found.get_config()
+    if "seed" in config and not isinstance(config["seed"], int):
+        config["seed"] = random.randint(1, 10**9)  # noqa: S311  (as Keras draws it, so that its set_random_seed counts)
+    return type(found).from_config(config)
+
+
+def _initial_rows(initializer: Any, start: int, shape: Sequence[int], dtype: Any = None, **_: Any) -> tf.Tensor:
+    """Draws the rows `[start, start + shape[0])` of a table: a chunk of rows depends on the seed and its number."""
+    config, stop, chunks, rows = initializer.get_config(), start + shape[0], [], max(1, _CHUNK // shape[1])
+    for chunk in range(start // rows, -(-stop // rows)):
+        if "seed" in config:
+            config["seed"] = (initializer.seed + chunk * _ODD) % 2**31
+        values = tf.convert_to_tensor(type(initializer).from_config(config)((rows, shape[1]), dtype=dtype))
+        chunks.append(values[max(start - chunk * rows, 0) : stop - chunk * rows])
+    return tf.concat(chunks, axis=0)
+
+
+@tf.custom_gradient
+def _taken(rows: tf.Tensor, places: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    """Gathers rows; the gradient of a row that is taken several times is one sum."""
+
+    def gradient(upstream: tf.Tensor) -> tuple[tf.Tensor, None]:
+        return tf.math.unsorted_segment_sum(upstream, places, tf.shape(rows)[0]), None
+
+    return tf.gather(rows, places), gradient
