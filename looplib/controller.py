@@ -36,7 +36,7 @@ from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
 from looplib.report.run_report import RunFacts, StartReport
 from looplib.report.writers.contract import Writer
-from looplib.run.policy import CheckpointPolicy, KeepRule, Start
+from looplib.run.policy import CheckpointPolicy, Start
 from looplib.task import checks, model_table
 from looplib.task.actions import Actions, Event
 from looplib.task.reductions import Media
@@ -120,7 +120,7 @@ class Controller:
 
             own = [Stragglers(strategy), *own]
         self._actions = Actions([*own, *actions])
-        policy = dataclasses.replace(policy, keep=(*policy.keep, *(rule for rule in own if isinstance(rule, KeepRule))))
+        policy = dataclasses.replace(policy, keep=(*policy.keep, *self._actions.keeps))
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
         log_once()
         clock = Clock()

@@ -16,6 +16,7 @@ from looplib.compat import keras as _keras
 from looplib.config.formats import ExportFormat, check_export
 from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
 from looplib.run.metric_names import Mode, gain, mode_of
+from looplib.run.policy import KeepBest
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
 
@@ -110,9 +111,9 @@ class EarlyStopping(_MetricWatcher):
       min_change: an improvement is a change by more than this; default 0. A value that is not finite is never one.
       mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       restore_best: whether the controller is at its best checkpoint once a training has ended, early or not: step,
-        weights and the rest of the state, as by `controller.restore_checkpoint("best")`. It needs a `model_dir` and
-        `KeepBest` of this metric in `CheckpointPolicy.keep`. Jobs that evaluate, predict or export take this
-        checkpoint too. No checkpoint is moved or removed, and the next start of the program continues from the last.
+        weights and the rest of the state, as by `controller.restore_checkpoint("best")`. It needs a `model_dir`, in
+        which this checkpoint is kept as by `KeepBest`. Jobs that evaluate, predict or export take it too. No checkpoint
+        is moved or removed, and the next start of the program continues from the last.
       name: distinguishes it from another one of this class for this metric and mode; default "".
 
     Raises:
@@ -130,20 +131,20 @@ class EarlyStopping(_MetricWatcher):
     ) -> None:
         super().__init__(metric, patience, min_change, mode, name)
         self.restore_best = restore_best
+        self.keeps = KeepBest(self.metric, self.mode) if restore_best else None
 
     def on_start(self, controller: Any) -> None:
         """Checks the settings, and stops a training that has stopped before.
 
         Raises:
-          UsageError: if the metric is not reported, or the best checkpoint is not kept.
+          UsageError: if the metric is not reported, or another one decides which checkpoint is the best.
         """
         super().on_start(controller)
         rule = controller.policy.best
-        if self.restore_best and (rule is None or (rule.metric, rule.mode) != (self.metric, self.mode)):
+        if self.restore_best and str(rule) != str(self.keeps):
             raise ActionError(
-                f"EarlyStopping({self.metric!r}, restore_best=True) needs the best checkpoint by that metric; give "
-                f'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("{self.metric}", "{self.mode}"))), with '
-                f"this KeepBest first, or --keep_best={self.mode}:{self.metric}"
+                f"EarlyStopping({self.metric!r}, restore_best=True) would restore another checkpoint than the best of "
+                f"the run, which is that by {rule}; leave out --keep_best and KeepBest, or name {self.keeps} first"
             )
         if self.restore_best and not controller.model_dir:
             raise MissingPartError("EarlyStopping(restore_best=True) needs checkpoints; give Controller(model_dir=...)")

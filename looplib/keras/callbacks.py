@@ -155,7 +155,7 @@ class KerasCallbacks(Action):
         self._begun = -1  # the last epoch that was begun
         self._rate: float | None = None  # the learning rate that the training began with; None for a schedule
         self._memories = Memories(self._callbacks, vars(_keras.callbacks_of(self._model).Callback()))
-        self._best = BestWeights()
+        self._best = self.keeps = BestWeights()
         self._stopped: dict[str, Any] | None = None  # the state before the end of the epoch that ended the training
 
     def on_start(self, controller: Any) -> None:
@@ -217,10 +217,6 @@ class KerasCallbacks(Action):
             for name, callback in self._memories.named:
                 self._best.restore(name, callback, self._model, controller)
                 callback.on_train_end(dict(self._last))
-
-    def select(self, kept: Sequence[Commit]) -> list[Commit]:
-        """Returns the checkpoints to keep, see `KeepRule`: those with the best weights."""
-        return self._best.select(kept)
 
     def state(self) -> dict[str, Any]:
         """See `Action`: of each callback, what has changed since its training began.

@@ -351,4 +351,5 @@ class Reducer(Accumulator):
     def _totals_by_replica(self) -> np.ndarray:
         """Returns the accumulated vector of each replica, float64 `[replicas, n]`; workers wait for each other."""
         local = np.stack([part.numpy() for part in self._strategy.experimental_local_results(self._totals)])
-        return Workers(self._strategy).gather(local).reshape(-1, local.shape[1])
+        workers = Workers(self._strategy)
+        return workers.gather(local).reshape(len(local) * workers.count, local.shape[1])

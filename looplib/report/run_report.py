@@ -357,6 +357,7 @@ class StartReport:
             speed=facts.speed,
             traceback=self._traceback if status == "failed" else "",
             not_default=facts.not_default,
+            objective=before.objective,
         )
         self._write(self.path, as_text(report))
         self._next = time.monotonic() + max(_FRESH_SECONDS, _LEAST_SHARE * (time.monotonic() - began))

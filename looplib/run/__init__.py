@@ -1,7 +1,7 @@
 """The run directory: its lock, its commits, run.json, metrics.jsonl, its status; all of it without TensorFlow.
 
 Names that other rooms may use, by file:
-    choice: BEST, best, check, choose, divided, FINAL, final, LATEST
+    choice: BEST, best, check, choose, divided, FINAL, final, LATEST, rule_of
     code_version: diff, git, this_program
     commits: add_scores, begin, checkpoint_folder, Commit, commit, committed, FileChecksum, latest_checkpoint,
         list_is_foreign, listing, newest, newest_intact, path_of, position_path, positions_of, read_marker, remove,

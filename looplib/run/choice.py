@@ -88,10 +88,7 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
     Raises:
       UsageError: if there is no rule.
     """
-    if rule is None:
-        report = _report(folder)
-        text = report.flags.get("keep_best") if report else None
-        rule = KeepBest.parse(text) if isinstance(text, str) and text else None
+    rule = rule or rule_of(_report(folder))
     if rule is None:
         raise NoCheckpointError(
             f"which checkpoint in {folder} is the best is not known, because no metric decides it; name one, with "
@@ -99,6 +96,16 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
             'looplib.KeepBest("eval/accuracy")))'
         )
     return next(iter(rule.select(commits.committed(folder))), None)
+
+
+def rule_of(report: RunReport | None) -> KeepBest | None:
+    """Returns the rule that says which checkpoint of a run is the best: the training's own, or else its sweep's.
+
+    Raises:
+      UsageError: if the report has something else in its place.
+    """
+    rule = report and (report.flags.get("keep_best") or report.objective)
+    return KeepBest.parse(rule) if isinstance(rule, str) and rule else None
 
 
 def _report(folder: str) -> RunReport | None:

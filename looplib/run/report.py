@@ -314,6 +314,7 @@ class RunReport:
     verdict: _Line = ""
     error: str = _rarely(default="")
     url: _Line = _rarely(default="")
+    objective: _Line = _rarely(default="")
     console: str = _rarely(default="")
     final_step: int | None = None
     end: int | None = None
@@ -368,6 +369,7 @@ FIELDS = {
     "in it, `machine` the kind of machine.",
     "goodput": "What share of the time since the first start became kept steps, and the seconds by cause.",
     "error, traceback": "Of a start that failed.",
+    "objective": "Of a trial, by which metric its sweep compares it, such as `max:eval/accuracy`.",
     "url": "Where the run is in an object store; this directory is its local copy.",
     "console": "Why something that was printed is lost.",
 }

@@ -91,24 +91,25 @@ class Job:
         self._idle = 0 if saved_step(self.folder) > self._found else self._idle + 1
         return self._idle < _IDLE_STARTS
 
-    def note_end(self, status: str, outcome: str) -> None:
-        """Writes what the sweep makes of the run into its `run.json`, and into its log and page if they say otherwise.
+    def note_end(self, status: str, outcome: str, plan: SweepPlan) -> None:
+        """Writes what the sweep makes of the run into its `run.json` and page, and into its log if that says otherwise.
 
         Args:
           status: "done", "pruned" or "failed".
           outcome: a clause.
+          plan: of the sweep, which compares runs by a metric.
         """
         run = RunDir(self.folder)
         if not (report := run.report()) or not report.starts:
             return
         agrees = report.status == status
         report.status = report.newest.status = status
-        report.newest.outcome = outcome
+        report.newest.outcome, report.objective = outcome, f"{plan.goal}:{plan.metric}"
         files.write_whole(run.report_path(), as_text(report))
         if not agrees:
             with files.open_to_append(f"{self.folder}.log") as log:
                 log.write(f"looplib: {outcome}; the sweep does not resume it\n".encode(errors="replace"))
-            write_of_run(self.folder)
+        write_of_run(self.folder)
 
     def note_failure(self, sentence: str) -> None:
         """Writes a `run.json` for a run that has failed before it had one, so that it is among the others."""

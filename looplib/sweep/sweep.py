@@ -365,18 +365,18 @@ class _Sweep:
             try:
                 value = jobs.result(job.folder, self.plan)
             except UsageError as error:
-                job.note_end("failed", f"its trial has failed: {error}")
+                job.note_end("failed", f"its trial has failed: {error}", self.plan)
                 self._fail(job, str(error))
                 return
             self.study.note(job.trial, job.seed, value)
-            job.note_end("done", f"compared by {self.plan.compared} {value:.6g}")
+            job.note_end("done", f"compared by {self.plan.compared} {value:.6g}", self.plan)
             self._say(job, f"{self.plan.compared} {value:.6g}")
         elif job.stopped is not None:
             trial = self.study.prune(job.trial)
             value = self.plan.result_of(trial)
             why = "not a finite number" if value is None else f"{value:.6g}, and other trials were better"
             outcome = f"pruned at step {trial.last_step}: {self.plan.compared} was {why} there"
-            job.note_end("pruned", outcome)
+            job.note_end("pruned", outcome, self.plan)
             self._say(job, outcome)
         elif job.may_run_again(code):
             if job.is_locked():

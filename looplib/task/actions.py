@@ -12,6 +12,7 @@ from absl import logging
 from looplib.base import console
 from looplib.base.messages import gist
 from looplib.errors import ActionError, CheckpointError, StateError
+from looplib.run.policy import KeepRule
 from looplib.task.plain import as_json
 
 
@@ -65,6 +66,7 @@ class Action:
       name: a text that distinguishes it from other actions of its class; default "".
       watched: the mode and the metric of an evaluation by which it finds the best value, such as "max:eval/accuracy".
         That of the first action is the run's, if no `KeepBest` is; default "".
+      keeps: a rule of checkpoints to keep beside those of `CheckpointPolicy.keep`; default None.
 
     Example:
         ```python
@@ -91,6 +93,7 @@ class Action:
 
     name: str = ""
     watched: str = ""
+    keeps: KeepRule | None = None
 
     def __call__(self, event: Event) -> None:
         """Takes an event."""
@@ -145,6 +148,7 @@ class Actions(Sequence[Callable[[Event], object]]):
     Attributes:
       stops: dict from the steps at which actions want to be called to these actions.
       watched: what the first action that watches a metric of an evaluation does, see `Action`; None for none.
+      keeps: the rules of checkpoints to keep that actions have.
 
     Raises:
       UsageError: if JSON cannot hold a state, an action has only one of `state` and `load`, or two have one name.
@@ -166,6 +170,7 @@ class Actions(Sequence[Callable[[Event], object]]):
             if key:
                 self._stateful[key] = action
         self.watched = next((action.watched for action in self._hooked if action.watched), None)
+        self.keeps = [action.keeps for action in self._hooked if isinstance(action.keeps, KeepRule)]
         self._initial = self.save()
 
     def __len__(self) -> int:

@@ -26,6 +26,7 @@ from looplib import UsageError
 from looplib.__main__ import main
 from looplib.commands.compare import compare
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, SweepError
+from looplib.report.page.content import read_run
 from looplib.run.records import read_jsonl
 from looplib.run.status import read_status
 from looplib.sweep import space
@@ -308,6 +309,8 @@ def test_a_run_says_what_the_sweep_makes_of_it(tmp_path):
     good, bad = (folder / row["trial"] for row in table(folder))
     found = read_status(str(good))
     assert (found.state, found.detail) == ("done", "compared by best eval/score 0.5")
+    assert (shown := read_run(str(good), "trial")).best_metric == "eval/score" and shown.best_mode == "max"
+    assert '"best_metric":"eval/score"' in (good / "report.html").read_text()
     why = "its trial has failed: eval/score is not a finite number"
     found = read_status(str(bad))
     assert (found.state, found.detail) == ("failed", why)

@@ -2,6 +2,7 @@
 
 import base64
 import collections
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -14,10 +15,11 @@ from looplib.base.messages import gist
 from looplib.errors import UsageError
 from looplib.report.page import curves
 from looplib.report.page.curves import Curve
-from looplib.run import commits
+from looplib.run import choice, commits
 from looplib.run.directory import DIFF, MEDIA, RunDir
 from looplib.run.goodput import TimeSpan, goodput, spans
-from looplib.run.metric_names import best_first, known_mode
+from looplib.run.metric_names import known_mode
+from looplib.run.policy import KeepBest
 from looplib.run.records import MOST_BYTES, Record, RecordLog
 from looplib.run.report import (
     MeasuredSpeed,
@@ -176,13 +178,16 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint, when it was saved (seconds since the epoch), and why it cannot be used, if so."""
+    """A checkpoint, when it was saved (seconds since the epoch), and why it cannot be used, if so.
+
+    `best` is the metric by which it is the best; "" if it is not, or no metric decides.
+    """
 
     step: int
     time: float | None
     bytes: int | None
     scores: dict[str, float]
-    best: bool
+    best: str
     trouble: str
 
 
@@ -263,35 +268,21 @@ class Run:
 _MOST_SKIPPED, _MOST_PHASES = 200, 50  # marks
 
 
-def best_metric(watched: Any, found: Sequence[Curve]) -> tuple[str, str]:
+def best_metric(rule: KeepBest | None, found: Sequence[Curve]) -> tuple[str, str]:
     """Returns the metric by which a run is judged, and its mode; "" if there is none.
 
     Args:
-      watched: the setting `keep_best`: what the run itself keeps the best by, or stops by. It comes first.
+      rule: that of its sweep, or else of the run, see `choice.rule_of`. It comes first.
       found: the curves; next comes the loss of an evaluation, and then its only metric with a well-known name. Of
         several others, none is the run's: a recall of 1 may be that of a model that finds one class everywhere.
     """
-    mode, _, metric = text(watched, 200).rpartition(":")
-    if "/" in metric and mode in ("max", "min"):
-        return metric, mode
+    if rule:
+        return rule.metric, rule.mode
     metrics = [f"{curve.split}/{curve.name}" for curve in found if curve.split != "train"]
     known = [metric for metric in metrics if known_mode(metric)]
     losses = [metric for metric in known if metric.endswith("/loss")]
     chosen = losses[0] if losses else known[0] if len(known) == 1 else ""
     return chosen, known_mode(chosen)
-
-
-def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
-    """Returns the checkpoints with a mark on the best by a metric, among equal ones on the first.
-
-    Args:
-      saved: the checkpoints, oldest first.
-      metric: such as "eval/accuracy".
-      mode: "max" or "min".
-    """
-    intact = [one for one in saved if not one.trouble]
-    best = best_first(intact, lambda one: one.scores.get(metric), mode)[:1]
-    return [dataclasses.replace(one, best=one in best) for one in saved]
 
 
 def of_starts(starts: Sequence[ShownStart]) -> Iterator[Mark]:
@@ -340,11 +331,11 @@ def of_curves(found: Sequence[Curve]) -> Iterator[Mark]:
             )
 
 
-def of_checkpoints(saved: Sequence[SavedCheckpoint], metric: str) -> Iterator[Mark]:
-    """Yields the best of the kept checkpoints by a metric."""
-    yield from (
-        Mark("best", one.step, f"best checkpoint kept: {metric} {one.scores[metric]:.4g}") for one in saved if one.best
-    )
+def of_checkpoints(saved: Sequence[SavedCheckpoint]) -> Iterator[Mark]:
+    """Yields the best of the kept checkpoints."""
+    for one in saved:
+        if one.best:
+            yield Mark("best", one.step, f"best checkpoint kept: {one.best} {one.scores[one.best]:.4g}")
 
 
 _MOST_DIFF = 100_000  # characters
@@ -378,13 +369,17 @@ def read_run(directory: str, name: str) -> Run:
             starts[-1] = dataclasses.replace(starts[-1], status=status, step=step)
     flags, config = flattened(report.flags, "", SHOWN), flattened(report.config, "config.", SHOWN)
     settings = {key: shown(value) for key, value in {**flags, **config}.items()}
-    metric, mode = best_metric(flags.get("keep_best"), found)
-    saved = with_best(_checkpoints(directory, notes), metric, mode)
+    rule = judged = None
+    with contextlib.suppress(UsageError):  # of a text that somebody else has written
+        rule = judged = choice.rule_of(report)
+        judged = KeepBest.parse(report.objective) if report.objective else rule
+    metric, mode = best_metric(judged, found)
+    saved = _checkpoints(directory, rule, notes)
     seconds = dict(report.seconds)
     wall = seconds.pop("wall", sum(seconds.values()))
     model, speed = report.model or Model(), report.speed or MeasuredSpeed()
     marked = [*of_starts(starts), *of_phases(report.flags.get("phases"))]
-    marked += [*of_curves(found), *of_checkpoints(saved, metric)]
+    marked += [*of_curves(found), *of_checkpoints(saved)]
     return Run(
         name=text(name, 200),
         directory=text(report.url or directory, 1000),
@@ -486,20 +481,21 @@ def _numbers(found: Model | MeasuredSpeed) -> dict[str, float]:
     return {name: value for name, value in vars(found).items() if type(value) in (int, float)}
 
 
-def _checkpoints(directory: str, notes: list[str]) -> list[SavedCheckpoint]:
-    """Returns the checkpoints, oldest first."""
+def _checkpoints(directory: str, rule: KeepBest | None, notes: list[str]) -> list[SavedCheckpoint]:
+    """Returns the checkpoints, oldest first, with the best by a rule."""
     try:
         found = commits.listing(os.path.join(directory, "checkpoints"))
     except (UsageError, OSError) as error:
         notes.append(f"The checkpoints cannot be listed: {gist(error)}.")
         return []
-    saved = []
+    saved, best = [], rule.select([one.commit for one in found if one.commit])[:1] if rule else []
     for one in sorted(found, key=lambda one: one.step):
         if whole(one.step) is not None:
             done = one.commit
             scores = {name: score for name, score in done.scores.items() if score is not None} if done else {}
+            name = rule.metric if rule and done in best else ""
             when, size = (number(done.time), whole(done.bytes)) if done else (None, None)
-            saved.append(SavedCheckpoint(one.step, when, size, scores, False, text(one.reason, 300)))
+            saved.append(SavedCheckpoint(one.step, when, size, scores, name, text(one.reason, 300)))
     return saved
 
 

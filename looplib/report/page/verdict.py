@@ -1,26 +1,31 @@
 """Remarks about a run: simple rules on the measured numbers, each with the numbers that it is about.
 
-A conclusion needs evidence: a trend 8 reports, a verdict on a metric 5 evaluations, of which it has levelled off if the
-first half made 90% of the gain, and a fall of the rate a run of a minute. `Clock.summary` has the rules for times.
+A conclusion needs evidence: a trend 8 reports, a verdict on a metric 5 evaluations, and a fall of the rate a run of a
+minute. A difference counts if it is more than chance makes: `_noise` is what a curve shows of that, `_chance` what the
+number of examples says. `Clock.summary` has the rules for times.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from looplib.report.page.content import Run
 from looplib.report.page.curves import Curve, best_place
+from looplib.run.metric_names import known_mode
 
 _FEWEST, _FEWEST_SCORES = 8, 5  # points that a curve needs for a trend, and a metric of evaluations for a verdict
-_LEVELLED = 0.9  # of the gain of a metric, made in the first half of its evaluations
+_LEAST_SCORES = 3  # evaluations that a metric needs to be mentioned
+_LEVELLED = 0.9  # of the gain of a metric: made in the first half of its evaluations, and kept at the end
+_NOISE = 4.84  # median distances of a value from the mean of its neighbours: 4 standard deviations of normal noise
+_SLIGHT, _TINY = 0.01, 0.001  # what is no change: as a part of a value, and of what a metric has gained
+_LEARNT = 0.05  # of the loss at the start, by which the best one is lower if anything was learnt
+_SOME, _ENOUGH, _MANY = 20, 100, 1000  # examples, for a rate that stays 0, is that of a guess, or never changes at all
 _SHORT = 60.0  # seconds, of a run whose rate says little
 _MUCH = 0.05  # restarts are mentioned from this part of the time on
-_WORSE = 0.05  # how much worse an evaluation ends than its best, as a part of its range
-_HARDLY = 0.1  # how much it had improved before that, as a part of what it has lost since
 _LONG = 600.0  # seconds; a shorter run always takes much of its time to start
 
-_OVERFITS = "Use the best checkpoint (--keep_best, --checkpoint=best), train less long, or regularize more."
 _NOT_LEARNED = (
     "Check that each label belongs to its example (a shuffle of one without the other), and that the data of the "
     "evaluation is prepared as that of the training; else evaluate earlier, or regularize more."
@@ -112,44 +117,110 @@ def _of_values(run: Run) -> Iterator[Remark]:
 
 
 def _of_learning(run: Run) -> Iterator[Remark]:
+    constant = [(one, count) for one in run.curves if (count := _constant(run, one))]
+    if constant and all(np.isfinite(one.values).all() for one in run.curves if not one.undone):
+        texts = (f"{one.split}/{one.name} {one.finite[1][-1]:.4g} in the last {count:,}" for one, count in constant)
+        advice = "The model may call every example one class: look at what it predicts, and weigh the rare class more."
+        yield Remark("note", f"Unchanged over evaluations: {', '.join(texts)}.", advice)
     curve = run.curve(run.best_metric)
-    if curve is not None and len(curve.finite[0]) >= 3:
+    if curve and curve not in [one for one, _ in constant] and len(curve.finite[0]) >= _LEAST_SCORES:
         yield _of_the_best(run, curve)
     loss = run.curve("train/loss")
     if loss and len(loss.finite[1]) >= _FEWEST:
         found = loss.finite[1]
-        half = len(found) // 2
-        if np.median(found[half:]) >= np.median(found[:half]):
-            text = "Training loss did not fall in the second half of the run"
-            text += f" (median {np.median(found[:half]):.4g}, then {np.median(found[half:]):.4g})."
-            yield Remark("note", text, "Try a lower or decaying learning rate.")
+        first, second = np.split(found, [len(found) // 2])
+        medians = f"median {np.median(first):.4g} in the first half, {np.median(second):.4g} in the second"
+        noise = _noise(found)
+        if _rises(first, second, noise, max(_SLIGHT * abs(np.median(first)), _TINY * np.ptp(found))):
+            yield Remark("note", f"Training loss rose: {medians}.", "Try a lower or decaying learning rate.")
+        elif np.median(second) >= np.median(first) and not any(_rises(second, found[:n], noise) for n in (1, 3)):
+            yield Remark("note", f"Training loss did not fall: {medians}.", "Try another learning rate.")
+
+
+def _constant(run: Run, curve: Curve) -> int:
+    """Returns in how many of its last evaluations a rate, such as a recall, was the same; 0 if that says nothing.
+
+    It says something of a rate of 0, and of one of many examples that was never another one and is not perfect.
+    """
+    found, name = curve.finite[1], re.sub(r"_(score|\d+)$", "", curve.name)
+    if curve.split == "train" or curve.undone or not found.size or known_mode(f"/{name}") != "max":
+        return 0
+    count = len(found) if np.ptp(found) == 0 else int((found[::-1] != found[-1]).argmax())
+    least, examples = (_LEAST_SCORES, _SOME) if found[-1] == 0 else (max(_FEWEST_SCORES, len(found)), _MANY)
+    return count if count >= least and found[-1] < 1 and _examples(run, curve) >= examples else 0
 
 
 def _of_the_best(run: Run, curve: Curve) -> Remark:
     """Says how the metric by which the run is judged ended, against its best value."""
     steps, found = curve.finite
-    rises = run.best_mode == "max"
-    best = best_place(found, run.best_mode)
-    better = found if rises else -found
-    lost, gained, span = better[best] - better[-1], better[best] - better[0], np.ptp(found)
+    better = found if run.best_mode == "max" else -found
+    best, few, late = best_place(found, run.best_mode), len(found) < _FEWEST_SCORES, max(3, len(found) // 5)
+    noise, chance, slight = _noise(found), _chance(run, curve, best), _SLIGHT * abs(found[best])
+    gained, lost, surely_lost = (better[best] - one for one in (better[0], better[-1], better[-late:].max()))
     text = f"{run.best_metric} was best at step {steps[best]:,} ({found[best]:.4g})"
-    noise = _noise(run, curve, (found[best] + found[-1]) / 2) if rises else 0.0
     ended = f"{text}, and {found[-1]:.4g} at the end"
-    few = len(found) < _FEWEST_SCORES
-    if lost > max(_WORSE * span, noise) and not few:
-        falls = _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
-        if gained <= _HARDLY * lost:
-            again = " while training loss kept falling: it fits its training data alone" if falls else ""
-            text = f"{run.best_metric} hardly improved after its first evaluation ({found[0]:.4g} at step "
-            return Remark("note", f"{text}{steps[0]:,}), and was {found[-1]:.4g} at the end{again}.", _NOT_LEARNED)
-        overfits = " Training loss kept falling: it overfits." if falls and "loss" in curve.name else ""
-        return Remark("note", f"{ended}.{overfits}", _OVERFITS if run.final_step is None else "")
+    if found[best] == 1 and (other := _lowest(run, curve, int(steps[best]))):
+        advice = "The model may have called every example one class there; judge it by another metric."
+        return Remark("note", f"{text}, where {other} was lowest, and {found[-1]:.4g} at the end.", advice)
+    trained = run.curve(f"train/{curve.name}") if run.best_mode == "min" else None
+    in_vain = trained is not None and not few and _is_guess(run, curve, found)
+    if not few and surely_lost > max(noise, chance, slight, _TINY * gained):
+        return _of_a_rise(run, ended, trained is not None and _falls(trained, int(steps[best])), in_vain)
+    gains = best == len(found) - 1 and not few and _rises(better[-2 * late : -late], better[-late:], noise)
+    if in_vain and not gains:
+        return Remark("note", f"{ended}: hardly better than at its first evaluation ({found[0]:.4g}).")
     if best == len(found) - 1:
         diverges = _diverges(run.curve("train/loss")) or len(curve.steps) > len(found)
-        advice = "" if run.status != "done" or few or diverges else "It may gain by training longer."
+        advice = "It may gain by training longer." if gains and run.status == "done" and not diverges else ""
         return Remark("good", f"{text}, the last evaluation.", advice)
-    levelled = 0 < _LEVELLED * gained <= better[: len(better) // 2].max() - better[0] and not few
-    return Remark("good", f"{ended}: it has levelled off." if levelled else f"{ended}.")
+    kept, flat = lost <= (1 - _LEVELLED) * gained, surely_lost <= max(_noise(found[len(found) // 2 :]), slight)
+    early = 0 < _LEVELLED * gained <= better[: len(better) // 2].max() - better[0]
+    if flat and kept and early and not few:
+        return Remark("good", f"{ended}: it has levelled off.")
+    as_good = flat and (kept or lost <= min(max(chance, slight, 0.0 if few else noise), 10 * slight))
+    return Remark("good" if as_good else "note", f"{ended}.")
+
+
+def _of_a_rise(run: Run, ended: str, falls: bool, in_vain: bool) -> Remark:
+    """Says why a metric is worse than it was, and what to do.
+
+    Args:
+      run: the run.
+      ended: its best value and the last one, as a clause.
+      falls: whether the training loss fell nevertheless.
+      in_vain: whether nothing was ever learnt on the data of the evaluation.
+    """
+    if falls and in_vain:
+        text = f"{ended}, never better than a guess, while training loss kept falling"
+        return Remark("note", f"{text}: the model fits its training data alone.", _NOT_LEARNED)
+    kept = [one.best for one in run.checkpoints]
+    keep = "" if run.best_metric in kept else f"--keep_best={run.best_mode}:{run.best_metric}, "
+    advice = f"Use the best checkpoint ({keep}--checkpoint=best), "
+    advice += "train less long, or regularize more." if falls else "or lower the learning rate."
+    text = f"{ended}. Training loss kept falling: it overfits." if falls else f"{ended}: it got worse."
+    return Remark("note", text, advice if run.final_step is None else "")
+
+
+def _is_guess(run: Run, curve: Curve, losses: np.ndarray) -> bool:
+    """Returns whether nothing was learnt on the data of an evaluation: surely not, and never before it.
+
+    A first evaluation may come after a model has learnt, so the accuracy has to say it too: with one prediction for all
+    examples, it is about the probability of an example that follows from the loss.
+    """
+    found = [one for one in run.curves if one.split == curve.split and "acc" in one.name and not one.undone]
+    rates = [np.median(one.finite[1]) - _chance(run, one, 0) for one in found if one.finite[1].size]
+    hardly = losses.min() >= (1 - _LEARNT) * losses[0] and _examples(run, curve) >= _ENOUGH
+    return bool(hardly and rates and max(rates) <= np.exp(-losses.min()))
+
+
+def _lowest(run: Run, curve: Curve, step: int) -> str:
+    """Returns which of precision and recall was at its lowest when the other one was perfect; "" for none."""
+    kind = {"recall": "precision", "precision": "recall"}.get(curve.name)
+    if (other := run.curve(f"{curve.split}/{kind}")) is None:
+        return ""
+    steps, found = other.finite
+    then = found[steps == step]
+    return f"{other.split}/{other.name}" if then.size and then[0] == found.min() < found.max() else ""
 
 
 def _diverges(loss: Curve | None) -> bool:
@@ -160,23 +231,44 @@ def _diverges(loss: Curve | None) -> bool:
     return len(found) < len(loss.steps) or bool(half and np.median(found[half:]) > np.median(found[:half]))
 
 
-def _noise(run: Run, curve: Curve, rate: float) -> float:
-    """Returns by how much a rate such as an accuracy differs by chance: two standard errors; 0 for other metrics."""
+def _noise(found: np.ndarray) -> float:
+    """Returns by how much one value of a curve may differ from others by chance, as neighbours do; inf if unknown."""
+    apart = np.abs(found[1:-1] - (found[:-2] + found[2:]) / 2)
+    return _NOISE * float(np.median(apart)) if apart.size else np.inf
+
+
+def _chance(run: Run, curve: Curve, best: int) -> float:
+    """Returns by how much the best and the last value differ by chance: two standard errors; 0 where not known.
+
+    The values of examples are taken to be 0 or 1 for rates. Those of a loss change, as it rises, by about the loss.
+    """
+    values, ends = curve.finite[1], curve.finite[1][[best, -1]]
+    rate = np.clip(ends.mean(), 0, 1)
+    is_loss = run.best_mode == "min" and ("loss" in curve.name or values.max() > 1)
+    if values.min() < 0 or (values.max() > 1 and not is_loss):
+        return 0.0
+    deviation = ends.max() if is_loss else np.sqrt(rate * (1 - rate))
+    return float(2 * deviation / np.sqrt(_examples(run, curve)))
+
+
+def _examples(run: Run, curve: Curve) -> float:
+    """Returns the number of examples of an evaluation; inf if it is not known."""
     counted = run.curve(f"{curve.split}/examples")
     examples = counted.finite[1][-1:] if counted else np.array([])
-    values = curve.finite[1]
-    if not examples.size or examples[0] < 1 or values.min() < 0 or values.max() > 1:
-        return 0.0
-    return 2 * float(np.sqrt(rate * (1 - rate) / examples[0]))
+    return float(examples[0]) if examples.size and examples[0] >= 1 else np.inf
 
 
-def _falls(curve: Curve | None, step: int) -> bool:
-    """Returns whether the median of a curve is lower after a step than before it."""
-    if curve is None:
-        return False
+def _rises(before: np.ndarray, after: np.ndarray, noise: float, least: float = 0.0) -> bool:
+    """Returns whether the median rises, by more than values with a noise do by chance, and more than `least`."""
+    count = min(len(before), len(after))
+    return bool(count and np.median(after) - np.median(before) > max(1.5 * noise / np.sqrt(count), least))
+
+
+def _falls(curve: Curve, step: int) -> bool:
+    """Returns whether the median of a curve is lower after a step than before it, by more than chance."""
     steps, found = curve.finite
-    before, after = found[steps <= step], found[steps > step]
-    return bool(before.size and after.size and np.median(after) < np.median(before[-len(after) :]))
+    before, after = np.split(found, [max(1, int((steps <= step).sum()))])
+    return bool(after.size) and _rises(after, before[-len(after) :], _noise(found))
 
 
 def _is_short(run: Run) -> bool:

@@ -16,12 +16,13 @@ from conftest import make_strategy
 
 import looplib
 from looplib.__main__ import main as cli
-from looplib.errors import MissingPartError
+from looplib.errors import MissingPartError, NoCheckpointError
 from looplib.report.page import curves
 from looplib.report.page.content import best_metric, read_run
 from looplib.report.page.html import page
 from looplib.report.page.verdict import findings
 from looplib.report.run_report import Page
+from looplib.run import choice
 from looplib.run.records import Record, read_jsonl
 
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -61,8 +62,8 @@ def opened(browser):
 
 def train(folder, steps=12, **settings):
     trainer, evaluator = toy.build(make_strategy("default"))
-    policy = looplib.CheckpointPolicy(every_steps=4)
-    settings = dict(model_dir=folder, checkpoints=policy, writers=None, **settings)
+    policy = looplib.CheckpointPolicy(every_steps=4, keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))
+    settings = dict(model_dir=folder, checkpoints=policy, writers=None) | settings
     with toy.controller(None, trainer, evaluator, **settings) as controller:
         controller.train_and_evaluate(steps, 4)
 
@@ -457,6 +458,28 @@ def test_a_page_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, c
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "done"
 
 
+def test_the_page_marks_the_checkpoint_that_a_job_would_take_as_the_best_and_none_if_no_metric_decides(run, tmp_path):
+    def marked(folder):
+        found = read_run(str(folder), "run")
+        return [(mark.step, mark.text) for mark in found.marks if mark.kind == "best"], found.best_metric
+
+    name, best = "eval/accuracy", choice.best(str(run / "checkpoints"))
+    assert marked(run) == ([(best.step, f"best checkpoint kept: {name} {best.scores[name]:.4g}")], name)
+    folder = tmp_path / "without"
+    train(folder, checkpoints=looplib.CheckpointPolicy(every_steps=4))
+    assert marked(folder) == ([], name)
+    with pytest.raises(NoCheckpointError, match="no metric decides"):
+        choice.best(str(folder / "checkpoints"))
+    report = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(report | {"objective": f"min:{name}"}))  # of a sweep
+    worst = choice.best(str(folder / "checkpoints"))
+    assert worst.scores[name] == min(one.scores[name] for one in looplib.list_checkpoints(folder))
+    assert marked(folder)[0][0][0] == worst.step
+    for wrong in ("eval", 3, "max:", [f"max:{name}"]):
+        (folder / "run.json").write_text(json.dumps(report | {"objective": wrong}))
+        assert marked(folder) == ([], name)
+
+
 def test_many_short_trainings_write_it_seldom_and_the_last_news_at_the_end(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     (folder / "report.html").unlink()
@@ -503,8 +526,7 @@ def test_the_verdict_follows_the_numbers(run):
     (accuracy, *_) = curves.of_records(as_records(ties[1:]))
     assert curves.draw(accuracy, 100, "max").best.step == 20  # the first, as of equal checkpoints
     text = of(run, [{**ties[0], "accuracy": 0.9}, *ties[1:]])
-    assert "accuracy hardly improved after its first evaluation (0.9 at step 10), and was 0.5 at the end." in text
-    assert "Check that each label belongs to its example" in text and "train less long" not in text
+    assert "accuracy was best at step 10 (0.9), and 0.5 at the end: it got worse." in text
     recalls = [{"step": step, "split": "eval", "recall": 1 - step / 100, "loss": 1 / step} for step in (10, 20, 30)]
     text = of(run, recalls)
     assert "recall" not in text and "eval/loss was best at step 30 (0.03333), the last evaluation." in text
@@ -512,7 +534,7 @@ def test_the_verdict_follows_the_numbers(run):
     better = [{"step": step, "split": "eval", "accuracy": step / 100} for step in range(10, 101, 10)]
     text = of(run, flat + better)
     assert (
-        "Training loss did not fall in the second half" in text
+        "Training loss did not fall: median 2.5 in the first half, 2.5 in the second." in text
         and "eval/accuracy was best at step 100 (1), the last evaluation." in text
     )
     assert "1 restart took" in text and "It may gain by training longer." in text

@@ -31,7 +31,7 @@ function checkpointTable(run) {
   const best = run.checkpoints.find((saved) => saved.best);
   const text = `${number(run.checkpoints.length)} checkpoint${run.checkpoints.length === 1 ? "" : "s"}, ${bytes(size)}.`;
   return [
-    el("p", {}, text, best ? ` The best of them by ${run.best_metric} is that of step ${number(best.step)}.` : ""),
+    el("p", {}, text, best ? ` The best of them by ${best.best} is that of step ${number(best.step)}.` : ""),
     table("All checkpoints", columns, rows, { sortable: true }),
   ];
 }
