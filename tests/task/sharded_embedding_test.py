@@ -227,6 +227,14 @@ def test_decay_that_leaves_out_the_table_trains():
     looplib.Controller(looplib.RunConfig(global_batch_size=32), trainer=trainer).train(steps=2)
 
 
+def test_a_part_of_which_no_row_is_looked_up_is_no_warning(caplog):
+    trainer = Mean(keras.optimizers.SGD(0.5), layer(shards=4))
+    config = looplib.RunConfig(global_batch_size=32, steps_per_loop=20)
+    actions = [looplib.LearningWarnings(every=20, share=1.0)]
+    looplib.Controller(config, trainer=trainer, actions=actions).train(steps=200)
+    assert "have not changed" not in caplog.text
+
+
 @pytest.mark.parametrize("wrong", [-1, ROWS])
 def test_an_id_that_the_table_does_not_have_is_named(wrong):
     with pytest.raises(
