@@ -1,10 +1,11 @@
 """Steps a second and bytes of tables of embeddings, by their number of rows: `python -m benchmarks.embeddings`.
 
 On one device: `ShardedEmbedding` in 1, 2 and 4 parts beside `keras.layers.Embedding`, in turn, medians of rounds.
-With `--servers`, two parameter servers and a worker: bytes a step on Linux's loopback device, with those of other
-programs.
+With `--servers`, two parameter servers and a worker, beside `benchmarks.embeddings_by_hand`; and bytes a step on Linux's
+loopback device, with those of other programs.
 """
 
+import json
 import os
 import re
 import statistics
@@ -74,18 +75,39 @@ def _loopback() -> int:
         return int(re.search(r"lo:\s*(\d+)", file.read())[1])
 
 
+def _launched(*program: str, **environment: str) -> str:
+    tool = ["-m", "looplib", "launch", "--workers=1", "--parameter_servers=2", "--", sys.executable, "-m"]
+    done = subprocess.run([sys.executable, *tool, *program], check=True, env={**os.environ, **environment},
+                          capture_output=True, text=True)  # fmt: skip
+    return done.stdout
+
+
+def _by_looplib(rows: int, steps: int) -> tuple[float, int]:
+    """Returns steps a second, of the later reports of 100 steps, and bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags_ = [f"--model_dir={folder}", "--strategy=parameter_server", f"--train_steps={steps}"]
+        before = _loopback()
+        _launched("benchmarks.embeddings", *flags_, ROWS=str(rows))
+        sent = _loopback() - before
+        with open(os.path.join(folder, "metrics.jsonl")) as file:
+            rates = [json.loads(line)["steps_per_second"] for line in file]
+    return statistics.median(rates[1:] or rates), sent
+
+
 def _with_servers(rows: int) -> None:
-    sizes = {}
-    for steps in _STEPS.values():
-        with tempfile.TemporaryDirectory() as folder:
-            tool = ["-m", "looplib", "launch", "--workers=1", "--parameter_servers=2", "--", sys.executable]
-            program = ["-m", "benchmarks.embeddings", f"--model_dir={folder}", "--strategy=parameter_server"]
-            before = _loopback()
-            subprocess.run([sys.executable, *tool, *program, f"--train_steps={steps}"], check=True,
-                           env={**os.environ, "ROWS": str(rows)}, capture_output=True)  # fmt: skip
-            sizes[steps] = _loopback() - before
-    few, many = sorted(sizes)
-    print(f"{rows:>11,} rows: {(sizes[many] - sizes[few]) / (many - few):,.0f} bytes a step", flush=True)
+    few, many = _STEPS["many"], 5 * _STEPS["many"]
+    ours, by_hand = [], []
+    for _ in range(_ROUNDS.value):
+        rate, sent = _by_looplib(rows, many)
+        ours.append(rate)
+        text = _launched("benchmarks.embeddings_by_hand", f"--rows={rows}", f"--steps={many}")
+        by_hand.append(float(re.search(r"rate (\S+)", text)[1]))
+    size = (sent - _by_looplib(rows, few)[1]) / (many - few)
+    ratio = statistics.median(one / other for one, other in zip(ours, by_hand))
+    print(
+        f"{rows:>11,} rows: looplib {statistics.median(ours):.1f}, by hand {statistics.median(by_hand):.1f}, ratio {ratio:.2f}; {size:,.0f} bytes a step",
+        flush=True,
+    )
 
 
 def main(argv: list[str]) -> None:
