@@ -1,8 +1,8 @@
 """Steps a second and bytes of tables of embeddings, by their number of rows: `python -m benchmarks.embeddings`.
 
 On one device: `ShardedEmbedding` in 1, 2 and 4 parts beside `keras.layers.Embedding`, in turn, medians of rounds.
-With `--servers`, two parameter servers and a worker, beside `benchmarks.embeddings_by_hand`; and bytes a step on Linux's
-loopback device, with those of other programs.
+With `--servers`, two parameter servers and a worker, beside `benchmarks.embeddings_by_hand`; and bytes a step on the
+loopback device of Linux, with those of other programs.
 """
 
 import json
@@ -104,10 +104,8 @@ def _with_servers(rows: int) -> None:
         by_hand.append(float(re.search(r"rate (\S+)", text)[1]))
     size = (sent - _by_looplib(rows, few)[1]) / (many - few)
     ratio = statistics.median(one / other for one, other in zip(ours, by_hand))
-    print(
-        f"{rows:>11,} rows: looplib {statistics.median(ours):.1f}, by hand {statistics.median(by_hand):.1f}, ratio {ratio:.2f}; {size:,.0f} bytes a step",
-        flush=True,
-    )
+    rates = f"looplib {statistics.median(ours):.1f}, by hand {statistics.median(by_hand):.1f}, ratio {ratio:.2f}"
+    print(f"{rows:>11,} rows: {rates}; {size:,.0f} bytes a step", flush=True)
 
 
 def main(argv: list[str]) -> None:

@@ -4,9 +4,12 @@ Batches of 128 rows of 784 numbers: looplib's steps, which compute nothing, read
 The resume is at example 10 million, from the loader's making to its first batch.
 """
 
+import collections
+import itertools
 import os
 import statistics
 import time
+from collections.abc import Callable
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -48,13 +51,11 @@ class _Reads(looplib.Trainer):
         return {"loss": inputs[:, 0]}
 
 
-def _alone() -> float:
-    iterator = iter(_batches(0))
-    next(iterator)
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-        next(iterator)
-    return _STEPS * _BATCH / (time.perf_counter() - start)
+def _timed(read: Callable[[], object]) -> tuple[float, float]:
+    """Reads the batches of as many steps; returns the examples a second, and the milliseconds of all cores a batch."""
+    start, cpu = time.perf_counter(), time.process_time()
+    read()
+    return _STEPS * _BATCH / (time.perf_counter() - start), 1e3 * (time.process_time() - cpu) / _STEPS
 
 
 def main(argv: list[str]) -> None:
@@ -63,13 +64,15 @@ def main(argv: list[str]) -> None:
     config = looplib.RunConfig(global_batch_size=_BATCH, steps_per_loop=100)
     controller = looplib.Controller(config, trainer=_Reads(), writers=[])
     controller.train(steps=100)
-    ratios, rates = [], []
+    ratios, rates, added = [], [], []
     for number in range(_ROUNDS.value):
-        bare, start = _alone(), time.perf_counter()
-        controller.train(steps=100 + (number + 1) * _STEPS)
-        rates.append(_STEPS * _BATCH / (time.perf_counter() - start))
-        ratios.append(rates[-1] / bare)
+        iterator = iter(_batches(0))
+        next(iterator)
+        bare, least = _timed(lambda iterator=iterator: collections.deque(itertools.islice(iterator, _STEPS), maxlen=0))
+        rate, cpu = _timed(lambda steps=100 + (number + 1) * _STEPS: controller.train(steps=steps))
+        rates, ratios, added = [*rates, rate], [*ratios, rate / bare], [*added, cpu - least]
     print(f"examples a second {statistics.median(rates):,.0f}, {statistics.median(ratios):.3f} of the loader alone")
+    print(f"milliseconds of a core for a batch beside the loader alone: {statistics.median(added):.2f}")
     position = controller.loops["train"].position(100 + _ROUNDS.value * _STEPS)
     print(f"bytes of the position in a checkpoint: {len(position)}")
     _resume()
@@ -77,7 +80,7 @@ def main(argv: list[str]) -> None:
 
 def _resume() -> None:
     """Measures a reader that begins at a position far on, by the loader's state."""
-    steps, settings = _FAR // _BATCH, dict(size=_BATCH, training=True, mismatch="refuse")
+    steps, settings = _FAR // _BATCH, dict(size=_BATCH, training=True, mismatch="refuse", float_type=None)
     far = iter(_batches(0))
     far.set_state({**far.get_state(), "next_index": steps})
     state = pack(far.get_state())

@@ -17,6 +17,7 @@ from looplib.checkpoint.perturbation import nudge
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.saving import Checkpoints
 from looplib.cluster.preemption import notice
+from looplib.data.loader_state import is_position
 from looplib.errors import MismatchError, MissingPartError, NoCheckpointError, Preempted, StateError, UsageError
 from looplib.guards.guards import Diverged, Guards
 from looplib.guards.non_finite import StateCheck
@@ -393,18 +394,19 @@ class Checkpointer:
         self._reporter.writers.resume(step, {"train": reported, **evaluated})
 
     def _read_position(self, path: str) -> None:
-        """Sets this worker's position in the data, if the checkpoint is of the same number of workers."""
+        """Sets this worker's position in the data; one of another number of workers if it says what it is part of."""
         workers = self.directory.workers
-        own, count = read_position(path, workers)
-        count = 1 if self._input_state.position else count
-        if workers.count > 1 or count > 1:
-            self._input_state.position = own
-        if count not in (0, workers.count):
+        found, count = read_position(path, workers)
+        if self._input_state.position:
+            found, count = self._input_state.position, 1
+        if count not in (0, workers.count) and not is_position(found):
+            found = b""
             logging.info(
                 "the positions in the data of %s were saved by %d worker%s, and this run has %d: no saved state of an "
                 "iterator is used",
                 path, count, "s" if count > 1 else "", workers.count,
             )  # fmt: skip
+        self._input_state.position = found
 
     def _check_optimizers(self, path: str, record: RunRecord) -> None:
         """Raises `UsageError` if a checkpoint was made with other optimizers; some slots might fit by chance."""

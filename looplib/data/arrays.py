@@ -10,6 +10,7 @@ from looplib.base.messages import gist
 from looplib.errors import DatasetError
 
 Array = np.ndarray | tf.RaggedTensor | tf.SparseTensor
+LOOKED_AT = 2  # batches, for the sizes that they have in common
 _SCALARS = (bool, int, float, str, bytes, np.generic)
 
 
@@ -178,6 +179,9 @@ class BatchFormat:
             for shape, array in zip(shapes, arrays[0])
         ]
         self.types = [spec.dtype for spec in self.specs]
+        self.structure = tf.nest.map_structure(
+            lambda spec: tf.type_spec_from_value(None) if spec is None else spec, self._blanks.restore(self.specs)
+        )
         self.first_size = arrays[0][0].shape[0]  # the rows of the first batch
         for batch in batches:
             self.flat(batch)  # whose types have to be equal
@@ -189,8 +193,8 @@ class BatchFormat:
           UsageError: if it is not like the first ones.
         """
         arrays = self._arrays(self._structured(batch))
-        found = [f"{array.dtype} {list(array.shape)}" for array in arrays]
         if len(arrays) != len(self.specs) or not all(map(_has_spec, arrays, self.specs)):
+            found = [f"{array.dtype} {list(array.shape)}" for array in arrays]
             known = [f"{spec.dtype.name} {spec.shape.as_list()}" for spec in self.specs]
             raise DatasetError(
                 f"{self.who} has a batch of {', '.join(found)}, and its first ones have {', '.join(known)}; give all "

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from absl import logging
 
 from looplib.base.messages import gist
 from looplib.compat import tensorflow as _tf
-from looplib.data.context import InputContext
+from looplib.data.context import DatasetRequests, InputContext
 
 if TYPE_CHECKING:
     from looplib.data.records.reading import RecordReads
@@ -66,8 +66,8 @@ _ADVICE = {
     ("copy", False): "copy fewer bytes: integers or bfloat16, cast and augmented in step_fn, or context.resident",
     ("order", False): f"use larger batches: {_SHORT_STEPS}",
     ("order", True): f"use larger batches, or context.resident for arrays that fit on the device: {_SHORT_STEPS}",
-    ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time; "
-    "a loader may read in processes of its own (docs/data_loaders.md)",
+    ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time",
+    ("loader", False): "let it read in processes of its own, or in more of them (docs/data_loaders.md)",
 }
 
 
@@ -77,7 +77,7 @@ class Bottleneck:
 
     Attributes:
       kind: "read", "expand" (flat_map or interleave of what is no file), "decode", "map", "order", "shuffle", "batch",
-        "generator" or "copy".
+        "generator", "loader" or "copy".
       share: its part of the time of all stages, from 0 to 1; time in parallel calls is divided by their number.
       stage: the name that TensorFlow gives the slowest one of this kind.
       milliseconds: that it takes for one of its elements.
@@ -104,9 +104,13 @@ class Bottleneck:
             each = f"{time} ms for a record, " + (
                 "1 at once" if self.parallel == 1 else f"with {self.parallel} threads"
             )
-        if self.kind == "order":
+        if self.kind in ("order", "loader"):
             each = f"{time} ms for a batch"
-        stage = self.stage if self.reads is not None or self.kind in ("copy", "order") else _users_name(self.stage)
+        stage = (
+            self.stage
+            if self.reads is not None or self.kind in ("copy", "order", "loader")
+            else _users_name(self.stage)
+        )
         return f"{self.share:.0%} of the pipeline's time is {self.kind} ({stage}: {each})"
 
     @property
@@ -123,13 +127,13 @@ class Bottleneck:
         return advice
 
 
-def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: "Sequence[RecordReads]" = ()) -> Bottleneck | None:
+def of(iterator: tf.data.Iterator, copy: float = 0.0, requests: DatasetRequests | None = None) -> Bottleneck | None:
     """Returns the slowest stage of the pipeline behind an iterator since it was made.
 
     Args:
       iterator: the iterator.
       copy: seconds to copy an element to its device; tf.data keeps no statistics of them.
-      reads: how records are read; tf.data has no statistics of that either.
+      requests: of the pipeline, for what reads records or a loader; tf.data has no statistics of that either.
 
     Returns:
       None if no stage stands out, or TensorFlow has no statistics, as for iterators of tf.distribute and with
@@ -137,12 +141,13 @@ def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: "Sequence[RecordRea
     """
     try:
         nodes = tf.data.experimental.get_model_proto(iterator).nodes
-        return _slowest(nodes, copy * 1e9, reads)
+        return _slowest(nodes, copy * 1e9, requests or DatasetRequests())
     except (AttributeError, TypeError, ValueError, KeyError, tf.errors.OpError):  # other iterators, other versions
         return None
 
 
-def _slowest(nodes: Any, copy: float, reads: "Sequence[RecordReads]") -> Bottleneck | None:
+def _slowest(nodes: Any, copy: float, requests: DatasetRequests) -> Bottleneck | None:
+    loader, reads = requests.loader, requests.reader.reads if requests.reader else ()
     reading = {number: one for one in reads for number in _reading(nodes, one)}
     kinds = {number: "read" if number in reading else _kind(nodes[number].name) for number in nodes}
     kinds |= dict.fromkeys((number for number in nodes if _expands(nodes, number)), "expand")
@@ -156,6 +161,7 @@ def _slowest(nodes: Any, copy: float, reads: "Sequence[RecordReads]") -> Bottlen
         if nodes[number].name != "Root":
             seconds[kinds[number]] += spent
     seconds["copy"] = copy * sum(nodes[root].num_elements for root in nodes.keys() - children)
+    seconds["loader"] = loader.seconds * 1e9 if loader else 0.0
     total = sum(seconds.values())
     seconds.pop("", None)
     if not total or not seconds:
@@ -165,6 +171,8 @@ def _slowest(nodes: Any, copy: float, reads: "Sequence[RecordReads]") -> Bottlen
         return None
     if kind == "copy":
         return Bottleneck(kind, seconds[kind] / total, "to the device", copy / 1e6, 1)
+    if kind == "loader":
+        return Bottleneck(kind, seconds[kind] / total, loader.who, 1e3 * loader.seconds / max(1, loader.batches), 1)
     slowest = max((number for number in found if kinds[number] == kind), key=found.get)
     share, one = seconds[kind] / total, reading.get(slowest)
     if one is not None:

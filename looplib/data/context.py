@@ -427,12 +427,19 @@ class InputContext:
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
                 "pass repeat=True if that is intended"
             )
-        if self.training and plan.chosen_by_batch and self.positions.sizes.earlier:
-            raise BatchSizeError(
+        if plan.chosen_by_batch:
+            self.refuse_earlier_sizes(
                 f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
-                "together, so that its order depends on the batch size, and this run had batches of "
-                f"{self.positions.sizes}; continue with {self.positions.sizes.original}, or start a new "
-                "run from the weights (--warm_start)"
+                "together, so that its order depends on the batch size"
+            )
+
+    def refuse_earlier_sizes(self, why: str) -> None:
+        """Raises `UsageError` if a training had batches of another size before; `why` is a clause."""
+        sizes = self.positions.sizes
+        if self.training and sizes.earlier:
+            raise BatchSizeError(
+                f"{why}, and this run had batches of {sizes}; continue with {sizes.original}, or start a new run from "
+                "the weights (--warm_start)"
             )
 
     def resident(

@@ -1,14 +1,13 @@
 """Batches of loaders that keep their own order: pass after pass, entered at any batch by a state or by reading."""
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -17,213 +16,19 @@ from absl import logging
 
 from looplib.base.decoding import MisfitError
 from looplib.base.messages import gist
-from looplib.data import arrays, loader_state, rows
+from looplib.data import arrays, loader_state
 from looplib.data.arrays import BatchFormat
 from looplib.data.context import DatasetCall, InputContext
 from looplib.data.loader_state import LoaderPosition, UnsavableStateError
-from looplib.data.order import derived_seed
+from looplib.data.open_loader import OpenLoader
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError
 
 MISMATCHES = ("skip", "refuse", "warn")
-_LOOKED_AT = 2  # batches, for the sizes that they have in common
+_ENDLESS = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
 _MARKS = 512  # batches whose states are held; more are not read ahead
 _CHECKED = 4  # batches that a resume compares, of those that were used, and of those that had been read ahead
 _STATE_SHARE = 0.05  # of the time of reading that taking states may cost
 _CLOSING = 5.0  # seconds that the end of a run waits for a batch that is being read
-
-
-@runtime_checkable
-class _OfEpochs(Protocol):
-    """Data with another order in each epoch, whose number it is given; samplers of PyTorch and loaders of others."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Takes the number of the epoch that begins."""
-
-
-@runtime_checkable
-class _Sampled(Protocol):
-    sampler: Any
-
-
-class _Generator(Protocol):
-    """A generator of random numbers, as PyTorch has them."""
-
-    def initial_seed(self) -> int:
-        """Returns the seed that it was given."""
-
-    def manual_seed(self, seed: int) -> Any:
-        """Begins again with a seed."""
-
-
-@runtime_checkable
-class _Random(Protocol):
-    generator: _Generator | None  # None is one of the process
-
-
-@runtime_checkable
-class _StateDict(Protocol):
-    """A loader with a state, such as a `StatefulDataLoader`, or an `IterableDataset` of Hugging Face."""
-
-    def state_dict(self) -> Any:
-        """Returns the state behind the last batch."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Takes a state, for the pass that begins next."""
-
-
-@runtime_checkable
-class _GetState(Protocol):
-    """An iterator with a state, as those of Grain."""
-
-    def get_state(self) -> Any:
-        """Returns the state behind the last batch."""
-
-    def set_state(self, state: Any) -> None:
-        """Takes a state."""
-
-
-@runtime_checkable
-class ByNumber(Protocol):
-    """Data that gives its items by number, such as a map-style data set."""
-
-    def __len__(self) -> int:
-        """Returns the number of items."""
-
-    def __getitem__(self, number: int) -> Any:
-        """Returns an item."""
-
-
-@runtime_checkable
-class _Closed(Protocol):
-    def close(self) -> None:
-        """Ends threads and processes."""
-
-
-_iterators: "weakref.WeakSet[Iterator]" = weakref.WeakSet()  # that loops have read
-
-
-class _OpenLoader:
-    """A loader in use: the pass that is read, and its state, in the form that the loader has for it.
-
-    Args:
-      make: makes the loader.
-    """
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self.loader = self._made()
-        self._seeds = self._seeds_given()
-        self._iterator: Iterator[Any] | None = None
-        self._restored = False  # whether the loader has taken a state
-
-    def _made(self) -> Any:
-        loader = self._make()
-        if isinstance(loader, Iterator):
-            with contextlib.suppress(TypeError):  # not all can be referred to weakly
-                if loader in _iterators:
-                    raise DatasetError(
-                        f"the function that context.loader got returned one {type(loader).__name__} twice, which "
-                        "begins only once; make a new one in each call"
-                    )
-                _iterators.add(loader)
-        if isinstance(loader, tf.data.Dataset) or not isinstance(loader, Iterable):
-            what = "a tf.data.Dataset, which dataset() returns as it is" if isinstance(loader, tf.data.Dataset) else ""
-            raise DatasetError(
-                f"the function that context.loader got returned {what or f'a {type(loader).__name__}'}; expected a "
-                "loader of batches: an object with __iter__, such as a DataLoader"
-            )
-        return loader
-
-    @property
-    def length(self) -> int | None:
-        """The batches of a pass, if the loader says it."""
-        if not isinstance(self.loader, Sized):
-            return None
-        try:
-            return len(self.loader)
-        except TypeError:  # of a loader whose data set has no length
-            return None
-
-    @property
-    def skips_at_once(self) -> bool:
-        """Whether a pass can be entered at any batch."""
-        return isinstance(self.loader, ByNumber) and not isinstance(iter(self.loader), _GetState)
-
-    @property
-    def shares_its_state(self) -> bool:
-        """Whether two readers of the loader would disturb each other."""
-        return isinstance(self.loader, (_StateDict, Iterator))
-
-    def begin(self, epoch: int, index: int = 0) -> None:
-        """Begins a pass, at the batch `index` if `skips_at_once`."""
-        of_epochs = isinstance(self.loader, _OfEpochs)
-        if self._iterator is not None and (isinstance(self.loader, Iterator) or (of_epochs and self._restored)):
-            self.loader, self._restored = self._made(), False  # an iterator ends; a state may stay behind its pass
-            self._seeds = self._seeds_given()
-        self._take_epoch(epoch)
-        if index:
-            data = self.loader
-            self._iterator = (data[number] for number in range(index, len(data)))
-        else:
-            self._iterator = iter(self.loader)
-
-    def _take_epoch(self, epoch: int) -> None:
-        """Makes the order of a pass depend on its number, and not on how many were read before in this process."""
-        for part in self._parts:
-            if isinstance(part, _OfEpochs):
-                part.set_epoch(epoch)
-        for generator, seed in self._seeds:
-            generator.manual_seed(derived_seed(seed, epoch))
-
-    @property
-    def _parts(self) -> tuple[Any, ...]:
-        return self.loader, self.loader.sampler if isinstance(self.loader, _Sampled) else None
-
-    def _seeds_given(self) -> list[tuple[_Generator, int]]:
-        """Returns the generators of the loader, and the seeds that they were given."""
-        found = {id(part.generator): part.generator for part in self._parts if isinstance(part, _Random)}
-        return [(generator, generator.initial_seed()) for generator in found.values() if generator is not None]
-
-    @property
-    def is_read_again(self) -> bool:
-        """Whether a resume begins its pass again, and reads up to the batch."""
-        return not (isinstance(self.loader, Iterator) or self.skips_at_once) and self.state() is None
-
-    @property
-    def is_random(self) -> bool:
-        """Whether its order comes from a generator of the process, whose state no checkpoint has."""
-        return isinstance(self._parts[1], _Random) and not self._seeds
-
-    def next(self) -> Any:
-        """Returns the next batch of the pass; raises `StopIteration` at its end."""
-        return next(self._iterator)
-
-    def state(self) -> Any:
-        """Returns the state behind the last batch; None for a loader without a state."""
-        if isinstance(self.loader, _StateDict):
-            return self.loader.state_dict()
-        if isinstance(self._iterator, _GetState):
-            return self._iterator.get_state()
-        return self._iterator.state_dict() if isinstance(self._iterator, _StateDict) else None
-
-    def restore(self, epoch: int, state: Any) -> None:
-        """Begins a pass behind a state."""
-        self._take_epoch(epoch)
-        if isinstance(self.loader, _StateDict):
-            self.loader.load_state_dict(state)
-            self._iterator, self._restored = iter(self.loader), True
-            return
-        self._iterator = iter(self.loader)
-        if isinstance(self._iterator, _GetState):
-            self._iterator.set_state(state)
-        else:
-            self._iterator.load_state_dict(state)
-
-    def close(self) -> None:
-        """Ends the threads and processes of the loader."""
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, _Closed):
-            iterator.close()
 
 
 @dataclasses.dataclass
@@ -256,35 +61,33 @@ class LoaderReader:
       float_type: the type that floating-point numbers become; None keeps theirs.
 
     Attributes:
+      who: the name of the loader's class.
       length: the batches of a pass; None if the loader does not say it.
       passed: batches that were read again, to get to the first one.
       first_digest: the digest of the first batch of all.
       first_size: its rows.
+      batches: how many were handed out.
+      seconds: how long reading these has taken.
 
     Raises:
       UsageError: if it makes no loader, or that has no batch.
     """
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        part: str,
-        *,
-        size: int | None,
-        training: bool,
-        start: int,
-        mismatch: str,
-        float_type: str | None = None,
-    ) -> None:
+        self, make: Callable[[], Any], part: str, *, size: int | None, training: bool, start: int, mismatch: str,
+        float_type: str | None,
+    ) -> None:  # fmt: skip
         self._make, self._part, self._size, self._training, self._mismatch = make, part, size, training, mismatch
         self._start, self._position, self.passed = start, None, 0
+        self.batches, self.seconds = 0, 0.0
         self._lock = threading.Lock()  # held while a batch is read
         self._marks: collections.deque[_BatchMark] = collections.deque(maxlen=_MARKS)
         self._pending: collections.deque[list[np.ndarray]] = collections.deque()  # batches that were read already
         self._reading = self._taking = 0.0  # seconds
         self._why_no_state, self._warned = "", False
-        self._source: _OpenLoader | None = None
-        self._entry: object = None  # identifies the iterator that reads the batches
+        self._source: OpenLoader | None = None
+        self._entry = 0  # identifies the iterator that reads the batches
+        self._is_new = False  # whether the loader was only looked at
         self._open()
         self.who, self.length = type(self._source.loader).__name__, self._source.length
         # The first batches of the pass that is open, with their places, until another one is opened.
@@ -293,20 +96,32 @@ class LoaderReader:
             raise EmptyDataError(f"{self.who} has no batch; check where the data is read from")
         self._format = BatchFormat(self.who, [batch for _, batch in self._first], float_type)
         self.first_size, self.first_digest = self._format.first_size, self._digest_of_first()
+        self._is_new = not self._source.shares_its_state  # which the look has changed
 
     def dataset(self) -> tf.data.Dataset:
         """Makes a data set of the batches."""
         own = self._format
 
-        def batches() -> Iterator[tuple]:
-            entry = self._enter()
-            while (parts := self._following(entry)) is not None:
-                yield tuple(parts)
+        @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
+        def following(entry: tf.Tensor) -> list[tf.Tensor]:
+            parts = tf.numpy_function(self._following, [entry], own.types)
+            return [tf.ensure_shape(part, spec.shape) for part, spec in zip(parts, own.specs)]
 
-        made = tf.data.Dataset.from_generator(batches, output_signature=tuple(own.specs))
-        made = made.map(tf.autograph.experimental.do_not_convert(lambda *parts: own.packed(parts)))
-        endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
-        return (made.apply(endless) if self._training else made).prefetch(2)
+        function = following.get_concrete_function()
+
+        @tf.autograph.experimental.do_not_convert
+        def batches(_: tf.Tensor) -> tf.data.Dataset:
+            entries = tf.data.Dataset.from_tensors(tf.numpy_function(self._enter, [], tf.int64)).repeat()
+            # `Dataset.map` calls its function on other threads, whose handovers take longer than many batches.
+            read = tf.raw_ops.MapDataset(
+                input_dataset=tf.data.experimental.to_variant(entries), other_arguments=[], f=function,
+                output_types=own.types, output_shapes=[spec.shape for spec in own.specs],
+                use_inter_op_parallelism=False, preserve_cardinality=False,
+            )  # fmt: skip
+            return tf.data.experimental.from_variant(read, own.structure)
+
+        made = tf.data.Dataset.from_tensors(0).flat_map(batches)
+        return (made.apply(_ENDLESS) if self._training else made).prefetch(2)
 
     def begin_at(self, saved: bytes | None) -> None:
         """Makes the next iterator begin at a position that `save` returned; without one, it reads up to its start.
@@ -348,29 +163,23 @@ class LoaderReader:
         following = range(at.number, consumed + _CHECKED)
         digests = [known[number].digest for number in itertools.takewhile(known.__contains__, following)]
         return LoaderPosition(
-            loader=self.who,
-            part=self._part,
-            consumed=consumed,
-            number=at.number,
-            epoch=at.epoch,
-            index=at.index,
-            state=at.state,
-            digests=digests,
-        ).to_bytes()
+            loader=self.who, part=self._part, consumed=consumed, number=at.number, epoch=at.epoch, index=at.index,
+            state=at.state, digests=digests,
+        ).to_bytes()  # fmt: skip
 
     def close(self) -> None:
         """Ends the threads and processes of the loader."""
         if self._lock.acquire(timeout=_CLOSING):
             try:
                 self._source.close()
-                self._first, self._entry = [], None
+                self._first, self._entry = [], self._entry + 1
             finally:
                 self._lock.release()
 
     def _looked_at(self) -> list[tuple[_BatchMark, Any]]:
         self._begin(0, 0, 0)
         found: list[tuple[_BatchMark, Any]] = []
-        while len(found) < _LOOKED_AT and len(found) != self.length and (one := self._next()) is not None:
+        while len(found) < arrays.LOOKED_AT and len(found) != self.length and (one := self._next()) is not None:
             found.append((one[0], arrays.copied(one[1])))
         return found
 
@@ -394,9 +203,13 @@ class LoaderReader:
     # Reading.
 
     def _open(self) -> None:
+        """Makes the loader, unless it is new."""
         if self._source is not None:
             self._source.close()
-        self._source = _OpenLoader(self._make)
+        is_new, self._is_new = self._is_new, False
+        if is_new:
+            return
+        self._source = OpenLoader(self._make)
         if self._source.shares_its_state:
             other = _open.get(id(self._source.loader))
             if other is not None and other._training != self._training:
@@ -406,20 +219,21 @@ class LoaderReader:
                 )
             _open[id(self._source.loader)] = self
 
-    def _enter(self) -> object:
+    def _enter(self) -> np.int64:
         """Brings the loader to the first batch to give; returns what identifies the iterator that reads it now."""
         with self._lock:
-            self._entry = object()
+            self._entry += 1
             first, self._first = self._first, []
             self._marks.clear()
             self._pending.clear()
             if self._position is not None and self._position.consumed == self._start:
                 self._restore(self._position)
             elif first and not self._start:
+                self._is_new = False
                 self._pending.extend(self._noted(mark, batch) for mark, batch in first)
             else:
                 self._find(self._start)
-            return self._entry
+            return np.int64(self._entry)
 
     def _find(self, number: int) -> None:
         """Opens the loader, and reads up to the batch of a number, in its pass if the length of passes is known."""
@@ -492,11 +306,15 @@ class LoaderReader:
         self._epoch, self._index, self._number = epoch, index, number
         self._state = self._taken()
 
-    def _following(self, entry: object) -> list[np.ndarray] | None:
+    def _following(self, entry: np.int64) -> list[np.ndarray]:
         with self._lock:
-            if entry is not self._entry:  # an iterator that nobody reads may still be reading ahead
-                return None
-            return self._pending.popleft() if self._pending else self._read()
+            began = time.perf_counter()
+            # An iterator that nobody reads may still be reading ahead.
+            parts = None if entry != self._entry else self._pending.popleft() if self._pending else self._read()
+            if parts is None:
+                raise StopIteration
+            self.batches, self.seconds = self.batches + 1, self.seconds + time.perf_counter() - began
+            return parts
 
     def _read(self) -> list[np.ndarray] | None:
         """Reads the parts of the next batch; None at the end of an evaluation's pass."""
@@ -591,9 +409,8 @@ def _digest(parts: list[np.ndarray]) -> int:
     for array in parts:
         checksum.update(f"{array.dtype} {array.shape}".encode())
         is_text = array.dtype.kind in "OUS"
-        checksum.update(
-            repr(array.tolist()).encode() if is_text else np.ascontiguousarray(array).ravel().view(np.uint8)
-        )
+        values = repr(array.tolist()).encode() if is_text else np.ascontiguousarray(array).ravel().view(np.uint8)
+        checksum.update(values)
     return int.from_bytes(checksum.digest(), "big")
 
 
@@ -616,12 +433,9 @@ def read(
         )
     if requests.loader is not None:
         raise DatasetError("dataset() calls context.loader twice; make one loader that gives both parts of a batch")
-    if context.training and positions.sizes.earlier:
-        raise BatchSizeError(
-            f"a loader makes the batches, so that its state and the number of a batch mean other examples with another "
-            f"size, and this run had batches of {positions.sizes}; continue with {positions.sizes.original}, or start "
-            "a new run from the weights (--warm_start)"
-        )
+    context.refuse_earlier_sizes(
+        "a loader makes the batches, so that its state and the number of a batch mean other examples with another size"
+    )
     index, count, size = positions.pipeline_index, context.num_pipelines, context.loader_batch_size
     reader = LoaderReader(
         lambda: make(index, count),
@@ -642,27 +456,7 @@ def read(
                 "the batches of context.loader are divided among replicas, and batch_size_varies gives them any size; "
                 'leave that out, or set batches = "global" in the class'
             )
-        batches = _of_replicas(batches, context.per_replica_batch_size)
+        batches = batches.rebatch(context.per_replica_batch_size, drop_remainder=context.training)
+        batches = batches.apply(_ENDLESS) if context.training else batches
     requests.calls.append(DatasetCall(positions=tf.data.Dataset.range(0), steps=None, batches=batches))
     return batches
-
-
-def _of_replicas(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
-    """Divides each batch into those of `size` examples, the last of which may have fewer."""
-    spec, cardinality = batches.element_spec, batches.cardinality()
-
-    @tf.autograph.experimental.do_not_convert
-    def divide(*element: Any) -> tf.data.Dataset:
-        batch = element if type(spec) is tuple else element[0]  # tf.data unpacks tuples, and only those
-        sizes = [rows.count(part) for part in rows.parts(batch)]
-        with tf.control_dependencies(rows.assert_even("the loader", sizes)):
-            count = tf.identity(sizes[0])
-
-        def part(start: tf.Tensor) -> Any:
-            return rows.map_parts(lambda leaf: rows.between(leaf, start, tf.minimum(start + size, count)), batch)
-
-        return tf.data.Dataset.range(0, count, size).map(part)
-
-    divided = batches.flat_map(divide)
-    endless = cardinality == tf.data.INFINITE_CARDINALITY
-    return divided.apply(tf.data.experimental.assert_cardinality(cardinality)) if endless else divided

@@ -60,12 +60,8 @@ def _packed(value: Any, where: str) -> Any:
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         array = np.asarray(value)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        return {
-            _KIND: kind,
-            "dtype": array.dtype.str,
-            "shape": array.shape,
-            _VALUE: _packed(array.tobytes(), where)[_VALUE],
-        }
+        content = base64.b64encode(array.tobytes()).decode()
+        return {_KIND: kind, "dtype": array.dtype.str, "shape": array.shape, _VALUE: content}
     raise UnsavableStateError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -92,6 +88,14 @@ def _unpacked(value: Any) -> Any:
         raise MisfitError(f"no value is a {kind} of {dtype}")
     array = np.frombuffer(base64.b64decode(inner, validate=True), dtype).reshape(value["shape"]).copy()
     return array if kind == "array" else array[()]
+
+
+def is_position(saved: bytes) -> bool:
+    """Returns whether a saved position in the data is that of a loader, and so says which part of the data it is of."""
+    try:
+        return LoaderPosition.from_bytes(saved).part != ""
+    except MisfitError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

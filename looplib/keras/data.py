@@ -267,16 +267,17 @@ class KerasData:
             numbers = tf.data.Dataset.range(len(few)).batch(len(few))
             picked = numbers.map(lambda ids: tf.nest.map_structure(lambda part: tf.gather(part, ids), stacked))
             return picked.map(tf.autograph.experimental.do_not_convert(lambda *parts: self._of_one_type(parts)))
-        made = self._given() if callable(self._given) else self._given
-        if isinstance(made, tf.data.Dataset):
-            return made
-        if not isinstance(made, Iterator):
-            raise DatasetError(
-                f"the function x of KerasTrainer returned {made!r:.200}; expected a tf.data.Dataset of batches, or a "
-                "generator of batches"
-            )
         if self._generated is None:
-            self._generated = python_data.one_pass(self._given, self._float_type)
+            made = self._given() if callable(self._given) else self._given
+            if isinstance(made, tf.data.Dataset):
+                return made
+            if not isinstance(made, Iterator):
+                raise DatasetError(
+                    f"the function x of KerasTrainer returned {made!r:.200}; expected a tf.data.Dataset of batches, or "
+                    "a generator of batches"
+                )
+            begun = [made]  # is the first pass
+            self._generated = python_data.one_pass(lambda: begun.pop() if begun else self._given(), self._float_type)
         return self._generated.dataset()
 
     def _mapped(self, dataset: tf.data.Dataset) -> tf.data.Dataset:

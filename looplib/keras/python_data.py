@@ -1,7 +1,7 @@
 """Batches that Python makes: a `PyDataset`, a loader as PyTorch has them, and what generators give."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,23 +10,11 @@ import tensorflow as tf
 from looplib.base.messages import shown
 from looplib.compat import keras as _keras
 from looplib.data import loader
-from looplib.data.arrays import BatchFormat, is_array
+from looplib.data.arrays import LOOKED_AT, BatchFormat, is_array
 from looplib.data.context import InputContext
+from looplib.data.open_loader import ByNumber
 from looplib.data.order import Ids, Locate, OrderKey, Plan
-from looplib.errors import BatchSizeError, DatasetError
-
-_LOOKED_AT = 2  # batches, for the sizes that they have in common
-
-
-@runtime_checkable
-class Loader(Protocol):
-    """Data that gives its batches in passes of one length, such as PyTorch's `DataLoader`."""
-
-    def __len__(self) -> int:
-        """Returns the batches of a pass."""
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begins a pass."""
+from looplib.errors import DatasetError
 
 
 @runtime_checkable
@@ -38,10 +26,10 @@ class _InProcesses(Protocol):
 
 
 def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) -> tf.data.Dataset:
-    """Makes the batches of a `PyDataset`, or of a loader with a length, for a task of global batches.
+    """Makes the batches of a `PyDataset`, for a task of global batches.
 
-    The pipeline begins at any batch: at the next one of a `PyDataset`, by its number; of a loader, by reading the
-    batches before in the same pass. For an object that gives one example by number, use `context.records`.
+    The pipeline begins at any batch, by its number. For a loader use `context.loader`, and for an object that gives one
+    example by number, `context.records`.
 
         class Classifier(looplib.GradientTrainer):
             batches = "global"
@@ -51,9 +39,8 @@ def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) ->
 
     Args:
       context: the argument of `dataset`.
-      data: a `PyDataset` (`Sequence`), or an object with `__len__` and `__iter__`, such as PyTorch's `DataLoader`; its
-        batches have `context.global_batch_size` examples.
-      shuffle: whether each epoch of a training has the batches of a `PyDataset` in an order of its own.
+      data: a `PyDataset` (`Sequence`), whose batches have `context.global_batch_size` examples.
+      shuffle: whether each epoch of a training has the batches in an order of its own.
 
     Returns:
       A `tf.data.Dataset` of batches, in which floating-point numbers are float32.
@@ -61,18 +48,17 @@ def python_batches(context: InputContext, data: Any, *, shuffle: bool = True) ->
     Raises:
       UsageError: for other data, or if the batches would not be global ones.
     """
-    batches = as_batches(data, "float32")
-    if batches is None:
+    if not is_py_dataset(data):
         raise DatasetError(
-            f"looplib.python_batches got a {type(data).__name__}; expected a PyDataset, or an object with __len__ and "
-            "__iter__ that gives batches; use context.records for examples by number"
+            f"looplib.python_batches got a {type(data).__name__}; expected a PyDataset; use context.loader for a "
+            "loader of batches, and context.records for examples by number"
         )
     if not context.global_batches:
         raise DatasetError(
             f"looplib.python_batches makes global batches, of what {type(data).__name__} gives, and the trainer or "
             'evaluator takes those of a replica; set batches = "global" in its class'
         )
-    return batches.dataset(context, shuffle)
+    return PyDatasetBatches(data, "float32").dataset(context, shuffle)
 
 
 def as_batches(data: Any, float_type: str) -> "PyDatasetBatches | LoaderBatches | None":
@@ -90,13 +76,13 @@ def is_py_dataset(data: Any) -> bool:
 def is_numbered(data: Any) -> bool:
     """Returns whether data gives examples by number, and is neither arrays nor a structure of them."""
     structures = (list, tuple, str, bytes, Mapping)
-    return isinstance(data, loader.ByNumber) and not isinstance(data, structures) and not is_array(data)
+    return isinstance(data, ByNumber) and not isinstance(data, structures) and not is_array(data)
 
 
 def is_loader(data: Any) -> bool:
-    """Returns whether data gives batches in passes, and not by number."""
-    others = (loader.ByNumber, set, frozenset, Mapping)
-    return isinstance(data, Loader) and not isinstance(data, others) and not is_array(data)
+    """Returns whether data gives batches in passes of one length, and not by number."""
+    others = (ByNumber, set, frozenset, Mapping)
+    return isinstance(data, Iterable) and isinstance(data, Sized) and not (isinstance(data, others) or is_array(data))
 
 
 def check_sized(data: Any) -> None:
@@ -160,7 +146,7 @@ class PyDatasetBatches:
             )
         self._data, self.count = data, count
         self._at_once = max(1, data.workers) if isinstance(data, _InProcesses) else 1
-        self._format = BatchFormat(kind, (data[number] for number in range(min(_LOOKED_AT, count))), float_type)
+        self._format = BatchFormat(kind, (data[number] for number in range(min(LOOKED_AT, count))), float_type)
         self.first_size = self._format.first_size
 
     def dataset(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
@@ -170,13 +156,9 @@ class PyDatasetBatches:
           context: the context.
           shuffle: whether each epoch of a training has an order of its own.
         """
-        sizes = context.positions.sizes
-        if context.training and sizes.earlier:
-            raise BatchSizeError(
-                f"{self._format.who} makes the batches, so that their numbers mean other examples with another size, "
-                f"and this run had batches of {sizes}; continue with {sizes.original}, or start a new run from the "
-                "weights (--warm_start)"
-            )
+        context.refuse_earlier_sizes(
+            f"{self._format.who} makes the batches, so that their numbers mean other examples with another size"
+        )
         plan = _BatchNumbers(Ids(self.count, shuffle), context.global_batch_size)
         found = context.located(plan, context.order_seed(plan, None))
         chunks, call = context.positions_of(plan, "indices", False, False, 1)

@@ -417,8 +417,7 @@ class TaskLoop(TrainingLoop):
         stream = self.data.stream
         if stream.properties.served:
             return "data workers make the batches", "start more of them, or make their functions cheaper"
-        reader = stream.context().requests.reader
-        found = causes.of(self.data.iterator, stream.copy_seconds(), reader.reads if reader else ())
+        found = causes.of(self.data.iterator, stream.copy_seconds(), stream.context().requests)
         return (str(found), found.advice) if found else None
 
     def place_of(self, error: BaseException) -> str:

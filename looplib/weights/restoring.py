@@ -135,18 +135,19 @@ def peek(path: str) -> tuple[int, RunRecord]:
 
 
 def read_position(path: str, workers: Workers) -> tuple[bytes, int]:
-    """Returns the position that this worker has saved with a verified checkpoint; b"" if it has not.
+    """Returns the position that this worker has saved with a verified checkpoint, or that the first of others has.
 
     Returns:
-      (position, the number of workers that saved positions in files of their own, or 0).
+      (position, or b"" where none was saved; the number of workers that saved positions in files of their own, or 0).
     """
     names, pattern = list(commits.read_marker(path).files), commits.positions_of(os.path.basename(path))
     counts = [int(match[2]) for match in map(pattern.fullmatch, names) if match]
-    own = commits.position_path(path, workers.index, workers.count)
+    count = workers.count if workers.count in counts else max(counts, default=0)
+    own = commits.position_path(path, workers.index if count == workers.count else 0, count)
     if os.path.basename(own) not in names:
-        return b"", max(counts, default=0)
+        return b"", count
     with files.open_regular(own) as file:
-        return file.read(), workers.count
+        return file.read(), count
 
 
 def objects_of(graph: Any, checkpoint: Any) -> dict[int, Any]:

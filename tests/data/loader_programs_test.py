@@ -21,6 +21,7 @@ OTHERS = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
 NAMES = ("stateful", "torch", "datasets", "webdataset", "own", "processes")
 MAKERS = dict(zip(NAMES, OTHERS, strict=True))
 OWN_MAKER = re.compile(r"def make\(.*?\n\n\n", re.DOTALL)
+LIMIT = 240  # seconds for a program
 START = "import keras\nkeras.utils.set_random_seed(0)\n"
 
 
@@ -54,14 +55,15 @@ def test_a_program_that_is_killed_twice_ends_as_one_that_is_not(name, tmp_path):
     whole.mkdir()
     killed.mkdir()
     for step in (20, 110):
-        process = start(name, killed)
+        process, end = start(name, killed), time.monotonic() + LIMIT
         while process.poll() is None and not any(number >= step for number in saved(killed)):
+            assert time.monotonic() < end, pathlib.Path(f"{killed}.log").read_text()
             time.sleep(0.01)
         assert process.poll() is None, pathlib.Path(f"{killed}.log").read_text()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert start(name, killed).wait(120) == 0, pathlib.Path(f"{killed}.log").read_text()
-    assert start(name, whole).wait(120) == 0, pathlib.Path(f"{whole}.log").read_text()
+    assert start(name, killed).wait(LIMIT) == 0, pathlib.Path(f"{killed}.log").read_text()
+    assert start(name, whole).wait(LIMIT) == 0, pathlib.Path(f"{whole}.log").read_text()
     one, other = weights(whole), weights(killed)
     assert one.keys() == other.keys() and len(one) >= 4
     for key, value in one.items():

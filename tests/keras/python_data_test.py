@@ -279,12 +279,11 @@ class Own(looplib.GradientTrainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Loader, lambda: py_dataset(keras3)])
-def test_an_own_trainer_of_global_batches_takes_them_and_resumes_exactly_on_any_replicas(make, tmp_path):
+def test_an_own_trainer_of_global_batches_takes_a_py_dataset_and_resumes_exactly_on_any_replicas(tmp_path):
     def run(strategy, steps, **settings):
         strategy = make_strategy(strategy)
         with strategy.scope():
-            trainer = Own(make())
+            trainer = Own(py_dataset(keras3))
         config = looplib.RunConfig(global_batch_size=BATCH)
         with looplib.Controller(config, trainer=trainer, strategy=strategy, writers=[], **settings) as controller:
             controller.train(steps)

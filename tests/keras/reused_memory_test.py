@@ -86,7 +86,7 @@ SOURCES = {
     "many examples": lambda dtype: context().records(ManyExamples(dtype)),
     "blocks": lambda dtype: context(True).records(ManyExamples(dtype), shuffle=False, block=16).take(EXAMPLES // BATCH),
     "a PyDataset": lambda dtype: looplib.python_batches(context(), Batches(dtype)),
-    "a loader": lambda dtype: looplib.python_batches(context(), Loader(dtype)),
+    "a loader": lambda dtype: context().loader(lambda index, count: Loader(dtype)),
     "a generator": lambda dtype: one_pass(lambda: iter(Loader(dtype)), "float32").dataset(),
     "a sample": sampled,
 }

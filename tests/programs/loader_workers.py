@@ -8,6 +8,7 @@ from absl import flags
 import looplib
 
 _ALIKE = flags.DEFINE_boolean("alike", False, "Gives each worker all examples.")
+_GLOBAL = flags.DEFINE_boolean("global", False, "Reads global batches, of which each worker takes its part.")
 EXAMPLES = 64
 
 
@@ -24,6 +25,7 @@ def _dataset(context: looplib.InputContext) -> tf.data.Dataset:
 
 class Hashed(looplib.Trainer):
     def __init__(self):
+        self.batches = "global" if _GLOBAL.value else "per_replica"
         self.hash = tf.Variable(0, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
 
     def dataset(self, context):
@@ -33,6 +35,7 @@ class Hashed(looplib.Trainer):
         ids, replica = inputs["id"], tf.distribute.get_replica_context()
         own = tf.reduce_sum(ids * tf.range(1, tf.size(ids, out_type=tf.int64) + 1))
         own *= tf.cast(replica.replica_id_in_sync_group, tf.int64) * 7 + 1
+        own = tf.reduce_sum(ids * ids) if _GLOBAL.value else own
         self.hash.assign(self.hash * 31 + replica.all_reduce(tf.distribute.ReduceOp.SUM, own))
         return {"loss": tf.cast(ids, tf.float32)}
 

@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import pathlib
+import re
 import subprocess
 
 import numpy as np
@@ -14,7 +15,7 @@ from lazily import Results
 from trainers import small_data
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = ("mixture", "regression", "retrieval", "tagging")
+NAMES = ("mixture", "packages", "regression", "retrieval", "tagging")
 
 
 def start(python, *arguments):
@@ -84,8 +85,27 @@ def test_the_mixture_knows_more_than_how_often_letters_are(results):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
+def test_the_packages_are_input_bound_until_processes_read_them_and_are_learned_alike(python, tmp_path):
+    def run(processes):
+        flags = [f"--processes={processes}", f"--model_dir={tmp_path / str(processes)}", "--train_steps=600"]
+        printed = start(python, "examples.packages", *flags)
+        records = [json.loads(line) for line in (tmp_path / str(processes) / "metrics.jsonl").read_text().splitlines()]
+        waits = [int(share) for share in re.findall(r"input (\d+)%", printed)]
+        return printed, [record["loss"] for record in records if record["split"] == "train"], waits
+
+    alone, losses, waits = run(0)
+    assert (
+        "input-bound" in alone and "% of the pipeline's time is loader (" in alone and "processes of its own" in alone
+    )
+    together, same, less = run(2)
+    assert same == losses and losses[-1] < 0.1 * losses[0]
+    assert "input-bound" not in together and less[-1] < 0.5 * waits[-1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("check, name", [("resume", "tagging"), ("replicas", "retrieval"), *more(
-    [("resume", "regression"), ("resume", "retrieval"), ("replicas", "regression"), ("replicas", "tagging"), ("resume", "mixture"), ("replicas", "mixture")])])  # fmt: skip
+    [("resume", "regression"), ("resume", "retrieval"), ("replicas", "regression"), ("replicas", "tagging"), ("resume", "mixture"), ("resume", "packages"), ("replicas", "mixture")])])  # fmt: skip
 def test_an_example_resumes_exactly_and_trains_alike_on_any_number_of_replicas(check, name, python, tmp_path):
     options = ["--kills=1"] if check == "resume" else ["--counts=1,2"]
     flags = ["--train_steps=40", "--eval_interval=20", "--checkpoint_interval=10", "--steps_per_loop=10"]

@@ -176,7 +176,7 @@ def test_a_slow_source_of_records_is_named_and_the_advice_helps():
         start = time.perf_counter()
         for _ in range(100):  # several chunks of 32
             next(iterator)
-        return causes.of(iterator, reads=context.requests.reader.reads), time.perf_counter() - start
+        return causes.of(iterator, requests=context.requests), time.perf_counter() - start
 
     found, before = read(Own(), 1)
     assert "of the pipeline's time is read (Own.__getitem__: " in str(found) and "record, 1 at once" in str(found)
@@ -203,8 +203,14 @@ def test_iterators_without_statistics_have_no_slowest_stage():
     assert causes.of(object()) is None
 
 
+def loaded():
+    while True:
+        time.sleep(0.004)
+        yield np.arange(64)
+
+
 class Counted(looplib.Trainer):
-    """Steps that take less time than the order of their examples, or than the function of their map."""
+    """Steps that take less time than the order of their examples, the function of their map, or their loader."""
 
     def __init__(self, function):
         self.function, self.weight = function, tf.Variable(0.0)
@@ -212,6 +218,8 @@ class Counted(looplib.Trainer):
     def dataset(self, context):
         if self.function == "resident":
             return context.resident(np.arange(500))
+        if self.function == "loader":
+            return context.loader(lambda index, count: loaded())
         return context.indices(500).map(self.function)
 
     def step_fn(self, inputs):
@@ -226,6 +234,7 @@ class Counted(looplib.Trainer):
         (lambda ids: ids + 1, "order", "use larger batches, or context.resident for arrays"),
         ("resident", "order", "use larger batches: the steps are shorter"),
         (Slow(), "map", "give that map"),
+        ("loader", "loader", "let it read in processes of its own"),
     ],
 )
 def test_the_order_of_the_examples_is_no_map_of_the_users(function, kind, advice):
