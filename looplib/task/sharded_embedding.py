@@ -82,14 +82,21 @@ class ShardedEmbedding(RowTables):
             raise SettingError(f'combiner is {combiner!r}; expected "sum", "mean", "sqrtn" or None')
         if self.shards > self.rows:
             raise SettingError(f"shards is {shards}, and the table has {rows} rows; expected at most one part a row")
+        if isinstance(tf.distribute.get_strategy(), tf.distribute.TPUStrategy):
+            raise SettingError(
+                "a ShardedEmbedding is made under a TPUStrategy, and TPUs compute no update of single rows; use "
+                "keras.layers.Embedding"
+            )
         self.combiner, self.family = combiner, family
         self.initializer = _checked(initializer, family)
         for name, start in zip(self._names, range(0, self.rows, self._part)):
             shape = (min(self._part, self.rows - start), self.dim)
             value = functools.partial(_initial_rows, self.initializer, start)
             scope = f"{self.name}/" if family == "tf_keras" else ""  # which has no scope outside of `build`
-            # Attributes, because TensorFlow's checkpoints do not see the variables in a list of Keras 3.
-            setattr(self, name, self.add_weight(name=scope + name, shape=shape, initializer=value))
+            # Attributes, because TensorFlow's checkpoints do not see the variables in a list of Keras 3. In mixed
+            # precision, autocast would make each lookup cast the whole table.
+            part = self.add_weight(name=scope + name, shape=shape, initializer=value, autocast=False)
+            setattr(self, name, part)
         self.built = True
 
     @property
@@ -140,21 +147,16 @@ class ShardedEmbedding(RowTables):
             raise StepError("a ShardedEmbedding got weights and has no combiner; give it combiner=, or no weights")
         if isinstance(ids, (tf.RaggedTensor, tf.SparseTensor)):
             return self._of_uneven(ids, weights)
-        ids = tf.convert_to_tensor(ids)
-        vectors = self._cast(self._looked_up(tf.reshape(ids, [-1])))
-        vectors = tf.reshape(vectors, tf.concat([tf.shape(ids), [self.dim]], axis=0))
-        vectors = tf.ensure_shape(vectors, [*ids.shape, self.dim])
+        vectors = self._looked_up(tf.convert_to_tensor(ids))
         if self.combiner is None:
-            return vectors
-        weights = None if weights is None else tf.convert_to_tensor(weights)
-        return self._combined(vectors, weights, lambda values: tf.reduce_sum(values, axis=-2), tf.shape(ids))
+            return tf.cast(vectors, self.compute_dtype)
+        return self._combined(vectors, weights, lambda values: tf.reduce_sum(values, axis=-2))
 
     def _of_uneven(self, ids: Ids, weights: Ids | None) -> tf.Tensor | tf.RaggedTensor:
         ragged = isinstance(ids, tf.RaggedTensor)
-        flat = ids.flat_values if ragged else ids.values
-        vectors = self._cast(self._looked_up(flat))
+        vectors = self._looked_up(ids.flat_values if ragged else ids.values)
         if ragged and self.combiner is None:
-            return ids.with_flat_values(vectors)
+            return ids.with_flat_values(tf.cast(vectors, self.compute_dtype))
         if self.combiner is None or ids.shape.rank != 2:
             raise StepError(
                 f"a ShardedEmbedding with the combiner {self.combiner!r} got {'ragged' if ragged else 'sparse'} ids of "
@@ -163,38 +165,38 @@ class ShardedEmbedding(RowTables):
         if weights is not None:
             weights = weights.flat_values if ragged else weights.values
         rows, count = (ids.value_rowids(), ids.nrows()) if ragged else (ids.indices[:, 0], ids.dense_shape[0])
-        total = functools.partial(tf.math.unsorted_segment_sum, segment_ids=rows, num_segments=count)
-        return self._combined(vectors, weights, total, tf.shape(flat))
+        return self._combined(
+            vectors, weights, lambda values: tf.math.unsorted_segment_sum(values, segment_ids=rows, num_segments=count)
+        )
 
     def _combined(
-        self, vectors: tf.Tensor, weights: tf.Tensor | None, total: Callable[[tf.Tensor], tf.Tensor], shape: tf.Tensor
+        self, vectors: tf.Tensor, weights: tf.Tensor | None, total: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
-        weights = tf.ones(shape, vectors.dtype) if weights is None else tf.cast(weights, vectors.dtype)
-        weights = weights[..., tf.newaxis]
-        combined = total(vectors * weights)
+        factors = tf.ones(tf.shape(vectors)[:-1], vectors.dtype) if weights is None else tf.cast(weights, vectors.dtype)
+        factors = factors[..., tf.newaxis]
+        combined = total(vectors * factors)
         if self.combiner == "mean":
-            return tf.math.divide_no_nan(combined, total(weights))
-        return tf.math.divide_no_nan(combined, tf.sqrt(total(weights**2))) if self.combiner == "sqrtn" else combined
-
-    def _cast(self, vectors: tf.Tensor) -> tf.Tensor:
-        return tf.cast(vectors, self.compute_dtype)
+            combined = tf.math.divide_no_nan(combined, total(factors))
+        elif self.combiner == "sqrtn":
+            combined = tf.math.divide_no_nan(combined, tf.sqrt(total(factors**2)))
+        return tf.cast(combined, self.compute_dtype)
 
     def _looked_up(self, ids: tf.Tensor) -> tf.Tensor:
-        """Returns the rows `[n, dim]` of ids `[n]`."""
-        if not ids.dtype.is_integer:
-            ids = tf.cast(ids, tf.int64)  # as Keras's Embedding does, whose models have float inputs by default
+        """Returns the rows `[..., dim]` of ids `[...]`, in the type of the table."""
+        shape, ids = ids.shape, tf.cast(ids, tf.int64)  # also of floats, the default of Keras's inputs
         wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= self.rows))
         found = f"ids that the table {self.name} of {self.rows} rows does not have; expected 0 to {self.rows - 1}:"
         tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [found, wrong])
         parts = [_keras.tf_variable(table) for table in self.tables]
         if len(parts) == 1:
             return tf.gather(parts[0], ids)
-        distinct, places = tf.unique(ids)  # each row moves once
+        distinct, places = tf.unique(tf.reshape(ids, [-1]))  # each row moves once
         owner = tf.cast(distinct // self._part, tf.int32)
         wanted = tf.dynamic_partition(distinct % self._part, owner, len(parts))
         order = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
         rows = tf.dynamic_stitch(order, [tf.gather(part, each) for part, each in zip(parts, wanted)])
-        return _taken(rows, places)
+        vectors = tf.reshape(_taken(rows, places), tf.concat([tf.shape(ids), [self.dim]], axis=0))
+        return tf.ensure_shape(vectors, [*shape, self.dim])
 
 
 @functools.cache

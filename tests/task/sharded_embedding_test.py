@@ -168,6 +168,10 @@ def test_without_a_combiner_each_id_has_a_row():
     ragged = parts(tf.ragged.constant([[3, 30], [49]]))
     np.testing.assert_array_equal(ragged.flat_values, table[[3, 30, 49]])
     assert ragged.row_lengths().numpy().tolist() == [2, 1]
+    pairs = parts(tf.RaggedTensor.from_row_lengths([[3, 30], [49, 0], [1, 1]], [2, 1]))
+    np.testing.assert_array_equal(pairs.flat_values, table[[[3, 30], [49, 0], [1, 1]]])
+    for kind in ("uint8", "int32", "float32"):
+        np.testing.assert_array_equal(parts(ids.astype(kind)), table[ids])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -250,6 +254,22 @@ def test_an_id_that_the_table_does_not_have_is_named(wrong):
 def test_bad_arguments_are_refused(settings, words):
     with pytest.raises(SettingError, match=words):
         looplib.ShardedEmbedding(**{"rows": ROWS, "dim": DIM, **settings})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_combines_in_the_type_of_the_table(family):
+    initializer = FAMILIES[family].initializers.Constant(40.0)
+    parts = looplib.ShardedEmbedding(
+        2, 2, combiner="mean", dtype="mixed_float16", initializer=initializer, family=family
+    )
+    found = parts(np.zeros((1, 4000), "int64"))  # whose sum float16 cannot hold
+    assert found.dtype == tf.float16
+    np.testing.assert_array_equal(found, [[40, 40]])
+    variable = parts.tables[0].value if family == "keras" else parts.tables[0]
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(parts(np.array([[0, 1, 1]])))
+    (gradient,) = tape.gradient(total, [variable])
+    assert isinstance(gradient, tf.IndexedSlices) and gradient.dtype == tf.float32
 
 
 def test_weights_without_a_combiner_are_refused():
