@@ -146,4 +146,6 @@ class _WorkerMessages(python_logging.Filter):
         if message.startswith("Worker %s has been recovered") and worker in self._gone:
             self._gone.remove(worker)
             logging.warning("%s is back", worker)
+        if "MultiDeviceSaver.save" in message:  # each save of the servers is traced once
+            return False
         return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)

@@ -195,6 +195,8 @@ class KerasCallbacks(Action):
 
     def _take(self, event: Event) -> None:
         controller = event.controller
+        if not self._trains:  # an evaluation after the training
+            return
         if event.split == "train" and event.step % controller.steps_per_epoch == 0:
             self._end_batches()
             self._logs = {name: value for name, value in _as_in_fit(event).items() if name not in _OWN}

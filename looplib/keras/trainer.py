@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.base.messages import shown, whole_number
+from looplib.base.messages import join_names, shown, whole_number
 from looplib.compat import keras as _keras
 from looplib.compat import patches
 from looplib.compat.tensorflow import not_converted
+from looplib.data.arrays import is_of
 from looplib.data.context import InputContext
 from looplib.errors import DatasetError, ModelError, SettingError, StrategyError
 from looplib.keras import means, rows
@@ -112,6 +113,7 @@ class KerasTrainer(Adapter, Trainer):
         self.model, self.optimizer = model, model.optimizer
         self._keras_batch_logs = BatchLogs() if observes_batches else None
         self._keras_callbacks = KerasCallbacks(model, callbacks, self._keras_batch_logs) if callbacks else None
+        self._keras_columns = list(x) if is_of(x, "pandas", "DataFrame") else None
         self._keras_data = KerasData(model, x, y, sample_weight, class_weight)
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
@@ -161,9 +163,10 @@ class KerasTrainer(Adapter, Trainer):
         data = (x, y, sample_weight)
         if x is None and self._keras_validation is not None:
             data = _as_arguments(self._keras_validation)
+        data = (self._in_order(data[0]), *data[1:])
         new_rows = None
         if predict_data is not None:
-            new_rows = NewRows(self.model, predict_data, predict_ids)
+            new_rows = NewRows(self.model, self._in_order(predict_data, predict_ids), predict_ids)
             check(new_rows)
         return KerasEvaluator(self.model, *data, uneven_parts=self.uneven_parts, new_rows=new_rows)
 
@@ -189,7 +192,20 @@ class KerasTrainer(Adapter, Trainer):
         for name, value in (("batch_size", batch_size), ("steps", steps)):
             if value is not None:
                 whole_number(name, value)
-        return self._keras_predictor.predict(x, loops_of(self), batch_size, steps, 1 if verbose == "auto" else verbose)
+        verbose = 1 if verbose == "auto" else verbose
+        return self._keras_predictor.predict(self._in_order(x), loops_of(self), batch_size, steps, verbose)
+
+    def _in_order(self, x: Any, ids: Any = None) -> Any:
+        """Returns a table with its columns in the order of the training's, which names say; other data as it is."""
+        if self._keras_columns is None or not is_of(x, "pandas", "DataFrame"):
+            return x
+        wanted = [*self._keras_columns, *([ids] if isinstance(ids, str) and ids in x else [])]
+        if len(wanted) != len(list(x)) or set(wanted) != set(x):
+            raise DatasetError(
+                f"KerasTrainer was given a DataFrame with the columns {join_names([*map(repr, wanted)], most=6)}, and "
+                f"now gets one with {join_names([*map(repr, x)], most=6)}; give the columns of the training"
+            )
+        return x[wanted]
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:

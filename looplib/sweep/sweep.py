@@ -416,7 +416,8 @@ class _Sweep:
         if self._without_value == len(self._ended) == _WITHOUT_VALUE and not has_result:
             say(
                 f"sweep: {_WITHOUT_VALUE} trials ended without a value of {self.plan.metric}, and none with one, so "
-                "no more are started; mend the program or the command (another command needs another --dir)"
+                "no more are started; mend the program or the command (another command needs another --dir), or run "
+                "the same command again, if only these settings fail"
             )
             self.study.limit = 0
 

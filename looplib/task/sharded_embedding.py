@@ -186,7 +186,8 @@ class ShardedEmbedding(RowTables):
         shape, ids = ids.shape, tf.cast(ids, tf.int64)  # also of floats, the default of Keras's inputs
         wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= self.rows))
         found = f"ids that the table {self.name} of {self.rows} rows does not have; expected 0 to {self.rows - 1}:"
-        tf.debugging.Assert(tf.equal(tf.size(wrong), 0), [found, wrong])
+        # The op, because the function adds a condition, of which TensorFlow's optimizer prints a line in each trace.
+        tf.raw_ops.Assert(condition=tf.equal(tf.size(wrong), 0), data=[found, wrong])
         parts = [_keras.tf_variable(table) for table in self.tables]
         if len(parts) == 1:
             return tf.gather(parts[0], ids)

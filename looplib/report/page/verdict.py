@@ -145,6 +145,9 @@ def _constant(run: Run, curve: Curve) -> int:
     found, name = curve.finite[1], re.sub(r"_(score|\d+)$", "", curve.name)
     if curve.split == "train" or curve.undone or not found.size or known_mode(f"/{name}") != "max":
         return 0
+    judged = run.curve(run.best_metric) if run.best_metric else None
+    if judged is not None and judged is not curve and judged.finite[1].size and np.ptp(judged.finite[1]) == 0:
+        return 0  # nothing changed at all
     count = len(found) if np.ptp(found) == 0 else int((found[::-1] != found[-1]).argmax())
     least, examples = (_LEAST_SCORES, _SOME) if found[-1] == 0 else (max(_FEWEST_SCORES, len(found)), _MANY)
     return count if count >= least and found[-1] < 1 and _examples(run, curve) >= examples else 0
@@ -159,6 +162,11 @@ def _of_the_best(run: Run, curve: Curve) -> Remark:
     gained, lost, surely_lost = (better[best] - one for one in (better[0], better[-1], better[-late:].max()))
     text = f"{run.best_metric} was best at step {steps[best]:,} ({found[best]:.4g})"
     ended = f"{text}, and {found[-1]:.4g} at the end"
+    if len(found) > 1 and np.ptp(found) == 0 and run.best_mode == "min" and found[0]:
+        text = f"{run.best_metric} was {found[0]:.4g} in all of {len(found)} evaluations."
+        return Remark(
+            "note", text, "Check the learning rate, and that the optimizer trains the variables of the model."
+        )
     if found[best] == 1 and (other := _lowest(run, curve, int(steps[best]))):
         advice = "The model may have called every example one class there; judge it by another metric."
         return Remark("note", f"{text}, where {other} was lowest, and {found[-1]:.4g} at the end.", advice)
@@ -191,7 +199,7 @@ def _of_a_rise(run: Run, ended: str, falls: bool, in_vain: bool) -> Remark:
       in_vain: whether nothing was ever learnt on the data of the evaluation.
     """
     if falls and in_vain:
-        text = f"{ended}, never better than a guess, while training loss kept falling"
+        text = f"{ended}, hardly better than at its first evaluation, while training loss kept falling"
         return Remark("note", f"{text}: the model fits its training data alone.", _NOT_LEARNED)
     kept = [one.best for one in run.checkpoints]
     keep = "" if run.best_metric in kept else f"--keep_best={run.best_mode}:{run.best_metric}, "
@@ -205,12 +213,16 @@ def _is_guess(run: Run, curve: Curve, losses: np.ndarray) -> bool:
     """Returns whether nothing was learnt on the data of an evaluation: surely not, and never before it.
 
     A first evaluation may come after a model has learnt, so the accuracy has to say it too: with one prediction for all
-    examples, it is about the probability of an example that follows from the loss.
+    examples, it is about the probability of an example that follows from the loss. If the model was too sure of itself
+    already, it is no better than that of the first training steps, and at most that of a coin.
     """
     found = [one for one in run.curves if one.split == curve.split and "acc" in one.name and not one.undone]
     rates = [np.median(one.finite[1]) - _chance(run, one, 0) for one in found if one.finite[1].size]
     hardly = losses.min() >= (1 - _LEARNT) * losses[0] and _examples(run, curve) >= _ENOUGH
-    return bool(hardly and rates and max(rates) <= np.exp(-losses.min()))
+    trained = [run.curve(f"train/{one.name}") for one in found]
+    began = [one.finite[1][0] for one in trained if one is not None and one.finite[1].size]
+    bound = max(np.exp(-losses.min()), min([0.5, *began]) if began else 0.0)
+    return bool(hardly and rates and max(rates) <= bound)
 
 
 def _lowest(run: Run, curve: Curve, step: int) -> str:
