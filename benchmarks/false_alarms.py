@@ -29,6 +29,7 @@ _RUNS = {  # by name: the module, and its arguments
     "fine_tune all": ("trainers.fine_tune", ("--config.tune=all",)),
     "fine_tune last": ("trainers.fine_tune", ("--config.tune=last",)),
     "fine_tune lora": ("trainers.fine_tune", ("--config.tune=lora",)),
+    "recommendation": ("trainers.recommendation", ()),
     "regression": ("examples.regression", ()),
     "retrieval": ("examples.retrieval", ()),
     "tagging": ("examples.tagging", ()),

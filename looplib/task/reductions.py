@@ -229,7 +229,9 @@ def all_gather(value: Any) -> tf.Tensor:
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(queries, keys, transpose_b=True))
         ```
     """
-    return tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value), axis=0)
+    # TensorFlow gathers to the device of the value, and an input of the step has none where workers have one replica.
+    value = tf.identity(tf.convert_to_tensor(value))
+    return tf.distribute.get_replica_context().all_gather(value, axis=0)
 
 
 @not_converted

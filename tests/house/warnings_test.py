@@ -41,7 +41,11 @@ def test_the_program_of_readme_gives_no_warning(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["image_classification", *conftest.more(["language_model", "contrastive", "diffusion", "gan", "fine_tune"])]
+    "name",
+    [
+        "image_classification",
+        *conftest.more(["language_model", "contrastive", "diffusion", "gan", "fine_tune", "recommendation"]),
+    ],
 )
 def test_a_ready_trainer_gives_no_warning(tmp_path, name):
     flags = ["--train_steps=4", "--global_batch_size=16"]
