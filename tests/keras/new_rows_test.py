@@ -167,6 +167,26 @@ def test_a_column_of_a_table_names_the_rows_and_is_no_input(tmp_path):
         trainer.evaluator(predict_data=table.drop(columns="a"), predict_ids="word")
 
 
+def test_columns_of_a_table_are_taken_by_their_names():
+    import keras
+
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(X, columns=list("abcd"))
+    model = of_one_output(keras)
+    model.compile("sgd", "mse", metrics=["mae"])
+    turned = table[list("dbca")]
+    trainer = looplib.KerasTrainer(model, table, X[:, :2], validation_data=(turned, X[:, :2]))
+    np.testing.assert_allclose(trainer.predict(turned), model.predict(X), atol=1e-6)
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, evaluator=trainer.evaluator()
+    )
+    expected = model.evaluate(X, X[:, :2], return_dict=True)
+    assert controller.evaluate()["eval"]["mae"] == pytest.approx(expected["mae"], rel=1e-5)
+    for wrong in (table.rename(columns={"a": "e"}), table.assign(e=1.0), table.drop(columns="d")):
+        with pytest.raises(DatasetError, match="'a', 'b', 'c', 'd', and now gets one with"):
+            trainer.predict(wrong)
+
+
 @pytest.mark.parametrize("family", ["keras", *more(["tf_keras"])])
 def test_the_arguments_of_predict_are_those_of_keras(family, capsys):
     keras = pytest.importorskip(family)

@@ -199,7 +199,7 @@ def _of_a_rise(run: Run, ended: str, falls: bool, in_vain: bool) -> Remark:
       in_vain: whether nothing was ever learnt on the data of the evaluation.
     """
     if falls and in_vain:
-        text = f"{ended}, hardly better than at its first evaluation, while training loss kept falling"
+        text = f"{ended}, little better than at its first evaluation, while training loss kept falling"
         return Remark("note", f"{text}: the model fits its training data alone.", _NOT_LEARNED)
     kept = [one.best for one in run.checkpoints]
     keep = "" if run.best_metric in kept else f"--keep_best={run.best_mode}:{run.best_metric}, "

@@ -10,12 +10,12 @@ from looplib.run.policy import KeepBest
 from looplib.run.records import Record
 
 LEVELLED, OVERFITS, LABELS, LONGER = "levelled off", "it overfits", "each label belongs", "training longer"
-CLAIMS = (LEVELLED, OVERFITS, LABELS, LONGER, "got worse", "hardly better", "loss rose", "did not fall")
+CLAIMS = (LEVELLED, OVERFITS, LABELS, LONGER, "all of 20", "got worse", "hardly better", "loss rose", "did not fall")
 FALLING = 0.7 * np.exp(-np.arange(60) / 15)  # a loss of the training
 FLAT = np.full(60, 0.7)
 
 
-def told(loss=(), train=(), keep=None, examples=None, saved=(), noise=0.0, seed=0, **rates):
+def told(loss=(), train=(), keep=None, examples=None, saved=(), noise=0.0, seed=0, train_accuracy=(), **rates):
     """Returns what is said of evaluations with these values, and of a training with these losses."""
     random = np.random.default_rng(seed)
     count = max(map(len, [loss, *rates.values()]))
@@ -26,6 +26,7 @@ def told(loss=(), train=(), keep=None, examples=None, saved=(), noise=0.0, seed=
         for place in range(count)
     ]
     records += [Record(step, "train", {"loss": float(value)}) for step, value in enumerate(train, 1)]
+    records += [Record(step, "train", {"accuracy": float(value)}) for step, value in enumerate(train_accuracy, 1)]
     found = of_records(records)
     metric, mode = best_metric(KeepBest.parse(keep) if keep else None, found)
     run = Run("run", "", status="done", curves=found, best_metric=metric, best_mode=mode, checkpoints=list(saved))
@@ -60,6 +61,23 @@ KINDS = {  # evaluations and a training; which of the claims are made; how many 
     "labels of other examples": (
         dict(loss=np.linspace(0.72, 2.5, 20), train=FALLING, noise=0.01, examples=1000, accuracy=[0.49, 0.51] * 10),
         [LABELS],
+        0,
+    ),
+    "labels of other examples, of a model that is too sure": (
+        dict(
+            loss=np.linspace(0.85, 2.5, 20),
+            train=FALLING,
+            noise=0.01,
+            examples=1000,
+            accuracy=[0.49, 0.51] * 10,
+            train_accuracy=np.linspace(0.55, 1, 60),
+        ),
+        [LABELS],
+        0,
+    ),
+    "nothing is trained": (
+        dict(loss=np.full(20, 0.7), train=FLAT, accuracy=[0.49] * 20),
+        ["all of 20", "did not fall"],
         0,
     ),
     "labels of three other examples": (
