@@ -228,7 +228,10 @@ class Controller:
     def best_checkpoint(self) -> str | None:
         """The path of the best committed checkpoint by the policy's first `KeepBest`, or None if none has a score.
 
-        Without one, the number of the training in `run.json`.
+        Without one, by the rule that the training has written into `run.json`.
+
+        Raises:
+          NoCheckpointError: if no metric decides which one is the best.
         """
         best = self._directory.best()
         return best.path if best else None
