@@ -24,7 +24,7 @@ _WHOLE = (
 )  # fmt: skip
 _UNKNOWN = (
     "{name} trains the table of a ShardedEmbedding, and looplib knows no update of single rows for it; train the table "
-    "with one of Keras's {rules}, in a dict of optimizers by the names of variables"
+    "with one of Keras's {rules}, in a GradientTrainer's dict of optimizers, say"
 )
 
 
@@ -85,13 +85,13 @@ def _check(optimizer: Any, gradient: Any, table: tf.Variable) -> None:
     if found:
         raise OptimizerError(
             f"{name} has {found[0]}, which reads or writes all rows of the table {table.name} at each step; leave it "
-            "out (weight_decay: for this table, by no_decay), or give the table an optimizer of its own, in a dict of "
-            "optimizers by the names of variables"
+            "out (weight_decay for this table: by optimizer.exclude_from_weight_decay, or no_decay of a "
+            "GradientTrainer), or give the table an optimizer of its own, in a GradientTrainer's dict of optimizers"
         )
     if not isinstance(gradient, tf.IndexedSlices):
         raise StepError(
             f"the gradient of the table {table.name} is dense, so each step would read and write all its rows; "
-            "micro-batches, compiled gradients, clipping, norms in the report, scaling of the loss and regularization "
+            "micro-batches, jit_compile, clip_*, norms in the report, loss_scale and regularization "
             "make it dense: leave them out, or use keras.layers.Embedding"
         )
 

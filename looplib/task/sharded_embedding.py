@@ -1,5 +1,6 @@
 """ShardedEmbedding: a table of embeddings in parts, which several processes may hold."""
 
+import contextlib
 import functools
 import importlib
 import random
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.base.messages import whole_number
@@ -31,7 +33,8 @@ class ShardedEmbedding(RowTables):
     Gradients are sparse. The optimizer updates the rows that have been looked up, and their slots, by Keras's formula:
     `SGD`, `Adagrad`, `Adam`, `AdamW` without decay of this table, and `Ftrl`. Other rows keep their value and slots,
     so that momentum and Adam's moments are "lazy". Each other optimizer, and each setting that needs a whole table
-    (clipping, micro-batches, moving averages), is refused.
+    (clipping, micro-batches, loss scaling, the optimizer's moving averages), is refused. For this, the trainer must
+    hold the layer and the optimizer: as attributes, in lists or dicts, or in a model that it holds.
 
     The initial value of a row depends on the seed of the initializer and on the row, not on `shards`.
 
@@ -74,7 +77,7 @@ class ShardedEmbedding(RowTables):
         family: str = "keras",
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**{**settings, "autocast": False})  # which would round ids and weights in mixed precision
         self.rows, self.dim, self.shards = (
             whole_number(name, value) for name, value in (("rows", rows), ("dim", dim), ("shards", shards))
         )
@@ -86,6 +89,10 @@ class ShardedEmbedding(RowTables):
             raise SettingError(
                 "a ShardedEmbedding is made under a TPUStrategy, and TPUs compute no update of single rows; use "
                 "keras.layers.Embedding"
+            )
+        if not tf.as_dtype(self.variable_dtype).is_floating:
+            raise SettingError(
+                f"a ShardedEmbedding has the dtype {self.variable_dtype}; expected a floating-point type"
             )
         self.combiner, self.family = combiner, family
         self.initializer = _checked(initializer, family)
@@ -145,11 +152,19 @@ class ShardedEmbedding(RowTables):
         """
         if weights is not None and self.combiner is None:
             raise StepError("a ShardedEmbedding got weights and has no combiner; give it combiner=, or no weights")
-        if isinstance(ids, (tf.RaggedTensor, tf.SparseTensor)):
+        uneven = (tf.RaggedTensor, tf.SparseTensor)
+        if weights is not None and {type(ids), type(weights)} & set(uneven) and type(ids) is not type(weights):
+            raise StepError(
+                f"a ShardedEmbedding got ids as a {type(ids).__name__} and weights as a {type(weights).__name__}; "
+                "expected a weight for each id, in the same structure"
+            )
+        if isinstance(ids, uneven):
             return self._of_uneven(ids, weights)
-        vectors = self._looked_up(tf.convert_to_tensor(ids))
+        ids = tf.convert_to_tensor(ids)
+        vectors = self._looked_up(ids)
         if self.combiner is None:
             return tf.cast(vectors, self.compute_dtype)
+        weights = None if weights is None else tf.broadcast_to(weights, tf.shape(ids))
         return self._combined(vectors, weights, lambda values: tf.reduce_sum(values, axis=-2))
 
     def _of_uneven(self, ids: Ids, weights: Ids | None) -> tf.Tensor | tf.RaggedTensor:
@@ -163,7 +178,12 @@ class ShardedEmbedding(RowTables):
                 f"rank {ids.shape.rank}; expected ids [batch, n] and a combiner, or ragged or dense ids and none"
             )
         if weights is not None:
-            weights = weights.flat_values if ragged else weights.values
+            theirs, ours = (one.row_splits if ragged else one.indices for one in (weights, ids))
+            wrong = "the weights of a ShardedEmbedding have another structure than its ids"
+            with _asserted(tf.reduce_all(tf.equal(tf.shape(theirs), tf.shape(ours))), [wrong]):
+                theirs = tf.identity(theirs)
+            with _asserted(tf.reduce_all(tf.equal(theirs, ours)), [wrong]):
+                weights = tf.identity(weights.flat_values if ragged else weights.values)
         rows, count = (ids.value_rowids(), ids.nrows()) if ragged else (ids.indices[:, 0], ids.dense_shape[0])
         return self._combined(
             vectors, weights, lambda values: tf.math.unsorted_segment_sum(values, segment_ids=rows, num_segments=count)
@@ -183,21 +203,34 @@ class ShardedEmbedding(RowTables):
 
     def _looked_up(self, ids: tf.Tensor) -> tf.Tensor:
         """Returns the rows `[..., dim]` of ids `[...]`, in the type of the table."""
-        shape, ids = ids.shape, tf.cast(ids, tf.int64)  # also of floats, the default of Keras's inputs
+        if ids.dtype == tf.string:
+            raise StepError("a ShardedEmbedding got texts as ids; map them to rows with keras.layers.StringLookup")
+        static, shape = ids.shape, tf.shape(ids)
+        ids = tf.reshape(tf.cast(ids, tf.int64), [-1])  # also floats, the default of Keras's inputs
         wrong = tf.boolean_mask(ids, (ids < 0) | (ids >= self.rows))
         found = f"ids that the table {self.name} of {self.rows} rows does not have; expected 0 to {self.rows - 1}:"
-        # The op, because the function adds a condition, of which TensorFlow's optimizer prints a line in each trace.
-        tf.raw_ops.Assert(condition=tf.equal(tf.size(wrong), 0), data=[found, wrong])
+        with _asserted(tf.equal(tf.size(wrong), 0), [found, wrong]):
+            ids = tf.identity(ids)
         parts = [_keras.tf_variable(table) for table in self.tables]
         if len(parts) == 1:
-            return tf.gather(parts[0], ids)
-        distinct, places = tf.unique(tf.reshape(ids, [-1]))  # each row moves once
-        owner = tf.cast(distinct // self._part, tf.int32)
-        wanted = tf.dynamic_partition(distinct % self._part, owner, len(parts))
-        order = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
-        rows = tf.dynamic_stitch(order, [tf.gather(part, each) for part, each in zip(parts, wanted)])
-        vectors = tf.reshape(_taken(rows, places), tf.concat([tf.shape(ids), [self.dim]], axis=0))
-        return tf.ensure_shape(vectors, [*shape, self.dim])
+            vectors = tf.gather(parts[0], ids)
+        else:
+            distinct, places = tf.unique(ids)  # each row moves once
+            owner = tf.cast(distinct // self._part, tf.int32)
+            wanted = tf.dynamic_partition(distinct % self._part, owner, len(parts))
+            order = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
+            vectors = tf.dynamic_stitch(order, [tf.gather(part, each) for part, each in zip(parts, wanted)])
+            vectors = _taken(vectors, places)
+        return tf.ensure_shape(tf.reshape(vectors, tf.concat([shape, [self.dim]], axis=0)), [*static, self.dim])
+
+
+def _asserted(condition: tf.Tensor, data: list[Any]) -> contextlib.AbstractContextManager[None]:
+    """Lets what is computed in the `with` block wait for an assertion.
+
+    By the op, because the function adds a condition, of which TensorFlow's optimizer prints a line in each trace.
+    """
+    op = tf.raw_ops.Assert(condition=condition, data=data)
+    return contextlib.nullcontext() if op is None else tf.control_dependencies([op])
 
 
 @functools.cache
@@ -219,6 +252,8 @@ def _checked(initializer: Any, family: str) -> Any:
             f"expected one of keras.initializers.{', '.join(_INITIALIZERS)}"
         )
     config = found.get_config()
+    if np.ndim(config.get("value", 0)):
+        raise SettingError("the initializer of a ShardedEmbedding is a Constant of an array; expected one of a number")
     if "seed" in config and not isinstance(config["seed"], int):
         config["seed"] = random.randint(1, 10**9)  # noqa: S311  (as Keras draws it, so that its set_random_seed counts)
     return type(found).from_config(config)

@@ -227,7 +227,7 @@ def test_what_needs_a_whole_table_is_refused_when_the_controller_is_built(optimi
 
 
 def test_decay_that_leaves_out_the_table_trains():
-    trainer = Mean(keras.optimizers.AdamW(0.1), layer(), no_decay="rows_")
+    trainer = Mean(keras.optimizers.AdamW(0.1), layer(), no_decay="/rows_")
     looplib.Controller(looplib.RunConfig(global_batch_size=32), trainer=trainer).train(steps=2)
 
 
@@ -249,6 +249,7 @@ def test_an_id_that_the_table_does_not_have_is_named(wrong):
 
 @pytest.mark.parametrize(("settings", "words"), [
     ({"rows": 0}, "rows is 0"), ({"shards": 99}, "shards is 99"), ({"combiner": "max"}, "combiner is 'max'"),
+    ({"dtype": "int32"}, "dtype int32"), ({"initializer": keras.initializers.Constant([1.0])}, "of an array"),
     ({"initializer": "glorot_uniform"}, "may depend on the whole table"), ({"family": "torch"}, "family is 'torch'"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused(settings, words):
@@ -270,6 +271,50 @@ def test_half_precision_combines_in_the_type_of_the_table(family):
         total = tf.reduce_sum(parts(np.array([[0, 1, 1]])))
     (gradient,) = tape.gradient(total, [variable])
     assert isinstance(gradient, tf.IndexedSlices) and gradient.dtype == tf.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_and_weights_are_not_rounded_in_mixed_precision(family):
+    module = FAMILIES[family]
+    parts = looplib.ShardedEmbedding(
+        6000, 1, shards=3, combiner="mean", dtype="mixed_bfloat16", family=family, initializer="zeros"
+    )
+    for part, start in zip(parts.tables, (0, 2000, 4000)):
+        part.assign(np.arange(start, start + 2000, dtype="float32")[:, None] % 7)
+    inputs = module.Input((1,))  # of float32, as Keras makes it
+    model = module.Model(inputs, parts(inputs))
+    ids = np.array([[2999.0], [1001.0], [5999.0]], "float32")
+    np.testing.assert_array_equal(tf.cast(model(ids), tf.float32), ids % 7)
+    found = parts(np.array([[8, 8]]), weights=np.array([[1e-9, 3e-9]], "float32"))
+    np.testing.assert_array_equal(tf.cast(found, tf.float32), [[1]])
+
+
+def test_weights_are_broadcast_or_refused():
+    parts = layer(combiner="mean", initializer=keras.initializers.Ones())
+    ids = np.array([[1, 2, 3], [4, 5, 6]])
+    np.testing.assert_allclose(parts(ids, weights=np.array([[2.0], [3.0]])), np.ones((2, DIM)))
+    ragged, other = tf.ragged.constant([[1, 2, 3], [4]]), tf.ragged.constant([[1.0], [2, 3, 4]])
+    for given, weights in ((ragged, other), (ragged, other[:1]), (ragged.to_sparse(), other.to_sparse())):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="another structure than its ids"):
+            parts(given, weights=weights)
+    with pytest.raises(StepError, match="ids as a RaggedTensor and weights as a"):
+        parts(ragged, weights=np.ones((2, 3), "float32"))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_graph_names_a_wrong_id_before_it_looks_it_up(shards):
+    parts = layer(shards=shards)
+    looked_up = tf.function(lambda ids: parts(ids), reduce_retracing=True)
+    for _ in range(20):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=rf"of {ROWS} rows does not have(.|\n)*70"):
+            looked_up(tf.constant([[1, 70]]))
+
+
+def test_one_id_is_a_row_and_a_text_is_none():
+    parts = layer(combiner=None)
+    np.testing.assert_array_equal(parts(tf.constant(7)), whole(parts)[7])
+    with pytest.raises(StepError, match="StringLookup"):
+        parts(tf.constant(["a"]))
 
 
 def test_weights_without_a_combiner_are_refused():
