@@ -1,6 +1,7 @@
 """A store that is slow, down or fails now and then stops no step, and has everything in the end."""
 
 import json
+import re
 import time
 
 import pytest
@@ -33,13 +34,14 @@ def test_a_store_that_is_down_stops_no_step_and_has_everything_in_the_end(cloud,
     time.sleep(seconds)
     local, url = str(cloud.local()), cloud.url()
     wait_for(lambda: standing_of(local).error)
-    there, waiting = max(cloud.steps()), standing_of(local).behind
+    there, waiting = sorted(cloud.steps()), standing_of(local).behind
     assert waiting > 0
     status([local])
     row = capsys.readouterr().out
-    assert f"not in {url} yet, which has step {there}" in row and "cannot be reached" in row
+    known = int(re.search(rf"not in {re.escape(url)} yet, which has step (\d+)", row)[1])
+    assert known in there[-2:] and "cannot be reached" in row  # the answer to the last one may have been lost
     (remark,) = (one.text for one in findings(read_run(local, "run")) if url in one.text)
-    assert f"has step {there}" in remark
+    assert f"has step {known}" in remark
     started = time.monotonic()
     cloud.proxy.start()
     assert life.code(300) == 0, life.output()
