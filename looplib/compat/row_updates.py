@@ -28,8 +28,11 @@ _UNKNOWN = (
 )
 
 
+CHECK = "ids_of_a_table"  # the name of the op that checks ids, without which wrong ones would be looked up
+
+
 class RowTables:
-    """A layer whose tables are updated row by row."""
+    """A layer whose tables are updated row by row, and whose lookups are checked by an op named `CHECK`."""
 
     @property
     def tables(self) -> list[Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
+from looplib.compat.row_updates import CHECK
 from looplib.compat.tensorflow import converted
 from looplib.loop.contracts import StreamIterator
 from looplib.loop.step import Step, timed
@@ -104,6 +105,8 @@ def why_not_xla(step: Step) -> str | None:
     has_lists = any(op.startswith("TensorList") for op in step.op_counts)
     if array := _tf.growing_array(step.ops if has_lists else ()):
         return f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size"
+    if "Assert" in step.op_counts and any(CHECK in node.name for node in step.ops):
+        return "a ShardedEmbedding checks its ids in the step, and XLA leaves out assertions"
     if any(spec.dtype == tf.string for spec in tf.nest.flatten(step.reducer.collects)):
         return "looplib.text shows strings, which XLA does not have; give it token ids with decode=<function>"
     return None

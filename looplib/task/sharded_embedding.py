@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from looplib.base.messages import whole_number
 from looplib.compat import keras as _keras
-from looplib.compat.row_updates import RowTables
+from looplib.compat.row_updates import CHECK, RowTables
 from looplib.errors import SettingError, StepError
 
 _COMBINERS = (None, "sum", "mean", "sqrtn")
@@ -229,7 +229,7 @@ def _asserted(condition: tf.Tensor, data: list[Any]) -> contextlib.AbstractConte
 
     By the op, because the function adds a condition, of which TensorFlow's optimizer prints a line in each trace.
     """
-    op = tf.raw_ops.Assert(condition=condition, data=data)
+    op = tf.raw_ops.Assert(condition=condition, data=data, name=CHECK)
     return contextlib.nullcontext() if op is None else tf.control_dependencies([op])
 
 

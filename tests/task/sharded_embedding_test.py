@@ -7,7 +7,7 @@ import tensorflow as tf
 import tf_keras
 
 import looplib
-from looplib.errors import OptimizerError, SettingError, StepError
+from looplib.errors import EngineError, OptimizerError, SettingError, StepError
 
 ROWS, DIM, EXAMPLES, STEPS = 50, 4, 640, 10
 RNG = np.random.default_rng(7)
@@ -224,6 +224,13 @@ def test_what_needs_a_whole_table_is_refused_when_the_controller_is_built(optimi
     trainer = Mean(optimizer(), layer(), **settings)
     with pytest.raises((OptimizerError, StepError), match=words):
         looplib.Controller(looplib.RunConfig(global_batch_size=32), trainer=trainer)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_xla_which_checks_no_ids_is_refused(shards):
+    config = looplib.RunConfig(global_batch_size=32, loop="xla")
+    with pytest.raises(EngineError, match="XLA leaves out assertions"):
+        looplib.Controller(config, trainer=Mean(keras.optimizers.SGD(0.5), layer(shards=shards)))
 
 
 def test_decay_that_leaves_out_the_table_trains():
