@@ -16,7 +16,7 @@ from looplib.cluster import runtime
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
 from looplib.compat import tensorflow as _tf
-from looplib.compat.row_updates import tables_of
+from looplib.compat.row_updates import is_table
 from looplib.loop.contracts import Loop
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.state import state_of, variables_of
@@ -109,10 +109,9 @@ def _trainable(trainer: Any) -> Iterator[tuple[str, tf.Variable]]:
     layers = [part for part in _keras.parts(vars(trainer)) if _keras.is_layer(part)]
     held = {id(_keras.tf_variable(one)) for layer in layers for one in layer.weights}
     trainable = {id(_keras.tf_variable(one)) for layer in layers for one in layer.trainable_weights}
-    trainable -= set(map(id, tables_of(vars(trainer))))
     for name, variable in variables_of(state_of(trainer)):
         own = variable.trainable and id(variable) not in held
-        if variable.dtype.is_floating and (own or id(variable) in trainable):
+        if variable.dtype.is_floating and (own or id(variable) in trainable) and not is_table(variable):
             yield name.removesuffix(":0"), variable
 
 

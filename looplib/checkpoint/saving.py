@@ -28,7 +28,7 @@ from looplib.cluster import peers
 from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.compat.row_updates import tables_of
+from looplib.compat.row_updates import is_table
 from looplib.errors import SaveError, UsageError
 from looplib.run import commits
 from looplib.run.commits import FileChecksum
@@ -36,6 +36,7 @@ from looplib.run.mirror import Mirror
 from looplib.task import averages
 from looplib.task.plain import as_bytes, as_number
 from looplib.task.record import Contents, RunRecord, VariableNames
+from looplib.task.state import variables_of
 from looplib.weights.names import LiveVariables
 from looplib.weights.restoring import contents_of, objects_of, restore
 
@@ -69,7 +70,8 @@ class Checkpoints:
         self._snapshots: Snapshots | None = None
         self._noted: tuple[VariableNames, dict[str, Contents]] | None = None
         self._options = _own_files()
-        self._by_holders = any(tf.DeviceSpec.from_string(table.device).job == "ps" for table in tables_of(objects))
+        tables = [one for _, one in variables_of(objects) if is_table(one)]
+        self._by_holders = any(tf.DeviceSpec.from_string(table.device).job == "ps" for table in tables)
         if self._by_holders:
             self._options = _files_of_holders(self.directory)
             self._policy = dataclasses.replace(self._policy, in_background=False)

@@ -3,6 +3,7 @@
 Names that other rooms may use, by file:
     collectives: outside, PEER_ERRORS, Workers
     environment: resolve
+    holders: Holders
     parameter_servers: counts
     peers: current
     preemption: debugger_holds_a_thread, innermost_frames, notice, RunningTime
@@ -10,6 +11,6 @@ Names that other rooms may use, by file:
     runtime: check_placement, connected, describe, is_remote, PRECISIONS, setup, STRATEGIES
     tpu: is_lost, start_again
     updates: apply_gradients, counted, current, in_micro_batch, in_use, KINDS, micro_batch, NEEDS_WHOLE, over_replicas,
-        refuse_others, Share, sums_itself, times, TrainingOptimizers, watching, weight_of_part, weighted,
+        refuse_others, Share, sums_itself, times, TrainingOptimizers, update_tables, watching, weight_of_part, weighted,
         weighting_means
 """

@@ -17,6 +17,7 @@ from looplib.cluster import environment, parameter_servers, peers
 from looplib.compat import keras as _keras
 from looplib.compat import places
 from looplib.compat import tensorflow as _tf
+from looplib.compat.row_updates import is_held
 from looplib.errors import ClusterError, DeviceError, ParameterServerError, StrategyError, UsageError, VariableError
 
 _connected = False
@@ -48,7 +49,8 @@ def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iter
                 f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
                 "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
             )
-        if not distributed and (replicas > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)):
+        in_step = replicas > 1 or isinstance(strategy, tf.distribute.MirroredStrategy)
+        if in_step and not distributed and not is_held(value):
             raise VariableError(
                 f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
                 "build models, optimizers and metrics inside `with strategy.scope():`"

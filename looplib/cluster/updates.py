@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from looplib.cluster.collectives import Workers
+from looplib.cluster.holders import joined
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
 from looplib.compat import row_updates
@@ -189,9 +189,9 @@ def over_replicas(gradients: Sequence[Gradient]) -> list[Gradient]:
         several = reduced[len(together) :]
     if varying:
         parts = [part for i in varying for part in (given[i].values, given[i].indices)]
-        joined = iter(context.merge_call(_join, args=tuple(parts)))
+        rows = iter(context.merge_call(joined, args=tuple(parts)))
         for i in varying:
-            summed[i] = tf.IndexedSlices(next(joined), next(joined), given[i].dense_shape)
+            summed[i] = tf.IndexedSlices(next(rows), next(rows), given[i].dense_shape)
     for i, replicas in zip(constant, several):
         summed[i] = _by_row(summed[i], tf.equal(replicas, _optimizers.num_replicas()))
     parts = iter(summed)
@@ -234,12 +234,6 @@ def _by_row(gradient: tf.IndexedSlices, distinct: tf.Tensor) -> tf.IndexedSlices
     return tf.IndexedSlices(values, ids, gradient.dense_shape)
 
 
-@tf.autograph.experimental.do_not_convert
-def _join(strategy: tf.distribute.Strategy, *parts: Iterable) -> list[tf.Tensor]:
-    """Concatenates each value over the replicas of all workers; across replicas."""
-    return Workers(strategy).join([tf.concat(strategy.experimental_local_results(part), axis=0) for part in parts])
-
-
 def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, summed: bool = False) -> None:
     """Updates weights: weighs and sums the gradients, notes them for the guards, and has the optimizer clip and apply.
 
@@ -271,14 +265,77 @@ def _apply(
         return converted(plain)(grads, trainable_variables, **kwargs)
     if not summed:
         grads = weighted(grads)
-    if not _keras.scales_loss(optimizer):
-        note_gradients(grads, trainable_variables)
     if _optimizers.num_replicas() > 1:
         _make_ready(optimizer, trainable_variables)
-        if not summed:
-            grads = over_replicas(grads)
+    others = update_tables(optimizer, grads, trainable_variables, summed=summed)
+    if others is not None:
+        grads, trainable_variables = others
+        if not grads:
+            return None
+    if not _keras.scales_loss(optimizer):
+        note_gradients(grads, trainable_variables)
+    if _optimizers.num_replicas() > 1 and not summed:
+        grads = over_replicas(grads)
     with _optimizers.summed():
         return converted(plain)(grads, trainable_variables, **kwargs)
+
+
+def update_tables(
+    optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any] | None, *, summed: bool = False
+) -> tuple[list[Gradient], list[Any]] | None:
+    """Updates rows of the tables among some variables, and notes their gradients for the guards; in replica context.
+
+    Args:
+      optimizer: Keras optimizer of either family. If there are no others, it counts the step.
+      gradients: one for each variable, of this replica.
+      variables: None for those of the optimizer.
+      summed: whether the gradients are sums over replicas, which cannot be told apart from a replica's own.
+
+    Returns:
+      The gradients of the other variables, and these; None if there are no tables.
+
+    Raises:
+      UsageError: for an optimizer, or a gradient, that would need a whole table.
+    """
+    pairs = list(zip(gradients, _optimizers.variables_of(optimizer) if variables is None else variables))
+    tables = [pair for pair in pairs if row_updates.is_table(pair[1])]
+    if not tables:
+        return None
+    if summed and _optimizers.num_replicas() > 1:
+        raise StepError(
+            f"apply_gradients got the sum over replicas of the gradient of the table {tables[0][1].name}; give it the "
+            "gradients of each replica, with summed=False"
+        )
+    if _keras.family(optimizer) != "keras" or not optimizer.built:  # tf_keras knows by itself if it is
+        with tf.init_scope():
+            optimizer.build([one for _, one in pairs])
+    given = [(gradient, _keras.tf_variable(table)) for gradient, table in tables if gradient is not None]
+    for gradient, table in given:
+        row_updates.check(optimizer, gradient, table)
+    note_gradients([gradient for gradient, _ in tables], [table for _, table in tables])
+    if _optimizers.num_replicas() == 1:
+        for gradient, table in given:
+            row_updates.update(optimizer, gradient, table)
+    elif given:
+        # Across replicas, so that no replica looks up rows between the updates of the parts.
+        parts = [part for gradient, _ in given for part in (gradient.values, gradient.indices)]
+        update = functools.partial(_update_across_replicas, optimizer, [table for _, table in given])
+        tf.distribute.get_replica_context().merge_call(update, args=tuple(parts))
+    others = [(gradient, one) for gradient, one in pairs if not row_updates.is_table(one)]
+    if not others:
+        optimizer.iterations.assign_add(1)
+    return [gradient for gradient, _ in others], [one for _, one in others]
+
+
+@tf.autograph.experimental.do_not_convert
+def _update_across_replicas(
+    optimizer: Any, tables: list[tf.Variable], strategy: tf.distribute.Strategy, *parts: Iterable
+) -> None:
+    """Updates the rows of this process's tables with the values and ids of its replicas' gradients."""
+    of_all = (tf.concat(strategy.experimental_local_results(part), axis=0) for part in parts)
+    for table, values, ids in zip(tables, of_all, of_all):
+        with tf.device(table.device):
+            row_updates.update(optimizer, tf.IndexedSlices(values, ids), table)
 
 
 def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:
@@ -321,6 +378,11 @@ def _apply_pairs(
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if not summed:
         gradients = weighted(gradients)
+    others = update_tables(optimizer, gradients, variables, summed=summed or sums_itself(kwargs))
+    if others is not None:
+        gradients, variables = others
+        if not gradients:
+            return None
     if not _keras.scales_loss(optimizer):
         note_gradients(gradients, variables)
     parameters = inspect.signature(plain).parameters
@@ -344,9 +406,9 @@ class TrainingOptimizers:
     """The optimizers of a trainer, whose steps may call them by themselves, until it is closed.
 
     - A call of `apply` or `apply_gradients` does what `apply_gradients` of this module does.
-    - Variables are updated by fused kernels where these are faster.
+    - Tables are updated row by row, other variables by fused kernels where these are faster.
 
-    On one replica, none of this adds an op to what Keras does.
+    On one replica and without tables, none of this adds an op to what Keras does.
 
     Args:
       trainer: the object that holds the optimizers.
@@ -360,16 +422,11 @@ class TrainingOptimizers:
 
     def __init__(self, trainer: Any, strategy: tf.distribute.Strategy, *, noted: bool, fuse: bool = True) -> None:
         self._replacements: list[_optimizers.Replacement] = []
-        sums, tables = strategy.num_replicas_in_sync > 1, []
-        for table in row_updates.tables_of(vars(trainer)):
-            tables += strategy.experimental_local_results(table)
+        sums = strategy.num_replicas_in_sync > 1
         try:
             for optimizer in _keras.optimizers(trainer).values():
                 self._change(optimizer, sums, noted and not _keras.scales_loss(optimizer))
-                update = _optimizers.fused_update(optimizer) if fuse else None
-                if tables:
-                    update = row_updates.by_row(optimizer, tables, update)
-                if update:
+                if update := _optimizers.fused_update(optimizer) if fuse else None:
                     self._replacements.append(_optimizers.Replacement(optimizer, "update_step", update))
         except BaseException:
             self.close()
@@ -392,7 +449,7 @@ class TrainingOptimizers:
                     "and computes different weights on several; use tf_keras.optimizers.legacy.Nadam, or Keras 3"
                 )
             name, function = "apply_gradients", _apply_pairs
-        if sums or noted:
+        if sums or noted or row_updates.any_tables():
             make = functools.partial(functools.partial, function, optimizer)
             self._replacements.append(_optimizers.Replacement(optimizer, name, make))
 

@@ -13,7 +13,7 @@ Each works with the versions that `versions.py` knows, and is refused, or left o
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -231,8 +231,8 @@ def _adam(optimizer: Any, variable: Any, rate: tf.Tensor) -> Callable:
     return functools.partial(
         tf.raw_ops.ResourceApplyAdam,
         var=_handle(variable),
-        m=_slot(optimizer, optimizer._momentums, variable),
-        v=_slot(optimizer, optimizer._velocities, variable),
+        m=_handle(slot_of(optimizer, optimizer._momentums, variable)),
+        v=_handle(slot_of(optimizer, optimizer._velocities, variable)),
         beta1_power=tf.pow(tf.cast(optimizer.beta_1, tf.float32), step),
         beta2_power=tf.pow(tf.cast(optimizer.beta_2, tf.float32), step),
         lr=rate,
@@ -249,17 +249,18 @@ def _sgd(optimizer: Any, variable: Any, rate: tf.Tensor) -> Callable:
     return functools.partial(
         tf.raw_ops.ResourceApplyKerasMomentum,
         var=handle,
-        accum=_slot(optimizer, optimizer.momentums, variable),
+        accum=_handle(slot_of(optimizer, optimizer.momentums, variable)),
         lr=rate,
         momentum=tf.cast(optimizer.momentum, tf.float32),
         use_nesterov=optimizer.nesterov,
     )
 
 
-def _slot(optimizer: Any, slots: list, variable: Any) -> tf.Tensor:
+def slot_of(optimizer: Any, slots: Sequence[Any], variable: Any) -> Any:
+    """Returns the slot of a variable among those that an optimizer keeps in a list."""
     if _keras.family(optimizer) == "keras":
-        return _handle(slots[optimizer._get_variable_index(variable)])
-    return _handle(slots[optimizer._index_dict[optimizer._var_key(variable)]])
+        return slots[optimizer._get_variable_index(variable)]
+    return slots[optimizer._index_dict[optimizer._var_key(variable)]]
 
 
 def _handle(variable: Any) -> tf.Tensor:

@@ -10,78 +10,144 @@ Adagrad and for SGD without momentum this is what Keras does; the momentum of SG
 in TensorFlow Addons' `LazyAdam`. Ftrl of Keras also writes rows that no batch has looked up, from slots that are zero.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import concurrent.futures
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
+from looplib.compat.optimizers import slot_of
+from looplib.compat.versions import KNOWN_KERAS
 from looplib.errors import OptimizerError, StepError
 
 # What reads or writes whole variables at each step, or needs the norm of the gradient of all of a table's parts.
 _WHOLE = (
     "amsgrad", "adaptive_epsilon", "use_ema", "gradient_accumulation_steps", "clipnorm", "clipvalue", "global_clipnorm",
 )  # fmt: skip
-_UNKNOWN = (
-    "{name} trains the table of a ShardedEmbedding, and looplib knows no update of single rows for it; train the table "
-    "with one of Keras's {rules}, in a GradientTrainer's dict of optimizers, say"
-)
-
-
 CHECK = "ids_of_a_table"  # the name of the op that checks ids, without which wrong ones would be looked up
+_SLOT = "add_variable_from_reference"  # the method of optimizers, of both families
+_tables: set[int] = set()  # handles of variables, by their identity
+_held: set[int] = set()
 
 
-class RowTables:
-    """A layer whose tables are updated row by row, and whose lookups are checked by an op named `CHECK`."""
-
-    @property
-    def tables(self) -> list[Any]:
-        """The tables, float variables `[rows, dim]`."""
-        raise NotImplementedError
+def add_table(table: Any) -> None:
+    """Notes that a variable, floats `[rows, dim]`, is updated row by row."""
+    _note(_tables, table)
 
 
-def tables_of(holder: Any) -> list[tf.Variable]:
-    """Returns the tables that are updated row by row, of all layers that something is and holds."""
-    layers = [part for part in _keras.parts(holder) if isinstance(part, RowTables)]
-    return [_keras.tf_variable(table) for layer in layers for table in layer.tables]
+def is_table(variable: Any) -> bool:
+    """Returns whether a variable of either Keras family, or of TensorFlow, is updated row by row."""
+    return _handle(variable) in _tables
 
 
-def by_row(
-    optimizer: Any, tables: Iterable[tf.Variable], others: Callable[[Callable], Callable] | None
-) -> Callable[[Callable], Callable]:
-    """Returns a function that makes a method `update_step` which updates the rows of tables.
+def held(device: str, make: Callable[[], Any]) -> Any:
+    """Makes a variable on a device, outside of the strategy whose scope is entered, which would copy it."""
+
+    def made() -> Any:
+        with tf.device(device):
+            return make()
+
+    with concurrent.futures.ThreadPoolExecutor(1, "looplib-held") as executor:  # a scope belongs to a thread
+        variable = executor.submit(made).result()
+    _note(_held, variable)
+    return variable
+
+
+def is_held(variable: Any) -> bool:
+    """Returns whether `held` made a variable: a part of a table, or a slot of one, that one replica holds."""
+    return _handle(variable) in _held
+
+
+def _note(found: set[int], variable: Any) -> None:
+    variable = _keras.tf_variable(variable)
+    found.add(_handle(variable))
+    weakref.finalize(variable, found.discard, _handle(variable))
+
+
+def _handle(variable: Any) -> int | None:
+    variable = _keras.tf_variable(variable)
+    # Outside of a replica, a distributed variable has no handle.
+    return None if isinstance(variable, tf.distribute.DistributedValues) else _tf.identity_of(variable)
+
+
+def keep_slots_with_tables(family: str) -> None:
+    """Changes the class that adapts optimizers of a Keras family to tf.distribute, which refuses what `held` has made.
+
+    The slots of such a table are then made on its device, outside of the strategy too.
 
     Args:
-      optimizer: Keras optimizer of either family.
-      tables: what `tables_of` returns; on replicas, the variable of each.
-      others: makes the method for other variables from the optimizer's own; None for its own.
+      family: "keras" or "tf_keras", imported.
 
     Raises:
-      UsageError: for an optimizer without such a method; from the method, for an optimizer or a gradient that would
-        need a whole table.
+      UsageError: if this version of Keras has no such class.
     """
-    handles = {id(table.handle) for table in tables}  # with parameter servers, variables come in wrappers
-    if getattr(optimizer, "update_step", None) is None:
-        raise OptimizerError(_UNKNOWN.format(name=type(optimizer).__name__, rules=", ".join(_RULES)))
+    classes = sys.modules[family].optimizers.Optimizer.__mro__
+    adapter = next((cls for cls in classes if _SLOT in vars(cls)), None)
+    if adapter is None or not any(_SLOT in vars(cls) for cls in classes[classes.index(adapter) + 1 :]):
+        raise OptimizerError(
+            f"looplib does not know how this version of {family} makes the slots of optimizers (it knows Keras "
+            f"{KNOWN_KERAS}), so a ShardedEmbedding needs one replica, parameter servers, or another version"
+        )
+    original = vars(adapter)[_SLOT]
+    if original.__module__ == __name__:
+        return
 
-    def updating(plain: Callable) -> Callable:
-        plain = others(plain) if others else plain
+    signature = inspect.signature(original)  # of which each family names the first argument in its way
 
-        def update(gradient: Any, variable: Any, *rate: Any) -> Any:
-            if id(variable.handle) not in handles:
-                return plain(gradient, variable, *rate)
-            _check(optimizer, gradient, variable)
-            return _update(optimizer, gradient, variable, *(rate or [optimizer.learning_rate]))
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        variable = signature.bind(self, *args, **kwargs).args[1]
+        if not is_held(variable):
+            return original(self, *args, **kwargs)
+        make = functools.partial(getattr(super(adapter, self), _SLOT), *args, **kwargs)
+        return held(_keras.tf_variable(variable).device, make)
 
-        return update
+    method.__module__ = __name__
+    setattr(adapter, _SLOT, method)
 
-    return updating
+
+def any_tables() -> bool:
+    """Returns whether this process has a table."""
+    return bool(_tables)
 
 
-def _check(optimizer: Any, gradient: Any, table: tf.Variable) -> None:
+def update(optimizer: Any, gradient: tf.IndexedSlices, table: tf.Variable) -> None:
+    """Updates the rows of a table that a gradient is about; the caller has called `check`, and counts the step.
+
+    Args:
+      optimizer: Keras optimizer of either family, built.
+      gradient: the sum over replicas.
+      table: the variable that the optimizer was built with.
+    """
+    ids, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, table.dtype), places, tf.size(ids))
+
+    def rows_of(slot: Any) -> _TouchedRows:
+        variable = _keras.tf_variable(slot)
+        variable.value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
+        return _TouchedRows(variable.handle, ids, variable.dtype)
+
+    rate = _keras.rate_or_schedule(optimizer, optimizer.learning_rate)
+    rate = tf.cast(rate(optimizer.iterations) if callable(rate) else rate, table.dtype)
+    rule = _RULES[type(optimizer).__name__]
+    rule(optimizer, rows_of(table), lambda slots: rows_of(slot_of(optimizer, slots, table)), values, rate)
+
+
+def check(optimizer: Any, gradient: Any, table: tf.Variable) -> None:
+    """Raises `UsageError` for an optimizer or a gradient that would need the whole table."""
     name = type(optimizer).__name__
-    if name not in _RULES or not _keras.is_own_class(optimizer):
-        raise OptimizerError(_UNKNOWN.format(name=name, rules=", ".join(_RULES)))
+    legacy = getattr(optimizer, "update_step", None) is None  # of tf_keras, with slots of another kind
+    if name not in _RULES or legacy or not _keras.is_own_class(optimizer):
+        raise OptimizerError(
+            f"{name} trains the table of a ShardedEmbedding, and looplib knows no update of single rows for it; train "
+            f"the table with one of Keras's {', '.join(_RULES)}, in a GradientTrainer's dict of optimizers, say"
+        )
     found = [setting for setting in _WHOLE if getattr(optimizer, setting, None)]
     if getattr(optimizer, "weight_decay", None) and optimizer._use_weight_decay(table):
         found.append("weight_decay")
@@ -115,23 +181,6 @@ class _TouchedRows(NamedTuple):
     def add(self, values: tf.Tensor) -> None:
         # In one op, so that workers that do not wait for each other lose no part of a sum.
         tf.raw_ops.ResourceScatterAdd(resource=self.handle, indices=self.ids, updates=values)
-
-
-def _update(optimizer: Any, gradient: tf.IndexedSlices, variable: tf.Variable, rate: Any) -> None:
-    ids, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, variable.dtype), places, tf.size(ids))
-
-    def rows_of(held: Any) -> _TouchedRows:
-        held = _keras.tf_variable(held)
-        held.value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
-        return _TouchedRows(held.handle, ids, held.dtype)
-
-    def slot(slots: Sequence[Any]) -> _TouchedRows:
-        if _keras.family(optimizer) == "keras":
-            return rows_of(slots[optimizer._get_variable_index(variable)])
-        return rows_of(slots[optimizer._index_dict[optimizer._var_key(variable)]])
-
-    _RULES[type(optimizer).__name__](optimizer, rows_of(variable), slot, values, tf.cast(rate, variable.dtype))
 
 
 def _sgd(optimizer: Any, rows: _TouchedRows, slot: Callable, gradient: tf.Tensor, rate: tf.Tensor) -> None:

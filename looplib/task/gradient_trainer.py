@@ -12,7 +12,7 @@ from looplib.base.messages import join_names, whole_number
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
-from looplib.compat.row_updates import tables_of
+from looplib.compat.row_updates import is_table
 from looplib.compat.tensorflow import TensorLike, converted, not_converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.task import micro_batches as splitting
@@ -425,7 +425,12 @@ class GradientTrainer(Trainer):
         strategy, weight = tf.distribute.get_strategy(), backward.weight
         values = [*backward.data, *backward.auxiliary, *([] if weight is None else [weight])]
         if strategy.num_replicas_in_sync > 1:
-            values = updates.over_replicas(values)
+            # The updates of tables join the rows of replicas by themselves.
+            tables = [number for number, one in enumerate(self.update_plan.trained) if is_table(one)]
+            own = [values[number] for number in tables]
+            values = updates.over_replicas([None if i in tables else value for i, value in enumerate(values)])
+            for number, value in zip(tables, own):
+                values[number] = value
         count, factor = len(backward.data), None
         inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
         data, auxiliary = values[:count], values[count : count + len(backward.auxiliary)]
@@ -443,16 +448,18 @@ class GradientTrainer(Trainer):
             own = [gradients[number_of[id(variable)]] for variable in variables]
             if _keras.family(optimizer) == "keras":
                 # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
-                tables = {id(table) for table in tables_of(self.model)}  # whose updates sum these rows
+                # The updates of tables sum these rows.
                 own = [
                     tf.convert_to_tensor(gradient)
-                    if isinstance(gradient, tf.IndexedSlices) and id(_keras.tf_variable(variable)) not in tables
+                    if isinstance(gradient, tf.IndexedSlices) and not is_table(variable)
                     else gradient
                     for gradient, variable in zip(own, variables)
                 ]
             accumulating = [] if self.averages is None else _optimizers.accumulating(optimizer)
             before = [tf.identity(one.iterations) for one, _ in accumulating]  # which counts updates
-            self.apply_gradients(optimizer, zip(own, variables), summed=True)
+            others = updates.update_tables(optimizer, own, variables) or (own, variables)
+            if others[0]:
+                self.apply_gradients(optimizer, zip(*others), summed=True)
             if self.averages is not None:
                 counted = {id(variable) for _, held in accumulating for variable in held}
                 self.averages.update([variable for variable in variables if id(variable) not in counted])

@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.base.messages import whole_number
+from looplib.cluster.holders import Holders
 from looplib.compat import keras as _keras
-from looplib.compat.row_updates import CHECK, RowTables
+from looplib.compat.row_updates import CHECK, add_table, keep_slots_with_tables
 from looplib.errors import SettingError, StepError
 
 _COMBINERS = (None, "sum", "mean", "sqrtn")
@@ -23,7 +24,7 @@ _ODD = 0x9E3779B1  # an odd factor gives each chunk a seed of its own
 Ids = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 
 
-class ShardedEmbedding(RowTables):
+class ShardedEmbedding:
     """A layer that looks up rows of a table, and whose training reads and writes only these rows.
 
     The table is divided by rows into `shards` parts, each a variable. One device, and each replica of a synchronous
@@ -96,14 +97,20 @@ class ShardedEmbedding(RowTables):
             )
         self.combiner, self.family = combiner, family
         self.initializer = _checked(initializer, family)
-        for name, start in zip(self._names, range(0, self.rows, self._part)):
-            shape = (min(self._part, self.rows - start), self.dim)
+        self._holders = Holders(tf.distribute.get_strategy())
+        if self._holders.in_step:
+            keep_slots_with_tables(family)
+        for number, name in enumerate(self._names):
+            start = number * self._part
+            shape = (min(self._part, self.rows - start) if self._holders.is_here(number) else 0, self.dim)
             value = functools.partial(_initial_rows, self.initializer, start)
             scope = f"{self.name}/" if family == "tf_keras" else ""  # which has no scope outside of `build`
             # Attributes, because TensorFlow's checkpoints do not see the variables in a list of Keras 3. In mixed
             # precision, autocast would make each lookup cast the whole table.
-            part = self.add_weight(name=scope + name, shape=shape, initializer=value, autocast=False)
+            make = functools.partial(self.add_weight, name=scope + name, shape=shape, initializer=value, autocast=False)
+            part = self._holders.make(number, make)
             setattr(self, name, part)
+            add_table(part)
         self.built = True
 
     @property
@@ -211,17 +218,33 @@ class ShardedEmbedding(RowTables):
         found = f"ids that the table {self.name} of {self.rows} rows does not have; expected 0 to {self.rows - 1}:"
         with _asserted(tf.equal(tf.size(wrong), 0), [found, wrong]):
             ids = tf.identity(ids)
+        if self._holders.exchanges and tf.distribute.in_cross_replica_context():
+            if tf.executing_eagerly():
+                raise StepError(
+                    f"the table {self.name} is called outside of a step, where no worker has all its rows; call it in "
+                    "a step, or in a process that trains alone"
+                )
+        if self._holders.exchanges and not tf.distribute.in_cross_replica_context():
+            vectors = self._holders.exchanged(ids, self._is_here, self._rows_here)
+        else:
+            vectors = self._rows_here(ids)
+        return tf.ensure_shape(tf.reshape(vectors, tf.concat([shape, [self.dim]], axis=0)), [*static, self.dim])
+
+    def _is_here(self, ids: tf.Tensor) -> tf.Tensor:
+        here = tf.constant([self._holders.is_here(number) for number in range(len(self._names))])
+        return tf.gather(here, ids // self._part)
+
+    def _rows_here(self, ids: tf.Tensor) -> tf.Tensor:
+        """Looks up the rows `[n, dim]` of ids `[n]` that this process can read."""
         parts = [_keras.tf_variable(table) for table in self.tables]
         if len(parts) == 1:
-            vectors = tf.gather(parts[0], ids)
-        else:
-            distinct, places = tf.unique(ids)  # each row moves once
-            owner = tf.cast(distinct // self._part, tf.int32)
-            wanted = tf.dynamic_partition(distinct % self._part, owner, len(parts))
-            order = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
-            vectors = tf.dynamic_stitch(order, [tf.gather(part, each) for part, each in zip(parts, wanted)])
-            vectors = _taken(vectors, places)
-        return tf.ensure_shape(tf.reshape(vectors, tf.concat([shape, [self.dim]], axis=0)), [*static, self.dim])
+            return tf.gather(parts[0], ids)
+        distinct, places = tf.unique(ids)  # each row moves once
+        owner = tf.cast(distinct // self._part, tf.int32)
+        wanted = tf.dynamic_partition(distinct % self._part, owner, len(parts))
+        order = tf.dynamic_partition(tf.range(tf.size(distinct)), owner, len(parts))
+        vectors = tf.dynamic_stitch(order, [tf.gather(part, each) for part, each in zip(parts, wanted)])
+        return _taken(vectors, places)
 
 
 def _asserted(condition: tf.Tensor, data: list[Any]) -> contextlib.AbstractContextManager[None]:
