@@ -5,7 +5,7 @@ import functools
 import importlib
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,12 +103,15 @@ class ShardedEmbedding:
         for number, name in enumerate(self._names):
             start = number * self._part
             shape = (min(self._part, self.rows - start) if self._holders.is_here(number) else 0, self.dim)
-            value = functools.partial(_initial_rows, self.initializer, start)
             scope = f"{self.name}/" if family == "tf_keras" else ""  # which has no scope outside of `build`
             # Attributes, because TensorFlow's checkpoints do not see the variables in a list of Keras 3. In mixed
             # precision, autocast would make each lookup cast the whole table.
-            make = functools.partial(self.add_weight, name=scope + name, shape=shape, initializer=value, autocast=False)
+            make = functools.partial(
+                self.add_weight, name=scope + name, shape=shape, initializer="zeros", autocast=False
+            )
             part = self._holders.make(number, make)
+            with tf.init_scope():
+                _draw_rows(self.initializer, start, _keras.tf_variable(part))
             setattr(self, name, part)
             add_table(part)
         self.built = True
@@ -282,15 +285,21 @@ def _checked(initializer: Any, family: str) -> Any:
     return type(found).from_config(config)
 
 
-def _initial_rows(initializer: Any, start: int, shape: Sequence[int], dtype: Any = None, **_: Any) -> tf.Tensor:
-    """Draws the rows `[start, start + shape[0])` of a table: a chunk of rows depends on the seed and its number."""
-    config, stop, chunks, rows = initializer.get_config(), start + shape[0], [], max(1, _CHUNK // shape[1])
-    for chunk in range(start // rows, -(-stop // rows)):
+def _draw_rows(initializer: Any, start: int, table: tf.Variable) -> None:
+    """Draws the rows from `start` on of a whole table into a part: a chunk of rows depends on the seed and its number.
+
+    By chunks, so that the part is in memory once.
+    """
+    config, (size, dim) = initializer.get_config(), table.shape
+    rows = max(1, _CHUNK // dim)
+    for chunk in range(start // rows, -(-(start + size) // rows) if size else 0):
         if "seed" in config:
             config["seed"] = (initializer.seed + chunk * _ODD) % 2**31
-        values = tf.convert_to_tensor(type(initializer).from_config(config)((rows, shape[1]), dtype=dtype))
-        chunks.append(values[max(start - chunk * rows, 0) : stop - chunk * rows])
-    return tf.concat(chunks, axis=0)
+        first, last = max(chunk * rows, start), min((chunk + 1) * rows, start + size)
+        with tf.device(table.device):
+            values = type(initializer).from_config(config)((rows, dim), dtype=table.dtype.name)
+            values = tf.convert_to_tensor(values)[first - chunk * rows : last - chunk * rows]
+            table[first - start : last - start].assign(values)
 
 
 @tf.custom_gradient
