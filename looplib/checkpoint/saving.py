@@ -28,7 +28,7 @@ from looplib.cluster import peers
 from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.compat.row_updates import is_table
+from looplib.compat.row_updates import is_held, is_table
 from looplib.errors import SaveError, UsageError
 from looplib.run import commits
 from looplib.run.commits import FileChecksum
@@ -70,11 +70,16 @@ class Checkpoints:
         self._snapshots: Snapshots | None = None
         self._noted: tuple[VariableNames, dict[str, Contents]] | None = None
         self._options = _own_files()
-        tables = [one for _, one in variables_of(objects) if is_table(one)]
-        self._by_holders = any(tf.DeviceSpec.from_string(table.device).job == "ps" for table in tables)
+        variables = [one for _, one in variables_of(objects)]
+        by_servers = any(is_table(one) and tf.DeviceSpec.from_string(one.device).job == "ps" for one in variables)
+        self._by_workers = self._workers.count > 1 and any(map(is_held, variables))
+        self._by_holders = by_servers or self._by_workers
         if self._by_holders:
-            self._options = _files_of_holders(self.directory)
             self._policy = dataclasses.replace(self._policy, in_background=False)
+        if by_servers:
+            self._options = _files_of_servers(self.directory)
+        if self._by_workers:
+            _check_seen_by_workers(self.directory, self._workers)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.committed: list[str] = []
@@ -114,6 +119,11 @@ class Checkpoints:
             if self._workers.count > 1:
                 commits.begin(path)  # before any worker writes
         positions = write_position(path, position, self._workers, self._mirror)
+        if self._by_workers:
+            self._write_own_parts(path)
+            if self._workers.is_chief:
+                self._commit(path, step, positions)
+            return
         if not self._workers.is_chief:
             self._read_with_chief()
             return
@@ -137,6 +147,29 @@ class Checkpoints:
         self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
         self._thread.start()
         peers.current.wait_for_thread(self._thread)
+
+    def _write_own_parts(self, path: str) -> None:
+        """Writes the parts of tables that this worker holds, as the chief all else, and merges the files of all.
+
+        Raises:
+          UsageError: for state that only TensorFlow can write.
+        """
+        if self._snapshots is None:
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    written = self._checkpoint.write(os.path.join(folder, "ckpt"), self._options)
+                    self._snapshots = Snapshots(self._checkpoint, written)
+                except NotImplementedError as error:
+                    raise SaveError(
+                        f"workers save the parts of a ShardedEmbedding, and only TensorFlow can save {error}; leave it "
+                        "out of the trainer, or use keras.layers.Embedding"
+                    ) from error
+        snapshot, prefixes = self._snapshots.take(), [f"{path}.of-{n}" for n in range(self._workers.count)]
+        own = {key: self._workers.is_chief for key in snapshot} | self._snapshots.held
+        self._snapshots.write(prefixes[self._workers.index], {key: snapshot[key] for key in snapshot if own[key]})
+        self._workers.gather(0)  # all have written
+        if self._workers.is_chief:
+            tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=prefixes, destination_prefix=path, delete_old_dirs=False)
 
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
@@ -250,8 +283,31 @@ class Checkpoints:
                 from looplib.weights.loading import take_what_fits  # here, as few restores need it
 
                 take_what_fits(self._objects, path)
-            else:
-                restore(self._checkpoint, self._objects, path, self._trains, self._options)
+                return
+            with tempfile.TemporaryDirectory() as folder:
+                values = self._write_own_values(path, folder) if self._by_workers else path
+                restore(self._checkpoint, self._objects, path, self._trains, self._options, values)
+
+    def _write_own_values(self, path: str, folder: str) -> str:
+        """Writes the values of a checkpoint without the rows that other workers hold; returns the path of these files.
+
+        TensorFlow's restore would give this worker all of them.
+        """
+        reader = tf.train.load_checkpoint(path)
+        if (graph := _tf.object_graph(reader)) is None:
+            return path
+        live = objects_of(graph, self._checkpoint)
+        keys = {each.checkpoint_key: live.get(n) for n, node in enumerate(graph.nodes) for each in node.attributes}
+        absent = {key: one.shape for key, one in keys.items() if is_held(one) and not _has_rows(one)}
+        types = reader.get_variable_to_dtype_map()
+        own = [key for key in types if key not in absent]
+        values = tf.raw_ops.RestoreV2(
+            prefix=path, tensor_names=own, shape_and_slices=[""] * len(own), dtypes=[types[key] for key in own]
+        )
+        empty = {key: tf.zeros(shape, types[key]) for key, shape in absent.items() if key in types}
+        written = os.path.join(folder, "values")
+        Snapshots.write(written, {**dict(zip(own, values)), **empty})
+        return written
 
     def differs(self, step: int) -> bool:
         """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write.
@@ -327,7 +383,7 @@ def _own_files() -> tf.train.CheckpointOptions:
     return tf.train.CheckpointOptions(experimental_io_device=host_device())
 
 
-def _files_of_holders(directory: str) -> tf.train.CheckpointOptions:
+def _files_of_servers(directory: str) -> tf.train.CheckpointOptions:
     """Returns options that make each parameter server write and read its own parts of tables.
 
     So no process needs memory for a whole table. Training waits for these saves.
@@ -353,6 +409,26 @@ def _files_of_holders(directory: str) -> tf.train.CheckpointOptions:
     return tf.train.CheckpointOptions()
 
 
+def _check_seen_by_workers(directory: str, workers: Workers) -> None:
+    """Raises `UsageError` if a worker does not see the directory, where each writes its parts of tables."""
+    probe = f"{directory}.seen_by_workers"
+    if workers.is_chief:
+        files.write_whole(probe, "", durable=False)
+    workers.gather(0)
+    seen = workers.gather(np.int64(os.path.exists(probe)))
+    if workers.is_chief:
+        os.remove(probe)
+    if not seen.all():
+        raise SaveError(
+            f"worker {int(np.argmin(seen))} does not see {directory}; each one writes its own parts of a "
+            "ShardedEmbedding there: use a folder that all machines share as model_dir"
+        )
+
+
+def _has_rows(variable: Any) -> bool:
+    return bool(variable.shape[0])
+
+
 def host_device() -> str:
     """Returns the device name of the CPU of this process; other connected processes have CPUs too."""
     with tf.device("/cpu:0"):
@@ -366,6 +442,9 @@ class Snapshots:
       checkpoint: the `tf.train.Checkpoint`.
       path: a checkpoint that it has written, for its keys.
 
+    Attributes:
+      held: the keys of parts of tables, and of their slots, that replicas hold; True for those of this process.
+
     Raises:
       NotImplementedError: if it holds a table or other state that only TensorFlow can save, while training waits.
     """
@@ -377,10 +456,13 @@ class Snapshots:
             raise NotImplementedError(f"with TensorFlow {tf.__version__} any checkpoint")
         self._graph = reader.get_tensor(_tf.OBJECT_GRAPH_KEY)
         self._readers: dict[str, Callable[[], tf.Tensor]] = {}
+        self.held: dict[str, bool] = {}
         objects = objects_of(graph, checkpoint)
         for number, node in enumerate(graph.nodes):
             for attribute in node.attributes:
                 self._readers[attribute.checkpoint_key] = _reader(objects.get(number), attribute)
+                if is_held(objects.get(number)):
+                    self.held[attribute.checkpoint_key] = _has_rows(objects[number])
 
     def take(self) -> dict[str, tf.Tensor]:
         """Returns a dict from checkpoint key to a tensor in host memory.

@@ -299,7 +299,8 @@ def _draw_rows(initializer: Any, start: int, table: tf.Variable) -> None:
         with tf.device(table.device):
             values = type(initializer).from_config(config)((rows, dim), dtype=table.dtype.name)
             values = tf.convert_to_tensor(values)[first - chunk * rows : last - chunk * rows]
-            table[first - start : last - start].assign(values)
+            ids = tf.range(first - start, last - start)
+            tf.raw_ops.ResourceScatterUpdate(resource=table.handle, indices=ids, updates=values)
 
 
 @tf.custom_gradient

@@ -34,6 +34,7 @@ def restore(
     path: str,
     strict: bool,
     options: tf.train.CheckpointOptions,
+    values: str | None = None,
 ) -> None:
     """Restores the state.
 
@@ -43,6 +44,7 @@ def restore(
       path: a checkpoint's path, `.../ckpt-<step>`.
       strict: whether the checkpoint may not hold more either, such as an optimizer, which an evaluation does not have.
       options: for TensorFlow.
+      values: the path of other files with the values to take; None for those of the checkpoint.
 
     Raises:
       UsageError: if the checkpoint is not one of this model; it lists what differs. The variables may then be
@@ -51,7 +53,7 @@ def restore(
     try:
         if _compared(checkpoint, objects, path, shapes=False).get("other names"):
             raise MismatchError(_mismatch(checkpoint, objects, path, strict))
-        status = checkpoint.restore(path, options)
+        status = checkpoint.restore(values or path, options)
         if strict:
             status.assert_consumed()
         else:

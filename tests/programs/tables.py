@@ -19,7 +19,7 @@ class Mean(looplib.GradientTrainer):
         self.table = looplib.ShardedEmbedding(ROWS, DIM, shards=4, combiner="mean", initializer=uniform)
         super().__init__(keras.Model(inputs, self.table(inputs)), keras.optimizers.Adagrad(0.1))
         for part in self.table.tables:
-            print("held by", part.path, part.value.device, flush=True)
+            print("held by", part.path, part.value.device, part.shape[0], "rows", flush=True)
 
     def dataset(self, context):
         return context.indices(EXAMPLES).map(lambda i: (tf.gather(IDS, i), tf.gather(TARGETS, i)))
