@@ -18,6 +18,7 @@ from looplib.errors import ActionError, ExportError, MetricError, MissingPartErr
 from looplib.run.metric_names import Mode, gain, mode_of
 from looplib.run.policy import KeepBest
 from looplib.task.actions import Action, Event
+from looplib.task.checks import check_rows
 from looplib.task.learning_rates import constant_rate, updating
 
 _OWNER = ".looplib-run"  # the name of a file that says which run has a directory
@@ -217,6 +218,7 @@ class ExportBest(_MetricWatcher):
         super().on_start(controller)
         evaluators = [loop.task for name, loop in controller.loops.items() if name != "train"]
         task = evaluators[0] if evaluators else controller.loops["train"].task
+        check_rows(task)
         if type(task).export.__module__.startswith("looplib."):  # what a user's own returns may be slow to make
             task.export().with_names()
         self._began = controller.global_step

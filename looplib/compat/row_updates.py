@@ -32,13 +32,30 @@ _WHOLE = (
 )  # fmt: skip
 CHECK = "ids_of_a_table"  # the name of the op that checks ids, without which wrong ones would be looked up
 _SLOT = "add_variable_from_reference"  # the method of optimizers, of both families
-_tables: set[int] = set()  # handles of variables, by their identity
-_held: set[int] = set()
+_tables: dict[int, "_Table"] = {}  # by the identity of the variable's handle
+_held: dict[int, None] = {}
 
 
-def add_table(table: Any) -> None:
-    """Notes that a variable, floats `[rows, dim]`, is updated row by row."""
-    _note(_tables, table)
+class _Table(NamedTuple):
+    shape: tuple[int, int]  # with the rows that another worker has
+    divided: bool
+
+
+def add_table(table: Any, rows: int, divided: bool) -> None:
+    """Notes that a variable is updated row by row.
+
+    Args:
+      table: floats `[rows, dim]`, or `[0, dim]` if another worker has the rows.
+      rows: number of rows.
+      divided: whether workers have its part, and others, of a table alone.
+    """
+    _note(_tables, table, _Table((rows, int(table.shape[1])), divided))
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """Returns the shape of a variable, of a table with the rows that another worker has."""
+    table = _tables.get(_handle(variable))
+    return table.shape if table else tuple(variable.shape)
 
 
 def is_table(variable: Any) -> bool:
@@ -64,10 +81,16 @@ def is_held(variable: Any) -> bool:
     return _handle(variable) in _held
 
 
-def _note(found: set[int], variable: Any) -> None:
+def is_divided(variable: Any) -> bool:
+    """Returns whether a variable is a part of a table of which each worker has some parts."""
+    table = _tables.get(_handle(variable))
+    return table is not None and table.divided
+
+
+def _note(found: dict[int, Any], variable: Any, value: Any = None) -> None:
     variable = _keras.tf_variable(variable)
-    found.add(_handle(variable))
-    weakref.finalize(variable, found.discard, _handle(variable))
+    found[_handle(variable)] = value
+    weakref.finalize(variable, found.pop, _handle(variable), None)
 
 
 def _handle(variable: Any) -> int | None:

@@ -25,6 +25,7 @@ from looplib.exports.samples import ModelInputs, take_samples
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
 from looplib.report.writers.trackers import register
+from looplib.task.checks import check_rows
 from looplib.task.trainer import Evaluator, Exported, Trainer
 
 _RECORD = "export.json"
@@ -62,6 +63,7 @@ def export(
     )
     split, task = next(iter((name, loop.task) for name, loop in loops.evaluations.items()), ("train", None))
     task = task or loops.training.task
+    check_rows(task)
     exported = task.export().with_names()
     own = not type(task).export.__module__.startswith("looplib.")
     samples = _samples(loops, split, task, exported) if "int8" in formats else None

@@ -10,8 +10,9 @@ from looplib.base.folders import is_name
 from looplib.base.messages import join_names, shown
 from looplib.cluster import runtime
 from looplib.compat import keras as _keras
-from looplib.errors import ActionError, SettingError, StateError, StrategyError, TaskError, VariableError
-from looplib.task.state import state_of
+from looplib.compat.row_updates import is_divided
+from looplib.errors import ActionError, ExportError, SettingError, StateError, StrategyError, TaskError, VariableError
+from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Adapter, Evaluator, OwnLoop, Trainer
 
 _ADAPTER_NAMES = ("own_actions", "rates", "own_steps_per_loop")
@@ -192,3 +193,12 @@ def _variables(value: Any) -> list[Any]:
             v for v in (found() if callable(found) else found) if isinstance(v, tf.Variable) or _keras.is_variable(v)
         ]
     return []
+
+
+def check_rows(task: Any) -> None:
+    """Raises `UsageError` if no worker has all rows of a table, which an export needs."""
+    if any(is_divided(variable) for _, variable in variables_of(state_of(task))):
+        raise ExportError(
+            "each worker has its parts of the ShardedEmbedding alone, and an export needs all; export the checkpoint "
+            "by one process, with --mode=export or `python -m looplib export`"
+        )

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import keras as _keras
+from looplib.compat.row_updates import shape_of
 from looplib.run.report import Model, Variable
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.state import state_of, variables_of
@@ -79,8 +80,8 @@ def describe(trainer: Trainer) -> ModelTable:
     """Returns the table of a trainer, once its variables exist."""
     rows = []
     for name, variable, trained in variables(trainer):
-        shape = variable.shape if variable.shape.is_fully_defined() else variable.read_value().shape
-        rows.append(Row(name, tuple(shape.as_list()), trained))
+        known = variable.shape.is_fully_defined()
+        rows.append(Row(name, shape_of(variable) if known else tuple(variable.read_value().shape), trained))
     return ModelTable(rows)
 
 

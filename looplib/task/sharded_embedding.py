@@ -102,7 +102,8 @@ class ShardedEmbedding:
             keep_slots_with_tables(family)
         for number, name in enumerate(self._names):
             start = number * self._part
-            shape = (min(self._part, self.rows - start) if self._holders.is_here(number) else 0, self.dim)
+            rows = min(self._part, self.rows - start)
+            shape = (rows if self._holders.is_here(number) else 0, self.dim)
             scope = f"{self.name}/" if family == "tf_keras" else ""  # which has no scope outside of `build`
             # Attributes, because TensorFlow's checkpoints do not see the variables in a list of Keras 3. In mixed
             # precision, autocast would make each lookup cast the whole table.
@@ -113,7 +114,7 @@ class ShardedEmbedding:
             with tf.init_scope():
                 _draw_rows(self.initializer, start, _keras.tf_variable(part))
             setattr(self, name, part)
-            add_table(part)
+            add_table(part, rows, self._holders.exchanges)
         self.built = True
 
     @property
