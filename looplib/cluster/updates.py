@@ -454,21 +454,29 @@ class TrainingOptimizers:
             self._replacements.append(_optimizers.Replacement(optimizer, name, make))
 
 
-def refuse_others(strategy: tf.distribute.Strategy, unheld: Iterable[str]) -> None:
-    """Raises `UsageError` if a step on several replicas uses an optimizer or seed that its trainer does not hold.
+def refuse_others(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable], unheld: Iterable[str]) -> None:
+    """Raises `UsageError` if a step uses an optimizer, or on several replicas a seed, that its trainer does not hold.
 
-    `unheld` are the names of the step's variables that the trainer does not hold: each optimizer reads its learning
-    rate or its count of updates from one.
+    On one replica, only if it also looks up rows of tables, which such an optimizer would update as a whole.
+
+    Args:
+      strategy: `tf.distribute.Strategy` that runs the step.
+      variables: the variables of the step.
+      unheld: names of those that the trainer does not hold: each optimizer reads its learning rate or its count of
+        updates from one.
     """
-    if strategy.num_replicas_in_sync == 1:
+    several = strategy.num_replicas_in_sync > 1
+    if not several and not any(map(row_updates.is_table, variables)):
         return
     unheld = list(unheld)
-    if any(_keras.GLOBAL_SEED in name for name in unheld):
+    if several and any(_keras.GLOBAL_SEED in name for name in unheld):
         raise StepError(_keras.UNSEEDED)
     found = [name for name in unheld if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
     if found:
+        wrong = "gradients looplib can neither sum over the replicas nor weigh by their examples"
+        if not several:
+            wrong = "updates of a ShardedEmbedding would read and write the whole table"
         raise OptimizerError(
-            f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and whose gradients "
-            "looplib can neither sum over the replicas nor weigh by their examples; make it an attribute of the "
-            "trainer, or of a model, layer or tf.Module in it"
+            f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and whose {wrong}; "
+            "make it an attribute of the trainer, or of a model, layer or tf.Module in it"
         )

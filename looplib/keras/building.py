@@ -74,7 +74,7 @@ def _build_by_train_step(model: Any, data: KerasData) -> None:
         ) from error
     model.built = True
     strategy = model.distribute_strategy
-    refuse_others(strategy, unheld(strategy, traced.variables, state_of_model(model)))
+    refuse_others(strategy, traced.variables, unheld(strategy, traced.variables, state_of_model(model)))
 
 
 def _refuse_without_targets(model: Any, batch: Any) -> None:

@@ -221,7 +221,8 @@ class StepTrial:
         for part in self._parts(traced):
             if _tf.identity_of(part) in updated:
                 self._before.setdefault(_tf.identity_of(part), (part, tf.identity(part)))
-        refuse_others(self._strategy, unheld(self._strategy, traced.variables, state_of_model(self._model)))
+        names = unheld(self._strategy, traced.variables, state_of_model(self._model))
+        refuse_others(self._strategy, traced.variables, names)
         self._traced[key] = traced
         return self._trace(batch, flat, bounds, whole) if whole and self._joins != before else traced
 

@@ -477,7 +477,7 @@ class TaskLoop(TrainingLoop):
             return
         own = [*tf.nest.flatten(self._tables), self._spec.counter]  # the controller's
         names = unheld(self._spec.strategy, self._inner.step.variables, objects, own)
-        refuse_others(self._spec.strategy, names)
+        refuse_others(self._spec.strategy, self._inner.step.variables, names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "

@@ -27,15 +27,15 @@ Ids = tf.Tensor | tf.RaggedTensor | tf.SparseTensor
 class ShardedEmbedding:
     """A layer that looks up rows of a table, and whose training reads and writes only these rows.
 
-    The table is divided by rows into `shards` parts, each a variable. One device, and each replica of a synchronous
-    training, holds all of them. With parameter servers the parts are spread over the servers, and a step moves only the
-    rows of its batch. A checkpoint holds each part, so a run resumes on any number of servers or replicas.
+    The table is divided by rows into `shards` parts, each a variable. One device holds all of them. Replicas, workers
+    and parameter servers hold some parts each, and a step moves only the rows of its batch. A checkpoint holds each
+    part, so a run resumes on any number of servers or replicas.
 
     Gradients are sparse. The optimizer updates the rows that have been looked up, and their slots, by Keras's formula:
     `SGD`, `Adagrad`, `Adam`, `AdamW` without decay of this table, and `Ftrl`. Other rows keep their value and slots,
     so that momentum and Adam's moments are "lazy". Each other optimizer, and each setting that needs a whole table
-    (clipping, micro-batches, loss scaling, the optimizer's moving averages), is refused. For this, the trainer must
-    hold the layer and the optimizer: as attributes, in lists or dicts, or in a model that it holds.
+    (clipping, micro-batches, loss scaling, the optimizer's moving averages), is refused. So is an optimizer that the
+    trainer does not hold.
 
     The initial value of a row depends on the seed of the initializer and on the row, not on `shards`.
 
@@ -45,8 +45,8 @@ class ShardedEmbedding:
       initializer: a Keras initializer that draws each element for itself, or its name: uniform, normal, zeros...
       combiner: how the rows of an example are combined: "sum", "mean" (the sum over the sum of the weights), "sqrtn"
         (the sum over the root of the sum of the squared weights); None for a row for each id.
-      shards: int, number of parts, and so the greatest number of servers that can hold the table. It is part of the
-        checkpoint, so a resumed run needs the number that it began with.
+      shards: int, number of parts, and so the greatest number of servers or replicas that can hold the table. It is
+        part of the checkpoint, so a resumed run needs the number that it began with.
       family: the Keras of the model that holds the layer: "keras" (Keras 3) or "tf_keras".
       **settings: other arguments of a Keras layer: name, dtype, trainable.
 

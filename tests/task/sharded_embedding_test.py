@@ -226,6 +226,38 @@ def test_what_needs_a_whole_table_is_refused_when_the_controller_is_built(optimi
         looplib.Controller(looplib.RunConfig(global_batch_size=32), trainer=trainer)
 
 
+class Closed(looplib.Trainer):
+    """A step whose layer and optimizer are in closures."""
+
+    def __init__(self, optimizer, table, holds):
+        self.update = lambda pairs: optimizer.apply_gradients(pairs)
+        self.lookup = lambda ids: table(ids)
+        self.variables = [part.value for part in table.tables]
+        if holds:
+            self.optimizer = optimizer
+
+    def dataset(self, context):
+        return context.indices(EXAMPLES, shuffle=False).map(lambda i: tf.gather(IDS, i))
+
+    def step_fn(self, inputs):
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(self.lookup(inputs), axis=-1)
+            loss = self.global_mean(losses)
+        self.update(zip(tape.gradient(loss, self.variables), self.variables))
+        return {"loss": losses}
+
+
+def test_a_layer_in_a_closure_is_updated_by_rows_and_an_optimizer_in_one_is_refused():
+    config = looplib.RunConfig(global_batch_size=32)
+    with pytest.raises(OptimizerError, match="read and write the whole table"):
+        looplib.Controller(config, trainer=Closed(keras.optimizers.Adam(0.1), layer(), holds=False))
+    parts = layer()
+    trainer, before = Closed(keras.optimizers.SGD(0.1, momentum=0.9), parts, holds=True), whole(parts)
+    looplib.Controller(config, trainer=trainer).train(steps=1)
+    changed = (whole(parts) != before).any(axis=1)
+    np.testing.assert_array_equal(changed, np.isin(np.arange(ROWS), IDS[:32]))
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_xla_which_checks_no_ids_is_refused(shards):
     config = looplib.RunConfig(global_batch_size=32, loop="xla")
