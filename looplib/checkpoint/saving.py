@@ -28,7 +28,7 @@ from looplib.cluster import peers
 from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.compat.row_updates import is_held, is_table
+from looplib.compat.row_updates import emptied, is_held, is_table, without_copy
 from looplib.errors import SaveError, UsageError
 from looplib.run import commits
 from looplib.run.commits import FileChecksum
@@ -284,6 +284,9 @@ class Checkpoints:
 
                 take_what_fits(self._objects, path)
                 return
+            for _, variable in variables_of(self._objects):
+                if is_table(variable):
+                    emptied(variable)  # TensorFlow reads the new value before it drops the old one
             with tempfile.TemporaryDirectory() as folder:
                 values = self._write_own_values(path, folder) if self._by_workers else path
                 restore(self._checkpoint, self._objects, path, self._trains, self._options, values)
@@ -494,5 +497,5 @@ def _reader(value: Any, attribute: Any) -> Callable[[], tf.Tensor]:
         return lambda: tf.constant(value.serialize())
     value = _keras.tf_variable(value)
     if isinstance(value, tf.Variable) and attribute.name == "VARIABLE_VALUE":
-        return lambda: tf.identity(value.read_value())
+        return lambda: tf.identity(without_copy(value))
     raise NotImplementedError(attribute.checkpoint_key)

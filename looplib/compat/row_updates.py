@@ -63,6 +63,19 @@ def is_table(variable: Any) -> bool:
     return _handle(variable) in _tables
 
 
+def without_copy(variable: tf.Variable) -> tf.Tensor:
+    """Returns the value of a variable; TensorFlow would copy it if its rows are updated."""
+    if is_table(variable) or is_held(variable):
+        tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+    return tf.convert_to_tensor(variable)
+
+
+def emptied(table: tf.Variable) -> None:
+    """Frees the memory of a variable that gets another value next."""
+    tf.raw_ops.DisableCopyOnRead(resource=table.handle)  # or the next value would be copied
+    tf.raw_ops.AssignVariableOp(resource=table.handle, value=tf.zeros([0, *table.shape[1:]], table.dtype))
+
+
 def held(device: str, make: Callable[[], Any]) -> Any:
     """Makes a variable on a device, outside of the strategy whose scope is entered, which would copy it."""
 

@@ -115,7 +115,7 @@ def test_an_export_by_workers_is_refused_and_one_process_writes_it(tmp_path):
     with pytest.raises(AssertionError, match="each worker has its parts of the ShardedEmbedding alone"):
         run(tmp_path, 20, 0, 2, 0, "--mode=export")
     run(tmp_path, 20, 0, 0, 0, "--mode=export")
-    serve = tf.saved_model.load(str(tmp_path / "export" / "step-20")).signatures["serving_default"]
+    serve = tf.saved_model.load(str(tmp_path / "export" / "step-20" / "saved_model")).signatures["serving_default"]
     ids = np.arange(1000).reshape(125, 8)
     (found,) = serve(tf.constant(ids)).values()
     np.testing.assert_allclose(found, parts(tmp_path, 20)[ids].mean(axis=1), rtol=1e-5, atol=1e-7)
