@@ -181,7 +181,7 @@ def _unwrapped(kind: str, text: str) -> tuple[str, str]:
 
     The text stays as it is where another version of these writes it differently.
     """
-    text = _DECORATION.sub("", text).strip()
+    text = _DECORATION.sub("", text.partition("\nAdditional GRPC error information from remote ")[0]).strip()
     if text.startswith("in user code:"):
         lines = textwrap.dedent(text.partition("\n")[2].lstrip("\n")).splitlines()
         rest = itertools.dropwhile(lambda line: not line.strip() or line.startswith((" ", 'File "')), lines)

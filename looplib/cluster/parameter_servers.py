@@ -1,14 +1,18 @@
 """The processes of a cluster with parameter servers: which one this is, its server, and the coordinator's strategy.
 
 TF_CONFIG names the cluster and the task. A worker or parameter server runs a `tf.distribute.Server` and executes the
-functions that the coordinator, the task "chief", sends; it never builds a trainer.
+functions that the coordinator, the task "chief", sends; it never builds a trainer. An op in these may call a function
+of looplib in the process that runs it: see `called`.
 """
 
+import functools
+import importlib
 import logging as python_logging
 import os
 import socket
 import time
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from absl import logging
@@ -16,7 +20,7 @@ from absl import logging
 from looplib.base.messages import gist
 from looplib.cluster import environment
 from looplib.cluster.preemption import notice
-from looplib.errors import CoordinatorGone, ParameterServerError, Preempted
+from looplib.errors import CoordinatorGone, ParameterServerError, Preempted, UsageError
 
 # A coordinator counts as gone when its port has not answered this often, with this many seconds in between.
 _TRIES, _PAUSE = 3, 1.0
@@ -33,6 +37,7 @@ def connect() -> tf.distribute.ParameterServerStrategy:
     # So that calls to a process that has died fail at once, and another process does them (TensorFlow's own advice).
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     found = _cluster()
+    _registered()  # at the same place of the same program, so that all processes give it one token
     if found.task_type == "chief":
         return _strategy(found)
     _serve(found)
@@ -43,6 +48,44 @@ def counts() -> tuple[int, int]:
     devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU")]
     tasks = {(device.job, device.task) for device in devices}
     return sum(job == "worker" for job, _ in tasks), sum(job == "ps" for job, _ in tasks)
+
+
+def called(function: Callable[..., Any], inputs: Sequence[Any], types: Any) -> Any:
+    """Calls a function of looplib, in the process that runs this op: that of a worker, in a graph for it.
+
+    `tf.numpy_function` can call those of the process alone that made it.
+
+    Args:
+      function: one of a module of looplib, of numpy arrays. Workers find it by its name, as with `pickle`.
+      inputs: its arguments, tensors or what becomes one.
+      types: the type of its result, or a list of those of its results.
+
+    Returns:
+      A tensor, or a list of tensors.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    inputs = [tf.convert_to_tensor(value) for value in (name, *inputs)]
+    is_list = isinstance(types, list)
+    found = tf.raw_ops.PyFunc(input=inputs, token=_registered()[1], Tout=types if is_list else [types])
+    return found if is_list else found[0]
+
+
+@functools.cache
+def _registered() -> tuple[tf.Graph, bytes]:
+    """Lets ops call this process; returns the token that names it, and the graph that keeps it registered."""
+    with tf.Graph().as_default() as graph:
+        result = tf.numpy_function(_answer, [""], tf.int64)
+    return graph, result.op.get_attr("token")
+
+
+def _answer(name: bytes, *inputs: Any) -> Any:
+    module, _, function = name.decode().partition(":")
+    if not module.startswith("looplib."):
+        raise ParameterServerError(f"a worker was asked to call {function} of {module}, which is no part of looplib")
+    try:
+        return getattr(importlib.import_module(module), function)(*inputs)
+    except UsageError as error:  # without its stack, which would be a part of the message that crosses the network
+        raise error.with_traceback(None) from None
 
 
 def _cluster() -> environment.Cluster:

@@ -120,6 +120,7 @@ class InputContext:
       requests: what `dataset` has asked.
       share: `(number, count)`: which of `count` data workers the pipeline is for. It makes each `count`-th batch of
         examples by number, and to other data it is one of `count` times as many pipelines.
+      remote: whether the pipeline runs in other processes, which read by themselves (parameter servers).
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class InputContext:
         only: np.ndarray | None = None,
         earlier: Sequence[BatchSizePeriod] = (),
         share: tuple[int, int] = (0, 1),
+        remote: bool = False,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -146,7 +148,7 @@ class InputContext:
         self.num_replicas, self.num_pipelines = num_replicas, num_pipelines * count
         self.seed, self.training, self.global_batches = seed, training, global_batches
         self.batch_size_varies = batch_size_varies
-        self.bad_records = bad_records or BadRecords()
+        self.bad_records, self.remote = bad_records or BadRecords(), remote
         sizes = Batches(self.global_batch_size, tuple(earlier))
         positions = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, numbers, only)
         self.replicas_per_pipeline = positions.replicas_per_pipeline

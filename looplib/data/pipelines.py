@@ -378,6 +378,7 @@ class Pipelines:
             bad_records=self.left_out,
             earlier=earlier,
             share=share,
+            remote=self.remote is not None,
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.base.messages import gist
+from looplib.base.messages import OURS, gist, parse_error
 from looplib.cluster import parameter_servers
 from looplib.cluster.preemption import notice
 from looplib.compat import keras as _keras
@@ -23,7 +23,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.data.order import Batches
 from looplib.data.streams import Stream
-from looplib.errors import ParameterServerError, UsageError
+from looplib.errors import DataError, ParameterServerError, UsageError
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.engines import Backend, Decorator
 from looplib.loop.reducer import Reducer
@@ -485,6 +485,8 @@ class RemoteLoop(InnerLoop):
                 f"the data of {self._who}.dataset ended on a worker; each worker reads by itself, so with the strategy "
                 "parameter_server it must not end: repeat() it, and give a number of steps"
             )
+        if isinstance(error, tf.errors.OpError) and (found := parse_error(error)).kind in OURS:
+            return DataError(found.sentence)
         return _tf.lost_server(error, of_any_process=True) or error  # TensorFlow itself replaces a lost worker
 
 
@@ -506,12 +508,6 @@ def _count_exactly(optimizer: Any) -> None:
 def _check_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for data that workers cannot read by themselves."""
     context, who = stream.context(), stream.properties.who
-    if context.requests.reader is not None:
-        raise ParameterServerError(
-            f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
-            "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
-            "strategy"
-        )
     if stream.training and context.requests.calls and not stream.by_number:
         raise ParameterServerError(
             f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "

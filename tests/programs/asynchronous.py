@@ -24,6 +24,8 @@ class Config:
 
     keras: str = "keras"
     data: str = "indices"
+    files: str = ""
+    block: int = 1
     step_seconds: float = 0.0
     keras_metric: bool = False
     nan_at: int = -1
@@ -51,6 +53,8 @@ class Regression(looplib.Trainer):
         rows = lambda i: (i, tf.gather(X, i), tf.gather(Y, i))
         if self.config.data == "indices":
             return context.indices(EXAMPLES).map(rows)
+        if self.config.data == "records":
+            return context.records(self.config.files, block=self.config.block).map(parsed)
         if self.config.data == "filtered":
             return context.indices(EXAMPLES).filter(lambda i: tf.reduce_min(i) > 3).map(rows)
         if self.config.data == "shuffled":
@@ -102,13 +106,31 @@ def wait(seconds):
     return slept.reduce(tf.constant(0, tf.int64), lambda total, zero: total + zero)
 
 
+def write_records(folder, files=3):
+    """Writes the examples into files; returns the pattern of their names."""
+    for number, ids in enumerate(np.array_split(np.arange(EXAMPLES), files)):
+        with tf.io.TFRecordWriter(f"{folder}/{number}.tfrecord") as writer:
+            for i in ids:
+                writer.write(np.int64(i).tobytes() + X[i].tobytes() + Y[i].tobytes())
+    return f"{folder}/*.tfrecord"
+
+
+def parsed(records):
+    """(ids, x, y) of a batch of records."""
+    part = lambda start, length, dtype: tf.io.decode_raw(tf.strings.substr(records, start, length), dtype)
+    return part(0, 8, tf.int64)[:, 0], part(8, 4 * FEATURES, tf.float32), part(8 + 4 * FEATURES, 8, tf.int64)[:, 0]
+
+
 class Values(looplib.Evaluator):
-    def __init__(self, model, data):
+    def __init__(self, model, data, files=""):
         self.model = model
         self.data = data
+        self.files = files
 
     def dataset(self, context):
         rows = lambda i: (tf.gather(X, i), tf.gather(Y, i))
+        if self.data == "records":
+            return context.records(looplib.Kept(np.arange(TEST_EXAMPLES), self.files)).map(lambda r: parsed(r)[1:])
         if self.data in ("indices", "resident"):
             return context.indices(TEST_EXAMPLES).map(rows)
         return tf.data.Dataset.range(TEST_EXAMPLES).filter(lambda i: True).batch(8).map(rows)  # of unknown length
@@ -125,8 +147,8 @@ class Values(looplib.Evaluator):
 
 
 class KerasMetrics(Values):
-    def __init__(self, model, data, keras):
-        super().__init__(model, data)
+    def __init__(self, model, data, keras, files=""):
+        super().__init__(model, data, files)
         self.metric = keras.metrics.SparseCategoricalAccuracy()
 
     def step_fn(self, inputs):
@@ -138,8 +160,8 @@ def build(config):
     trainer = Regression(config)
     keras = importlib.import_module(config.keras)
     return trainer, {
-        "eval": Values(trainer.model, config.data),
-        "by_keras": KerasMetrics(trainer.model, config.data, keras),
+        "eval": Values(trainer.model, config.data, config.files),
+        "by_keras": KerasMetrics(trainer.model, config.data, keras, config.files),
     }
 
 

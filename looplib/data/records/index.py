@@ -276,6 +276,15 @@ def bad_record(files: Files, index: int, row: int, why: str, at: int | None = No
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """How files were opened, for another process that opens them too."""
+
+    paths: list[str]  # absolute ones
+    format: str
+    options: dict[str, Any]  # of the format
+
+
 class Numbered(abc.ABC):
     """Records of files, numbered through from file to file.
 
@@ -285,7 +294,10 @@ class Numbered(abc.ABC):
 
     Attributes:
       files: the files.
+      opening: how they were opened; None for files that looplib was not asked to open.
     """
+
+    opening: Opening | None = None
 
     def __init__(self, files: Files, counts: Sequence[int]) -> None:
         self.files = files

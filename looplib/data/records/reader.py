@@ -20,7 +20,7 @@ from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.data.records.files import Files, in_threads
 from looplib.data.records.index import BadRecordError, Numbered
 from looplib.data.records.plans import BlockOrder, Kept, RecordPlan, RecordSelection
-from looplib.data.records.reading import RecordReads, read_records
+from looplib.data.records.reading import Call, RecordReads, read_records
 from looplib.data.records.sources import Blocked, Chain, Source, Subset, items, mean_bytes, named, opened
 from looplib.errors import OrderError, RecordsError, UsageError
 
@@ -263,6 +263,7 @@ class RecordReader:
         self._tolerated: Source | None = None  # what the last call reads where damaged records are left out
         self.reads: list[RecordReads] = []
 
+    @tf.autograph.experimental.do_not_convert
     def batches(
         self,
         source: Any,
@@ -315,8 +316,17 @@ class RecordReader:
         call.ids = picked.map(_ids).unbatch()
         if isinstance(source, Subset):
             call.ids = call.ids.map(functools.partial(tf.gather, tf.constant(source.ids)))
+        elsewhere: Call | None = None
+        if context.remote:
+            from looplib.data.records.on_workers import caller  # here, as it imports this
+
+            elsewhere = caller(source, kept, reads, context.training, context.bad_records)
         chunks = read_records(
-            self._tolerated if tolerates else source, picked, reads, may_lack=tolerates and not context.training
+            self._tolerated if tolerates else source,
+            picked,
+            reads,
+            may_lack=tolerates and not context.training,
+            call=elsewhere,
         )
         call.batches = _batches(chunks)
         return call.batches

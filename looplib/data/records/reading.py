@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -82,8 +83,59 @@ class RecordReads:
         return next((part for part in parts if not isinstance(part, Numbered)), None)
 
 
+class RecordSupply:
+    """Hands records to the pipelines of this process, which call its methods.
+
+    Args:
+      source: the records.
+      reads: says whether neighbouring records are read at once; counts the calls.
+      lanes: how many pieces a batch takes records from, at most.
+      may_lack: see `read_records`.
+
+    Attributes:
+      element: how records become tensors.
+      types: of what `fetch` returns.
+    """
+
+    def __init__(self, source: Source, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False) -> None:
+        self._source, self._reads, self._may_lack = source, reads, may_lack
+        self.element = _Element(source)
+        self.types = self.element.dtypes + [tf.bool] * may_lack
+        self._pieces = _Pieces(source, lanes) if reads.by_pieces else None
+
+    def announce(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Starts to read pieces int64 `[k, b]`; returns `starts`."""
+        self._pieces.announce(starts.ravel(), stops.ravel())
+        self._reads.calls[0] += 1
+        return starts
+
+    def fetch(self, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[np.ndarray]:
+        """Returns the leaves of the records of a `RecordSelection`, and which ids have one if some may lack."""
+        if self._pieces is None:
+            found = items(self._source, ids.ravel())
+        else:
+            found = self._pieces.fetch(ids.ravel(), starts.ravel(), stops.ravel())
+        self._reads.calls[1] += 1
+        self._reads.records += len(found)
+        if not self._may_lack:
+            return self.element.pack(found, ids.shape)
+        there = np.asarray([record is not None for record in found])
+        found = [record for record in found if record is not None]
+        return [*self.element.pack(found, (1, len(found))), there]
+
+
+# Calls a method of a `RecordSupply` in a graph, with tensors, for results of some types.
+Call = Callable[[Callable[..., Any], list[tf.Tensor], Any], Any]
+
+
 def read_records(
-    source: Source, picks: tf.data.Dataset, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False
+    source: Source,
+    picks: tf.data.Dataset,
+    reads: RecordReads,
+    *,
+    lanes: int = 64,
+    may_lack: bool = False,
+    call: Call | None = None,
 ) -> tf.data.Dataset:
     """Reads the records that an order picks.
 
@@ -93,48 +145,35 @@ def read_records(
       reads: says whether neighbouring records are read at once, as the picks say; counts the calls.
       lanes: how many pieces a batch takes records from, at most.
       may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
+      call: calls the `RecordSupply` of another process; None for this one.
 
     Returns:
       A data set of (records, and anything else): strings `[k, b]`, or a structure of arrays `[k, b, ...]`; of records
       alone if there is nothing else.
     """
-    element = _Element(source)
-    pieces = _Pieces(source, lanes) if reads.by_pieces else None
+    supply = RecordSupply(source, reads, lanes=lanes, may_lack=may_lack)
 
-    def announce(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        pieces.announce(starts.ravel(), stops.ravel())
-        reads.calls[0] += 1
-        return starts
+    def call_here(method: Callable[..., Any], inputs: list[tf.Tensor], types: Any) -> Any:
+        return tf.numpy_function(functools.partial(method, supply), inputs, types)
 
-    def fetch(ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Any:
-        if pieces is None:
-            found = items(source, ids.ravel())
-        else:
-            found = pieces.fetch(ids.ravel(), starts.ravel(), stops.ravel())
-        reads.calls[1] += 1
-        reads.records += len(found)
-        if not may_lack:
-            return element.pack(found, ids.shape)
-        there = np.asarray([record is not None for record in found])
-        found = [record for record in found if record is not None]
-        return [*element.pack(found, (1, len(found))), there]
+    call = call or call_here
 
     @tf.autograph.experimental.do_not_convert
     def announced(picks: RecordSelection, *others: Any) -> tuple[Any, ...]:
-        starts = tf.numpy_function(announce, [picks.starts, picks.stops], tf.int64)
+        starts = call(RecordSupply.announce, [picks.starts, picks.stops], tf.int64)
         return RecordSelection(picks.ids, tf.ensure_shape(starts, picks.starts.shape), picks.stops), *others
 
     @tf.autograph.experimental.do_not_convert
     def fetched(picks: RecordSelection, *others: Any) -> Any:
-        leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
+        leaves = call(RecordSupply.fetch, list(picks), supply.types)
         if may_lack:
             there = tf.ensure_shape(leaves.pop(), [None])
             others = tf.nest.map_structure(lambda other: tf.boolean_mask(other, there, axis=1), others)
-        records = element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
+        records = supply.element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
         return (records, *others) if others else records
 
     # One thread at a time runs Python. Where many wait for the disk, they are the source's.
-    if pieces is None:
+    if not reads.by_pieces:
         return picks.map(fetched).prefetch(2)
     chunk = picks.element_spec[0].ids.shape.num_elements() or _AHEAD // 4
     ahead = int(min(_AHEAD, _AHEAD_BYTES / mean_bytes(source)) // chunk)

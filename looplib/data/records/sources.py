@@ -19,7 +19,7 @@ from looplib.base.messages import gist, is_utf8, join_names, shown
 from looplib.compat.places import is_installed
 from looplib.data.records.files import Files, absolute
 from looplib.data.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
-from looplib.data.records.index import BadRecordError, Numbered, ReadElsewhere, ends_process
+from looplib.data.records.index import BadRecordError, Numbered, Opening, ReadElsewhere, ends_process
 from looplib.errors import PluginError, RecordsError, StoreError, UsageError
 from looplib.stores import ranges
 
@@ -98,6 +98,7 @@ def open_records(files: Paths, format: RecordFormat | None = None, **options: An
         raise RecordsError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
     try:
         source = FORMATS[format](paths, **options)
+        source.opening = Opening(absolute(paths), format, options)
         if not len(source) and any(source.files.sizes):
             logging.warning("no record is in %s", join_names(paths))
         return source
