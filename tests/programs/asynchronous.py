@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 import sys
 import tempfile
 
@@ -106,12 +107,17 @@ def wait(seconds):
     return slept.reduce(tf.constant(0, tf.int64), lambda total, zero: total + zero)
 
 
-def write_records(folder, files=3):
-    """Writes the examples into files; returns the pattern of their names."""
+def write_records(folder, files=3, bad=None):
+    """Writes the examples into files, one of them damaged; returns the pattern of their names."""
     for number, ids in enumerate(np.array_split(np.arange(EXAMPLES), files)):
-        with tf.io.TFRecordWriter(f"{folder}/{number}.tfrecord") as writer:
+        path = f"{folder}/{number}.tfrecord"
+        with tf.io.TFRecordWriter(path) as writer:
             for i in ids:
                 writer.write(np.int64(i).tobytes() + X[i].tobytes() + Y[i].tobytes())
+        if bad in ids:
+            with open(path, "r+b") as file:  # a record takes 52 bytes
+                file.seek(52 * int(bad - ids[0]) + 20)
+                file.write(b"?")
     return f"{folder}/*.tfrecord"
 
 
@@ -210,6 +216,12 @@ def tries():
     with tempfile.TemporaryDirectory() as folder:
         attempt("rollback", Config(nan_at=12), **guards("rollback"), model_dir=folder)
     attempt("resident", Config(data="resident"))
+    with tempfile.TemporaryDirectory() as folder:
+        files = write_records(folder, bad=60)
+        attempt("damaged", Config(data="records", files=files))
+        opened = os.open(folder, os.O_RDONLY)  # of this process, so that workers find nothing there
+        attempt("elsewhere", Config(data="records", files=f"/proc/self/fd/{opened}/*.tfrecord"))
+        attempt("left_out", Config(data="records", files=files), bad_records=1)
 
     attempt("accumulate", Config(accumulate=2))
     for keras in ("keras", "tf_keras"):  # one step at a time, so that what each adds to the weights can be seen

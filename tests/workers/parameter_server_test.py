@@ -115,9 +115,16 @@ def ids_by_number(output):
     return {int(number): [int(count) for count in counts.split()] for number, counts in lines}
 
 
-def test_workers_die_and_come_back_and_a_coordinator_resumes_with_every_batch_counted_once(nursery, tmp_path, capsys):
+@pytest.mark.parametrize("data", [pytest.param("indices", marks=pytest.mark.slow), "records"])
+def test_workers_die_and_come_back_and_a_coordinator_resumes_with_every_batch_counted_once(
+    nursery, tmp_path, capsys, data
+):
     run = tmp_path / "run"
-    flags = ["--eval_interval=100", "--checkpoint_interval=50", "--config.step_seconds=0.01"]
+    flags = ["--eval_interval=100", "--checkpoint_interval=50", "--config.step_seconds=0.01", f"--config.data={data}"]
+    config = asynchronous.Config(data=data)
+    if data == "records":
+        config.files, config.block = asynchronous.write_records(tmp_path, bad=60), 4
+        flags += [f"--config.files={config.files}", f"--config.block={config.block}", "--bad_records=skip:1"]
     with Cluster(nursery, arguments(run, *flags, "--train_steps=1000000"), tmp_path) as cluster:
         cluster.wait_for(lambda: reached(run) >= 50, "50 steps")
         cluster.processes["worker", 1].kill()
@@ -146,16 +153,17 @@ def test_workers_die_and_come_back_and_a_coordinator_resumes_with_every_batch_co
     assert len(check_evaluations(run, target)) >= 2
 
     # Which examples each report is of is what one process trains on, that was never stopped.
-    expected = ids_of_one_process(capsys, target)
+    expected = ids_of_one_process(capsys, target, config)
     assert ids_by_number(both) == expected and len(expected) == target // 10
+    if data == "records":
+        assert [path.name.partition("-")[0] for path in (run / "bad_records").iterdir()] == ["1_tfrecord"]
 
 
-def ids_of_one_process(capsys, steps):
+def ids_of_one_process(capsys, steps, config=None):
     capsys.readouterr()
-    trainer = asynchronous.Regression(asynchronous.Config())
-    looplib.Controller(looplib.RunConfig(global_batch_size=8, steps_per_loop=10), trainer=trainer, writers=[]).train(
-        steps
-    )
+    trainer = asynchronous.Regression(config or asynchronous.Config())
+    settings = looplib.RunConfig(global_batch_size=8, steps_per_loop=10, bad_records=1)
+    looplib.Controller(settings, trainer=trainer, writers=[]).train(steps)
     return ids_by_number(capsys.readouterr().out)
 
 
@@ -207,6 +215,9 @@ def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery,
         "clipped_keras": "at step 20, 0 rollbacks, 20 iterations",  # with dropout
         "clipped_tf_keras": "at step 20, 0 rollbacks, 20 iterations",
         "resident": "at step 20, 0 rollbacks, 20 iterations",
+        "damaged": "^record 26 of .*1.tfrecord, at byte 1352, is damaged: its checksum",
+        "elsewhere": "^the worker on .*0.tfrecord' matches no file.*all workers must read the same files",
+        "left_out": "at step 20, 0 rollbacks, 20 iterations",
     }.items():
         assert re.search(words, said[name]), (name, said[name])
     for keras in ("keras", "tf_keras"):  # a rate of 0.2 and a global norm of 0.01, by each worker for itself

@@ -1,7 +1,8 @@
-"""Records that workers of a coordinator read (parameter servers), which makes the pipelines that run there.
+"""Records that the workers of a coordinator read (parameter servers).
 
-A worker opens the files by itself, as the coordinator has, and its pipeline calls the process that it runs in. So the
-order, the position and what happens to damaged records are those of any other strategy.
+The coordinator makes the graph of a pipeline, and opens the files for their number and structure. Each worker opens
+them by itself, and the pipeline calls the process that it runs in for records by number. So the order, the position and
+what happens to damaged records are those of any other strategy.
 """
 
 import dataclasses
@@ -32,21 +33,19 @@ _opening = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """What a worker has to read, in JSON; see `caller`. Arrays go beside it: ids of a `Subset`, `kept` of each source."""
+    """What a worker reads, sent as JSON. Arrays go beside it: the ids of a `Subset`, and `kept` of each source."""
 
     openings: list[Opening]
     names: list[str] | None  # of the sources of a `Chain`; None for a single source
     fingerprint: dict[str, str]
     by_pieces: bool
     training: bool
-    most: int  # damaged records, see `BadRecords`
-    folder: str | None
+    most: int  # see `BadRecords`
+    folder: str | None  # see there
 
     def sources(self) -> Source:
         """Opens the files."""
-        parts = [
-            open_records(list(map(glob.escape, one.paths)), one.format, **one.options) for one in self.openings
-        ]
+        parts = [open_records(list(map(glob.escape, one.paths)), one.format, **one.options) for one in self.openings]
         return parts[0] if self.names is None else Chain(parts, self.names)
 
 
@@ -65,20 +64,12 @@ def caller(
     Raises:
       UsageError: if they are not in files that a worker can open by their names.
     """
-    whole = source.source if isinstance(source, Subset) else source
-    parts = whole.sources if isinstance(whole, Chain) else [whole]
-    openings = [part.opening for part in parts if isinstance(part, Numbered) and part.opening is not None]
-    if len(openings) < len(parts):
-        kinds = [type(part).__name__ for part in parts if not (isinstance(part, Numbered) and part.opening is not None)]
-        raise ParameterServerError(
-            f"context.records was given a {join_names(kinds)}, an object of this process, and with the strategy "
-            "parameter_server each worker opens the records itself; give it files, or what looplib.open_records returns"
-        )
-    names = whole.names if isinstance(whole, Chain) else None
+    ids, whole = (source.ids, source.source) if isinstance(source, Subset) else (None, source)
+    names, parts = (whole.names, whole.sources) if isinstance(whole, Chain) else (None, [whole])
     folder = absolute([bad.folder])[0] if bad.folder else None
+    openings = [_opening_of(part) for part in parts]
     order = _Order(openings, names, fingerprint([source]), reads.by_pieces, training, bad.most, folder)
     text = json.dumps(dataclasses.asdict(order), default=int).encode()
-    ids = source.ids if isinstance(source, Subset) else None
     arrays = [np.zeros(0, np.int64) if array is None else array for array in (ids, *kept)]
     key = hashlib.sha256(b"".join([text, *(array.tobytes() for array in arrays)])).hexdigest().encode()
     given = parameter_servers.called(_open, [key, text, *arrays], tf.string)
@@ -89,6 +80,15 @@ def caller(
         return parameter_servers.called(_METHODS[method], [given, *inputs], types)
 
     return call
+
+
+def _opening_of(source: Source) -> Opening:
+    if isinstance(source, Numbered) and source.opening is not None:
+        return source.opening
+    raise ParameterServerError(
+        f"context.records was given a {type(source).__name__}, an object of this process, and with the strategy "
+        "parameter_server each worker opens the records itself; give it files, or what looplib.open_records returns"
+    )
 
 
 def _open(key: bytes, text: bytes, ids: np.ndarray, *kept: np.ndarray) -> bytes:
@@ -108,10 +108,11 @@ def _open(key: bytes, text: bytes, ids: np.ndarray, *kept: np.ndarray) -> bytes:
                 f"the worker on {socket.gethostname()} cannot read the records: {error}; with the strategy "
                 "parameter_server all workers must read the same files by the same paths, such as of a shared folder"
             ) from error
-        bad = BadRecords(order.most, order.folder)
         reads = RecordReads(source, order.by_pieces, order.by_pieces)
-        source = tolerant(source, bad, order.training, [array if len(array) else None for array in kept]) if bad.most else source
-        _supplies[key] = RecordSupply(source, reads, may_lack=bad.most > 0 and not order.training)
+        if order.most:
+            bad, others = BadRecords(order.most, order.folder), [array if len(array) else None for array in kept]
+            source = tolerant(source, bad, order.training, others)
+        _supplies[key] = RecordSupply(source, reads, may_lack=order.most > 0 and not order.training)
     return key
 
 
