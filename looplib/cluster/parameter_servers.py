@@ -53,7 +53,7 @@ def counts() -> tuple[int, int]:
 def called(function: Callable[..., Any], inputs: Sequence[Any], types: Any) -> Any:
     """Calls a function of looplib, in the process that runs this op: that of a worker, in a graph for it.
 
-    `tf.numpy_function` can call those of the process alone that made it.
+    That of `tf.numpy_function` runs in the process that made it, here the coordinator's, for all workers.
 
     Args:
       function: one of a module of looplib, of numpy arrays. Workers find it by its name, as with `pickle`.

@@ -56,6 +56,12 @@ class Regression(looplib.Trainer):
             return context.indices(EXAMPLES).map(rows)
         if self.config.data == "records":
             return context.records(self.config.files, block=self.config.block).map(parsed)
+        if self.config.data == "own_source":
+            return context.records(Own()).map(parsed)
+        if self.config.data == "python":
+            return context.indices(EXAMPLES).map(
+                lambda i: rows(tf.ensure_shape(tf.numpy_function(abs, [i], i.dtype), [8]))
+            )
         if self.config.data == "filtered":
             return context.indices(EXAMPLES).filter(lambda i: tf.reduce_min(i) > 3).map(rows)
         if self.config.data == "shuffled":
@@ -107,13 +113,27 @@ def wait(seconds):
     return slept.reduce(tf.constant(0, tf.int64), lambda total, zero: total + zero)
 
 
+def record(i):
+    return np.int64(i).tobytes() + X[i].tobytes() + Y[i].tobytes()
+
+
+class Own:
+    """A source of records that this process alone has."""
+
+    def __len__(self):
+        return EXAMPLES
+
+    def __getitem__(self, number):
+        return record(number)
+
+
 def write_records(folder, files=3, bad=None):
     """Writes the examples into files, one of them damaged; returns the pattern of their names."""
     for number, ids in enumerate(np.array_split(np.arange(EXAMPLES), files)):
         path = f"{folder}/{number}.tfrecord"
         with tf.io.TFRecordWriter(path) as writer:
             for i in ids:
-                writer.write(np.int64(i).tobytes() + X[i].tobytes() + Y[i].tobytes())
+                writer.write(record(i))
         if bad in ids:
             with open(path, "r+b") as file:  # a record takes 52 bytes
                 file.seek(52 * int(bad - ids[0]) + 20)
@@ -210,6 +230,8 @@ def tries():
     attempt("filtered", Config(data="filtered"))
     attempt("shuffled", Config(data="shuffled"))
     attempt("untraceable", Config(data="untraceable"))
+    attempt("python", Config(data="python"))
+    attempt("own_source", Config(data="own_source"))
     attempt("keras_metric", Config(keras_metric=True))
     attempt("scope", scope=False)
     attempt("halt", Config(nan_at=12))

@@ -225,8 +225,8 @@ def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery,
     after = log.split("\nrollback\n")[1].split("\nrollback: ")[0]
     assert list(ids_by_number(after)) == [9, 19]  # steps are numbered as they count, whatever data was left out
     expected = ids_of_one_process(capsys, 20)
-    for name in ("resident", "leftovers"):
-        assert ids_by_number(log.split(f"\n{name}\n")[1].split("\nresident: ")[0]) == expected, name
+    for name in ("resident", "leftovers", "python", "own_source"):
+        assert ids_by_number(re.split(rf"\n{name}: ", log.split(f"\n{name}\n")[1])[0]) == expected, name
 
 
 CLUSTER = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}

@@ -5,6 +5,7 @@ Names that other rooms may use, by file:
     formats: none
     index: none
     mixture: Mixture
+    on_workers: none
     plans: Buckets, Kept, Packed, PackedRows
     reader: changes
     reading: measure, structure_of

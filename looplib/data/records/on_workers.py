@@ -2,7 +2,7 @@
 
 The coordinator makes the graph of a pipeline, and opens the files for their number and structure. Each worker opens
 them by itself, and the pipeline calls the process that it runs in for records by number. So the order, the position and
-what happens to damaged records are those of any other strategy.
+what happens to damaged records are those of any other strategy. What only the coordinator has, it reads for all.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib.base.messages import join_names
 from looplib.cluster import parameter_servers
@@ -25,7 +26,7 @@ from looplib.data.records.index import Numbered, Opening
 from looplib.data.records.reader import changes, fingerprint, tolerant
 from looplib.data.records.reading import Call, RecordReads, RecordSupply
 from looplib.data.records.sources import Chain, Source, Subset, open_records
-from looplib.errors import ParameterServerError, RecordsError, UsageError
+from looplib.errors import RecordsError, UsageError
 
 _supplies: dict[bytes, RecordSupply] = {}  # of this process, by the key of what was ordered
 _opening = threading.Lock()
@@ -51,8 +52,10 @@ class _Order:
 
 def caller(
     source: Source, kept: Sequence[np.ndarray | None], reads: RecordReads, training: bool, bad: BadRecords
-) -> Call:
+) -> Call | None:
     """Opens a source in the process that runs the pipeline; returns how this calls the supply there.
+
+    Returns None for a source that only this process has, such as an object of the user's.
 
     Args:
       source: the records.
@@ -60,14 +63,20 @@ def caller(
       reads: says whether neighbouring records are read at once.
       training: whether others come in place of damaged records.
       bad: the damaged records that may be left out.
-
-    Raises:
-      UsageError: if they are not in files that a worker can open by their names.
     """
     ids, whole = (source.ids, source.source) if isinstance(source, Subset) else (None, source)
     names, parts = (whole.names, whole.sources) if isinstance(whole, Chain) else (None, [whole])
+    openings = [part.opening for part in parts if isinstance(part, Numbered) and part.opening is not None]
+    if len(openings) < len(parts):
+        logging.log_first_n(
+            logging.WARNING,
+            "context.records was given a %s, which this process alone has, so that it reads the records for all "
+            "workers; records in files (looplib.open_records) are read by each worker itself",
+            1,
+            join_names([type(part).__name__ for part in parts]),
+        )
+        return None
     folder = absolute([bad.folder])[0] if bad.folder else None
-    openings = [_opening_of(part) for part in parts]
     order = _Order(openings, names, fingerprint([source]), reads.by_pieces, training, bad.most, folder)
     text = json.dumps(dataclasses.asdict(order), default=int).encode()
     arrays = [np.zeros(0, np.int64) if array is None else array for array in (ids, *kept)]
@@ -80,15 +89,6 @@ def caller(
         return parameter_servers.called(_METHODS[method], [given, *inputs], types)
 
     return call
-
-
-def _opening_of(source: Source) -> Opening:
-    if isinstance(source, Numbered) and source.opening is not None:
-        return source.opening
-    raise ParameterServerError(
-        f"context.records was given a {type(source).__name__}, an object of this process, and with the strategy "
-        "parameter_server each worker opens the records itself; give it files, or what looplib.open_records returns"
-    )
 
 
 def _open(key: bytes, text: bytes, ids: np.ndarray, *kept: np.ndarray) -> bytes:

@@ -10,7 +10,6 @@ import tensorflow as tf
 import looplib
 from looplib.cluster import parameter_servers
 from looplib.data.context import BadRecords
-from looplib.errors import ParameterServerError
 
 TOTAL = 90
 
@@ -164,12 +163,26 @@ class Counted:
         return number
 
 
-def test_records_that_a_worker_cannot_open_by_a_name_are_refused(tmp_path):
-    files = write_tfrecords(tmp_path)
-    mixture = looplib.Mixture({"files": files, "own": Counted()}, {"files": 1, "own": 1})
+def test_the_coordinator_reads_what_it_alone_has_for_all_workers():
+    mixture = looplib.Mixture({"one": Counted(), "other": Counted()}, {"one": 1, "other": 2})
     for source in (Counted(), mixture, looplib.Kept(np.arange(20), Counted())):
-        with pytest.raises(ParameterServerError, match="Counted.*looplib.open_records"):
-            context(remote=True).records(source)
+        dataset = lambda context: context.records(source)
+        expected = list(dataset(context()).take(4).as_numpy_iterator())
+        check_equal(on_worker(dataset, [3, 0, 2, 1]), [expected[step] for step in (3, 0, 2, 1)])
+
+    @tf.function
+    def make():
+        return context(remote=True).records(Counted())
+
+    devices = [
+        node.device
+        for f in make.get_concrete_function().graph.as_graph_def().library.function
+        for node in f.node_def
+        if node.op == "PyFunc"
+    ]
+    assert (
+        len(devices) == 1 and tf.DeviceSpec.from_string(devices[0]).job
+    )  # the process that made it, by TensorFlow's API
 
 
 def test_a_worker_calls_functions_of_looplib_alone():
