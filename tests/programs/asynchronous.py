@@ -104,7 +104,7 @@ class Regression(looplib.Trainer):
 
 
 def wait(seconds):
-    """Sleeps in ops, without Python, which a worker has none of."""
+    """Sleeps in ops, without Python, which would run in the coordinator."""
     one = tf.data.experimental.to_variant(tf.data.Dataset.range(1))
     slept = tf.raw_ops.SleepDataset(
         input_dataset=one, sleep_microseconds=int(seconds * 1e6), output_types=[tf.int64], output_shapes=[()]
