@@ -96,6 +96,7 @@ def check_equal(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow(spread=10)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("write", "block"), SOURCES)
 def test_workers_make_the_batches_of_their_numbers_from_files_of_every_kind(tmp_path, write, block, training):
@@ -114,6 +115,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow(spread=3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("plan", PLANS)
 def test_workers_leave_out_the_damaged_records_that_one_process_does(tmp_path, plan, training):
