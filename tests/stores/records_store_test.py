@@ -128,6 +128,20 @@ def test_each_format_gives_what_local_files_give(store, kind):
     assert batches(context(training=False).records(stored)) == batches(context(training=False).records(local))
 
 
+@pytest.mark.slow
+def test_workers_of_parameter_servers_open_the_objects_by_themselves(store):
+    @tf.function
+    def make():  # as on a worker
+        own = looplib.InputContext(
+            global_batch_size=20, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True,
+            start_step=0, numbers=tf.data.Dataset.from_tensor_slices(np.int64([3, 0, 2])), remote=True,
+        )  # fmt: skip
+        return own.records("s3://data/train/a.tfrecord-*")
+
+    expected = batches(context().records("s3://data/train/a.tfrecord-*"), 4)
+    assert batches(make()) == [expected[step] for step in (3, 0, 2)]
+
+
 def test_array_records_are_refused_in_a_sentence(store):
     store.write("other/a.array_record", b"x" * 100)
     with pytest.raises(RecordsError, match="s3://data/other/a.array_record.*TFRecord"):
