@@ -9,12 +9,13 @@ several workers, each writes its own file `ckpt-<step>.position-<worker>-of-<wor
 them, with sizes and checksums, in the marker.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from looplib.task.state import variables_of
 from looplib.weights.names import LiveVariables
 from looplib.weights.restoring import contents_of, objects_of, restore
 
+_PROBE = ".seen_by_all"
 _ABSENT = bytes(hashlib.sha256().digest_size)
 
 
@@ -394,33 +396,38 @@ def _files_of_servers(directory: str) -> tf.train.CheckpointOptions:
     Raises:
       UsageError: if a parameter server does not see the directory.
     """
-    probe = os.path.join(directory, ".seen_by_parameter_servers")
-    folders.make_folder(*os.path.split(directory))
-    files.write_whole(probe, "", durable=False)
-    try:
-        for device in tf.config.list_logical_devices("CPU"):
-            if tf.DeviceSpec.from_string(device.name).job == "ps":
-                with tf.device(device.name):
-                    tf.io.read_file(probe)
-    except tf.errors.OpError as error:
-        raise SaveError(
-            f"the parameter server {device.name} does not see {directory} ({gist(error)}); each one writes its own "
-            "parts of a ShardedEmbedding there: use a folder that all machines share as model_dir"
-        ) from error
-    finally:
-        folders.remove(directory, os.path.basename(probe))
+    with _probe(directory) as probe:
+        try:
+            for device in tf.config.list_logical_devices("CPU"):
+                if tf.DeviceSpec.from_string(device.name).job == "ps":
+                    with tf.device(device.name):
+                        tf.io.read_file(probe)
+        except tf.errors.OpError as error:
+            raise SaveError(
+                f"the parameter server {device.name} does not see {directory} ({gist(error)}); each one writes its own "
+                "parts of a ShardedEmbedding there: use a folder that all machines share as model_dir"
+            ) from error
     return tf.train.CheckpointOptions()
+
+
+@contextlib.contextmanager
+def _probe(directory: str) -> Iterator[str]:
+    """Yields the path of a file in a directory, which is removed after the `with` block."""
+    folders.make_folder(*os.path.split(directory))
+    path = os.path.join(directory, _PROBE)
+    files.write_whole(path, "", durable=False)
+    try:
+        yield path
+    finally:
+        folders.remove(directory, os.path.basename(path))
 
 
 def _check_seen_by_workers(directory: str, workers: Workers) -> None:
     """Raises `UsageError` if a worker does not see the directory, where each writes its parts of tables."""
-    probe = f"{directory}.seen_by_workers"
-    if workers.is_chief:
-        files.write_whole(probe, "", durable=False)
-    workers.gather(0)
-    seen = workers.gather(np.int64(os.path.exists(probe)))
-    if workers.is_chief:
-        os.remove(probe)
+    path = os.path.join(directory, _PROBE)
+    with _probe(directory) if workers.is_chief else contextlib.nullcontext():
+        workers.gather(0)  # it is there
+        seen = workers.gather(np.int64(os.path.exists(path)))
     if not seen.all():
         raise SaveError(
             f"worker {int(np.argmin(seen))} does not see {directory}; each one writes its own parts of a "

@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
         unpacked, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner, with_mask,
         without_vocabularies
     optimizers: accumulating, counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method,
-        Replacement, slot_of, summed, updates_conditionally, variables_of
+        Replacement, summed, updates_conditionally, variables_of
     patches: alone, Collectives, collectives, recompute, synchronize, weighs_collectives
     places: called, graphs_called, is_installed, is_of_keras, is_ours, line_of, needed, Ops, place_of,
         place_of_function, place_of_start
