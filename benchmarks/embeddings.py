@@ -1,8 +1,8 @@
 """Steps a second and bytes of tables of embeddings, by their number of rows: `python -m benchmarks.embeddings`.
 
 On one device: `ShardedEmbedding` in 1, 2 and 4 parts beside `keras.layers.Embedding`, in turn, medians of rounds.
-With `--servers`, two parameter servers and a worker, beside `benchmarks.embeddings_by_hand`; and bytes a step on the
-loopback device of Linux, with those of other programs.
+With `--on=servers`, two parameter servers and a worker, beside `benchmarks.embeddings_by_hand`. With `--on=workers`, two
+workers that train in step; and bytes a step on the loopback device of Linux, with those of other programs.
 """
 
 import json
@@ -25,7 +25,7 @@ import looplib
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of each.")
 _ROWS = flags.DEFINE_multi_integer("rows", [10_000, 100_000, 1_000_000], "Sizes of the table.")
-_SERVERS = flags.DEFINE_bool("servers", False, "Measures bytes with parameter servers.")
+_ON = flags.DEFINE_enum("on", "device", ["device", "servers", "workers"], "What holds the table.")
 _DIM, _BATCH, _IDS, _EXAMPLES = 32, 256, 8, 25_600
 _STEPS = {"few": 40, "many": 100}
 
@@ -76,7 +76,8 @@ def _loopback() -> int:
 
 
 def _launched(*program: str, **environment: str) -> str:
-    tool = ["-m", "looplib", "launch", "--workers=1", "--parameter_servers=2", "--", sys.executable, "-m"]
+    processes = ["--workers=1", "--parameter_servers=2"] if _ON.value == "servers" else ["--workers=2"]
+    tool = ["-m", "looplib", "launch", *processes, "--", sys.executable, "-m"]
     done = subprocess.run([sys.executable, *tool, *program], check=True, env={**os.environ, **environment},
                           capture_output=True, text=True)  # fmt: skip
     return done.stdout
@@ -85,7 +86,8 @@ def _launched(*program: str, **environment: str) -> str:
 def _by_looplib(rows: int, steps: int) -> tuple[float, int]:
     """Returns steps a second, of the later reports of 500 steps, and bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        flags_ = [f"--model_dir={folder}", "--strategy=parameter_server", "--steps_per_loop=500",
+        strategy = "parameter_server" if _ON.value == "servers" else "multi_worker"
+        flags_ = [f"--model_dir={folder}", f"--strategy={strategy}", "--steps_per_loop=500",
                   f"--train_steps={steps}"]  # fmt: skip
         before = _loopback()
         _launched("benchmarks.embeddings", *flags_, ROWS=str(rows))
@@ -109,12 +111,19 @@ def _with_servers(rows: int) -> None:
     print(f"{rows:>11,} rows: {rates}; {size:,.0f} bytes a step", flush=True)
 
 
+def _with_workers(rows: int) -> None:
+    few, many = 500, 1500
+    rates, sent = zip(*(_by_looplib(rows, many) for _ in range(_ROUNDS.value)))
+    size = (statistics.median(sent) - _by_looplib(rows, few)[1]) / (many - few)
+    print(f"{rows:>11,} rows: {statistics.median(rates):.1f}; {size:,.0f} bytes a step", flush=True)
+
+
 def main(argv: list[str]) -> None:
     """Prints a line for each number of rows."""
     del argv
     logging.set_verbosity(logging.ERROR)
     for rows in _ROWS.value:
-        (_with_servers if _SERVERS.value else _on_one_device)(rows)
+        {"device": _on_one_device, "servers": _with_servers, "workers": _with_workers}[_ON.value](rows)
 
 
 if __name__ == "__main__":
