@@ -1,8 +1,10 @@
 """Steps a second and bytes of tables of embeddings, by their number of rows: `python -m benchmarks.embeddings`.
 
 On one device: `ShardedEmbedding` in 1, 2 and 4 parts beside `keras.layers.Embedding`, in turn, medians of rounds.
-With `--on=servers`, two parameter servers and a worker, beside `benchmarks.embeddings_by_hand`. With `--on=workers`, two
-workers that train in step; and bytes a step on the loopback device of Linux, with those of other programs.
+With `--on=servers`, two parameter servers and a worker, beside `benchmarks.embeddings_by_hand`; with `--on=workers`,
+two workers that train in step; and bytes a step on the loopback device of Linux, with those of other programs. With
+`--growing`, `DynamicEmbedding` beside one part, in batches of 10,000 ids: where all have rows, and where some are new
+and get free rows, or those of others.
 """
 
 import json
@@ -26,6 +28,7 @@ import looplib
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of each.")
 _ROWS = flags.DEFINE_multi_integer("rows", [10_000, 100_000, 1_000_000], "Sizes of the table.")
 _ON = flags.DEFINE_enum("on", "device", ["device", "servers", "workers"], "What holds the table.")
+_GROWING = flags.DEFINE_bool("growing", False, "Measures tables that give rows to new ids.")
 _DIM, _BATCH, _IDS, _EXAMPLES = 32, 256, 8, 25_600
 _STEPS = {"few": 40, "many": 100}
 
@@ -68,6 +71,57 @@ def _on_one_device(rows: int) -> None:
             controller.train(steps=done)
             found[name].append(steps / (time.perf_counter() - start))
     print(f"{rows:>11,} rows:", ", ".join(f"{name} {statistics.median(each):.1f}" for name, each in found.items()))
+
+
+class _Growing(_Mean):
+    """The same regression in batches of 10,000 ids, of which a share is new; `kind` is a key of `_KINDS`."""
+
+    def __init__(self, rows: int, kind: str) -> None:
+        inputs = keras.Input((_IDS,), dtype="int64")
+        self.rows, (self.new, capacity, settings) = rows, _KINDS[kind]
+        if capacity:
+            layer = looplib.DynamicEmbedding(_DIM, int(capacity * rows), full="evict", **settings)
+            for _ in range(settings.get("admit_after", 1)):
+                layer(tf.range(rows, dtype=tf.int64), training=True)
+            layer.steps.assign([1])
+        else:
+            layer = looplib.ShardedEmbedding(rows, _DIM)
+        outputs = keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(layer(inputs)))
+        super(_Mean, self).__init__(keras.Model(inputs, outputs), keras.optimizers.Adagrad(0.1))
+
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
+        def batch(positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            shape, first = [tf.size(positions), _IDS], positions[0]
+            known = tf.random.stateless_uniform(shape, [1, first], maxval=self.rows, dtype=tf.int64)
+            fresh = tf.random.stateless_uniform(shape, [2, first], minval=2**32, maxval=2**62, dtype=tf.int64)
+            is_new = tf.random.stateless_uniform(shape, [3, first]) < self.new
+            return tf.where(is_new, fresh, known), tf.random.stateless_normal([tf.size(positions), 1], [4, first])
+
+        return context.indices(10**9, shuffle=False).map(batch)
+
+
+# The share of new ids, the capacity by the number of known ids (0 for a ShardedEmbedding), and other arguments.
+_KINDS: dict[str, tuple[float, float, dict[str, int]]] = {
+    "1 part": (0.0, 0, {}),
+    "no new ids": (0.0, 1, {}),
+    "5% new, rows free": (0.05, 3, {}),
+    "5% new, full": (0.05, 1, {}),
+    "5% new, at the second sight": (0.05, 1, {"admit_after": 2}),
+}
+
+
+def _growing(rows: int) -> None:
+    config = looplib.RunConfig(global_batch_size=1250, steps_per_loop=50)
+    for kind in _KINDS:
+        controller, times, done = looplib.Controller(config, trainer=_Growing(rows, kind)), [], 50
+        controller.train(steps=done)
+        for _ in range(_ROUNDS.value):
+            done += 200
+            start = time.perf_counter()
+            controller.train(steps=done)
+            times.append(5 * (time.perf_counter() - start))
+        controller.close()
+        print(f"{rows:>11,} rows, {kind}: {statistics.median(times):.1f} ms a step, most {max(times):.1f}", flush=True)
 
 
 def _loopback() -> int:
@@ -123,7 +177,8 @@ def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.ERROR)
     for rows in _ROWS.value:
-        {"device": _on_one_device, "servers": _with_servers, "workers": _with_workers}[_ON.value](rows)
+        on = {"device": _on_one_device, "servers": _with_servers, "workers": _with_workers}[_ON.value]
+        (_growing if _GROWING.value else on)(rows)
 
 
 if __name__ == "__main__":

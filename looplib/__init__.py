@@ -29,6 +29,7 @@ _HOMES = {
     "CsvWriter": "report.writers.files",
     "DEFAULT_WRITERS": "report.writers.contract",
     "DivergenceError": "errors",
+    "DynamicEmbedding": "task.dynamic_embedding",
     "EarlyStopping": "actions.plateau",
     "Evaluator": "task.trainer",
     "Event": "task.actions",

@@ -47,6 +47,7 @@ from looplib.run.policy import Start as Start
 from looplib.task.actions import Action as Action
 from looplib.task.actions import Event as Event
 from looplib.task.averages import WeightAverages as WeightAverages
+from looplib.task.dynamic_embedding import DynamicEmbedding as DynamicEmbedding
 from looplib.task.gradient_trainer import GradientTrainer as GradientTrainer
 from looplib.task.learning_rates import learning_rate as learning_rate
 from looplib.task.phases import Phase as Phase

@@ -24,16 +24,17 @@ class Holders:
 
     Args:
       strategy: `tf.distribute.Strategy`.
+      spread: whether replicas in step hold parts; else the strategy decides there too, and each has all parts.
 
     Attributes:
       exchanges: whether a worker lacks the rows of some parts, so that a step has to call `exchanged`.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, spread: bool) -> None:
         in_step = isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy))
-        self._devices = _tf.worker_devices(strategy) if in_step else ()
+        self._devices = _tf.worker_devices(strategy) if in_step and spread else ()
         self._workers = Workers(strategy)
-        self.exchanges = self._workers.count > 1
+        self.exchanges = self._workers.count > 1 and spread
 
     @property
     def in_step(self) -> bool:

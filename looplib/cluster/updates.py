@@ -331,11 +331,20 @@ def update_tables(
 def _update_across_replicas(
     optimizer: Any, tables: list[tf.Variable], strategy: tf.distribute.Strategy, *parts: Iterable
 ) -> None:
-    """Updates the rows of this process's tables with the values and ids of its replicas' gradients."""
-    of_all = (tf.concat(strategy.experimental_local_results(part), axis=0) for part in parts)
-    for table, values, ids in zip(tables, of_all, of_all):
-        with tf.device(table.device):
-            row_updates.update(optimizer, tf.IndexedSlices(values, ids), table)
+    """Updates the rows of this process's tables with the values and ids of the gradients of replicas.
+
+    The gradient of a part is on replicas of the worker that holds it; of a table that each replica has, on all.
+    """
+    local, rest = strategy.experimental_local_results, iter(parts)
+    for table, values, ids in zip(tables, rest, rest):
+        if row_updates.is_held(table):
+            found = [tf.concat(local(part), axis=0) for part in (values, ids)]
+        else:
+            found = joined(strategy, values, ids)
+        for number, one in enumerate(local(table)):
+            with tf.device(one.device):
+                gradient = tf.IndexedSlices(*found)
+                row_updates.update(optimizer, gradient, table, lambda held, at=number: local(held)[at])
 
 
 def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:

@@ -11,11 +11,11 @@ Names that other rooms may use, by file:
         without_vocabularies
     optimizers: accumulating, counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method,
         Replacement, summed, updates_conditionally, variables_of
-    patches: alone, Collectives, collectives, recompute, synchronize, weighs_collectives
+    patches: alone, Collectives, collectives, may_join, recompute, synchronize, weighs_collectives
     places: called, graphs_called, is_installed, is_of_keras, is_ours, line_of, needed, Ops, place_of,
         place_of_function, place_of_start
-    row_updates: add_table, any_tables, check, CHECK, emptied, held, is_divided, is_held, is_table,
-        keep_slots_with_tables, shape_of, update, without_copy
+    row_updates: add_table, any_tables, changes_owners, check, CHECK, emptied, held, is_divided, is_held, is_table,
+        keep_slots_with_tables, knows_owners, RowOwners, shape_of, update, without_copy
     tensorflow: concatenated, converted, DatasetLike, depends_on_inputs, depends_on_values, functions_in,
         graphs_called_by, growing_array, identity_of, is_across_replicas, is_by_element, is_late_variable,
         is_merge_in_branch, is_merge_of_some, is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla,

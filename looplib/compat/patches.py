@@ -111,6 +111,21 @@ def collectives(found: Collectives) -> Iterator[None]:
         del _collectives[context]
 
 
+def may_join() -> bool:
+    """Notes that the code of a replica joins the replicas; returns whether it may, or computes what one device does.
+
+    Raises:
+      UsageError: where the step may not join them.
+    """
+    found = _collectives.get(tf.distribute.get_replica_context())
+    if found is None:
+        return True
+    if found.refusal:
+        raise StepError(found.refusal)
+    found.called = True
+    return not found.left_out
+
+
 def weighs_collectives() -> bool:
     """Returns whether the code of a replica runs in the `with` block of `collectives`."""
     context = tf.distribute.get_replica_context()

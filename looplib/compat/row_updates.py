@@ -11,11 +11,12 @@ in TensorFlow Addons' `LazyAdam`. Ftrl of Keras also writes rows that no batch h
 """
 
 import concurrent.futures
+import dataclasses
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -36,20 +37,58 @@ _tables: dict[int, "_Table"] = {}  # by the identity of the variable's handle
 _held: dict[int, None] = {}
 
 
+_maps: dict[int, None] = {}
+
+
+@dataclasses.dataclass
+class RowOwners:
+    """What an update tells a layer that gives the rows of its table to other ids, and is told by it.
+
+    Attributes:
+      new: int64 variable `[rows]`, 1 for a row that has not been updated since it got its owner: its slots begin anew.
+      steps: int64 variable `[1]`, the number of updates.
+      grows: whether the layer was called with training=True.
+    """
+
+    new: Any
+    steps: Any
+    grows: bool = False
+
+
 class _Table(NamedTuple):
     shape: tuple[int, int]  # with the rows that another worker has
     divided: bool
+    owners: RowOwners | None
 
 
-def add_table(table: Any, rows: int, divided: bool) -> None:
+def add_table(table: Any, rows: int, divided: bool, owners: RowOwners | None = None, maps: Sequence[Any] = ()) -> None:
     """Notes that a variable is updated row by row.
 
     Args:
       table: floats `[rows, dim]`, or `[0, dim]` if another worker has the rows.
       rows: number of rows.
       divided: whether workers have its part, and others, of a table alone.
+      owners: of a table whose rows change their owners.
+      maps: variables that know the owners.
     """
-    _note(_tables, table, _Table((rows, int(table.shape[1])), divided))
+    _note(_tables, table, _Table((rows, int(table.shape[1])), divided, owners))
+    for variable in maps:
+        _note(_maps, variable)
+
+
+def knows_owners(variable: tf.Variable) -> bool:
+    """Returns whether a variable knows the owners of the rows of a table."""
+    return _handle(variable) in _maps
+
+
+def changes_owners(table: Any) -> bool:
+    """Returns whether the rows of a variable change their owners."""
+    return _owners(table) is not None
+
+
+def _owners(table: Any) -> RowOwners | None:
+    found = _tables.get(_handle(table))
+    return found.owners if found else None
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
@@ -66,14 +105,16 @@ def is_table(variable: Any) -> bool:
 def without_copy(variable: tf.Variable) -> tf.Tensor:
     """Returns the value of a variable; TensorFlow would copy it if its rows are updated."""
     if is_table(variable) or is_held(variable):
-        tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+        for part in _parts(variable):
+            tf.raw_ops.DisableCopyOnRead(resource=part.handle)
     return tf.convert_to_tensor(variable)
 
 
 def emptied(table: tf.Variable) -> None:
     """Frees the memory of a variable that gets another value next."""
-    tf.raw_ops.DisableCopyOnRead(resource=table.handle)  # or the next value would be copied
-    tf.raw_ops.AssignVariableOp(resource=table.handle, value=tf.zeros([0, *table.shape[1:]], table.dtype))
+    for part in _parts(table):
+        tf.raw_ops.DisableCopyOnRead(resource=part.handle)  # or the next value would be copied
+        tf.raw_ops.AssignVariableOp(resource=part.handle, value=tf.zeros([0, *part.shape[1:]], part.dtype))
 
 
 def held(device: str, make: Callable[[], Any]) -> Any:
@@ -102,14 +143,20 @@ def is_divided(variable: Any) -> bool:
 
 def _note(found: dict[int, Any], variable: Any, value: Any = None) -> None:
     variable = _keras.tf_variable(variable)
-    found[_handle(variable)] = value
-    weakref.finalize(variable, found.pop, _handle(variable), None)
+    for part in _parts(variable):
+        found[_tf.identity_of(part)] = value
+        weakref.finalize(variable, found.pop, _tf.identity_of(part), None)
 
 
-def _handle(variable: Any) -> int | None:
-    variable = _keras.tf_variable(variable)
-    # Outside of a replica, a distributed variable has no handle.
-    return None if isinstance(variable, tf.distribute.DistributedValues) else _tf.identity_of(variable)
+def _handle(variable: Any) -> int:
+    return _tf.identity_of(_parts(_keras.tf_variable(variable))[0])
+
+
+def _parts(variable: Any) -> Sequence[Any]:
+    """Returns the variable of each replica of this process, or the one."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        return variable.distribute_strategy.experimental_local_results(variable)
+    return [variable]
 
 
 def keep_slots_with_tables(family: str) -> None:
@@ -153,26 +200,41 @@ def any_tables() -> bool:
     return bool(_tables)
 
 
-def update(optimizer: Any, gradient: tf.IndexedSlices, table: tf.Variable) -> None:
+def update(
+    optimizer: Any,
+    gradient: tf.IndexedSlices,
+    table: tf.Variable,
+    local: Callable[[tf.Variable], tf.Variable] = lambda variable: variable,
+) -> None:
     """Updates the rows of a table that a gradient is about; the caller has called `check`, and counts the step.
 
     Args:
       optimizer: Keras optimizer of either family, built.
       gradient: the sum over replicas.
       table: the variable that the optimizer was built with.
+      local: returns the variable that one replica has of a distributed one.
     """
     ids, places = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, table.dtype), places, tf.size(ids))
 
-    def rows_of(slot: Any) -> _TouchedRows:
-        variable = _keras.tf_variable(slot)
+    def rows_of(held: Any) -> _TouchedRows:
+        variable = local(_keras.tf_variable(held))
         variable.value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
         return _TouchedRows(variable.handle, ids, variable.dtype)
 
+    owners = _owners(table)
+    new = None if owners is None else _of_new_owners(owners, rows_of, table)
+
+    def slot(slots: Sequence[Any], initial: float = 0.0) -> _TouchedRows:
+        rows = rows_of(slot_of(optimizer, slots, table))
+        if new is not None:
+            value = tf.fill([tf.size(new), table.shape[1]], tf.cast(initial, rows.dtype))
+            rows._replace(ids=new).write(value)
+        return rows
+
     rate = _keras.rate_or_schedule(optimizer, optimizer.learning_rate)
     rate = tf.cast(rate(optimizer.iterations) if callable(rate) else rate, table.dtype)
-    rule = _RULES[type(optimizer).__name__]
-    rule(optimizer, rows_of(table), lambda slots: rows_of(slot_of(optimizer, slots, table)), values, rate)
+    _RULES[type(optimizer).__name__](optimizer, rows_of(table), slot, values, rate)
 
 
 def check(optimizer: Any, gradient: Any, table: tf.Variable) -> None:
@@ -219,6 +281,21 @@ class _TouchedRows(NamedTuple):
         tf.raw_ops.ResourceScatterAdd(resource=self.handle, indices=self.ids, updates=values)
 
 
+def _of_new_owners(owners: RowOwners, rows_of: Callable[[Any], _TouchedRows], table: tf.Variable) -> tf.Tensor:
+    """Counts an update; returns those of its rows that have new owners, which have them no longer."""
+    if not owners.grows:
+        raise StepError(
+            f"the table {table.name} of a DynamicEmbedding is trained, and its layer was never called with "
+            "training=True, so that no id would get a row; call self.model(inputs, training=True) in the loss"
+        )
+    flags = rows_of(owners.new)
+    new = tf.boolean_mask(flags.ids, flags.read() > 0)
+    flags.write(tf.zeros_like(flags.ids, tf.int64))
+    steps = rows_of(owners.steps)
+    steps._replace(ids=tf.constant([0])).add(tf.constant([1], tf.int64))
+    return new
+
+
 def _sgd(optimizer: Any, rows: _TouchedRows, slot: Callable, gradient: tf.Tensor, rate: tf.Tensor) -> None:
     if not optimizer.momentum:
         return rows.add(-rate * gradient)
@@ -229,7 +306,7 @@ def _sgd(optimizer: Any, rows: _TouchedRows, slot: Callable, gradient: tf.Tensor
 
 
 def _adagrad(optimizer: Any, rows: _TouchedRows, slot: Callable, gradient: tf.Tensor, rate: tf.Tensor) -> None:
-    accumulator = slot(optimizer._accumulators)
+    accumulator = slot(optimizer._accumulators, optimizer.initial_accumulator_value)
     accumulator.add(tf.square(gradient))
     rows.add(-rate * gradient / tf.sqrt(accumulator.read() + optimizer.epsilon))
 
@@ -248,7 +325,8 @@ def _adam(optimizer: Any, rows: _TouchedRows, slot: Callable, gradient: tf.Tenso
 
 
 def _ftrl(optimizer: Any, rows: _TouchedRows, slot: Callable, gradient: tf.Tensor, rate: tf.Tensor) -> None:
-    accumulator, linear, power = slot(optimizer._accumulators), slot(optimizer._linears), -optimizer.learning_rate_power
+    accumulator = slot(optimizer._accumulators, optimizer.initial_accumulator_value)
+    linear, power = slot(optimizer._linears), -optimizer.learning_rate_power
     weights, before = rows.read(), accumulator.read()
     after = before + tf.square(gradient)
     shrunk = gradient + 2 * optimizer.l2_shrinkage_regularization_strength * weights

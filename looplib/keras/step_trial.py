@@ -16,6 +16,7 @@ from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.compat.patches import alone
+from looplib.compat.row_updates import knows_owners
 from looplib.compat.tensorflow import converted
 from looplib.data.arrays import OmittedParts
 from looplib.keras import rows
@@ -294,7 +295,7 @@ class StepTrial:
 
 def _is_random(variable: tf.Variable) -> bool:
     """Returns whether a variable may be the state of random numbers, which are whole numbers in both families."""
-    return variable.dtype.is_integer and variable.shape.rank != 0
+    return variable.dtype.is_integer and variable.shape.rank != 0 and not knows_owners(variable)
 
 
 def _set_trainable(layer: Any, trained: list[tuple[Any, bool]]) -> None:

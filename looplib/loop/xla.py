@@ -106,7 +106,7 @@ def why_not_xla(step: Step) -> str | None:
     if array := _tf.growing_array(step.ops if has_lists else ()):
         return f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size"
     if "Assert" in step.op_counts and any(CHECK in node.name for node in step.ops):
-        return "a ShardedEmbedding checks its ids in the step, and XLA leaves out assertions"
+        return "a table of embeddings checks its ids in the step, and XLA leaves out assertions"
     if any(spec.dtype == tf.string for spec in tf.nest.flatten(step.reducer.collects)):
         return "looplib.text shows strings, which XLA does not have; give it token ids with decode=<function>"
     return None

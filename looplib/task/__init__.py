@@ -4,6 +4,7 @@ Names that other rooms may use, by file:
     actions: Action, Actions, Event, warn_of_unused_memories
     averages: at_rest, refuse_in_use, WeightAverages
     checks: build_optimizers, check_kinds, check_rows, check_settings, check_tasks, check_together, collect_state
+    dynamic_embedding: DynamicEmbedding
     gradient_trainer: DynamicLossScale, GradientTrainer
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     micro_batches: none

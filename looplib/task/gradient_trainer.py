@@ -12,7 +12,7 @@ from looplib.base.messages import join_names, whole_number
 from looplib.cluster import updates
 from looplib.compat import keras as _keras
 from looplib.compat import optimizers as _optimizers
-from looplib.compat.row_updates import is_table
+from looplib.compat.row_updates import changes_owners, is_table
 from looplib.compat.tensorflow import TensorLike, converted, not_converted
 from looplib.errors import LossError, MetricError, SettingError, StaleTraceError
 from looplib.task import micro_batches as splitting
@@ -249,6 +249,10 @@ class GradientTrainer(Trainer):
             each.build(variables)
         if phases is not None:
             self.training_phases.divide(self.update_plan)
+        if average_decay is not None and any(map(changes_owners, trained)):
+            raise SettingError(
+                "average_decay averages the rows of a DynamicEmbedding over the ids that have had them; leave it out"
+            )
         self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
         self.loss_scale = _make_loss_scale(model, loss_scale)
         self._own_losses_checked = self._outside_checked = False

@@ -60,6 +60,8 @@ class ShardedEmbedding:
         ```
     """
 
+    _spread = True  # whether replicas and workers hold parts of the table, and not the whole
+
     def __new__(cls, *args: Any, family: str = "keras", **settings: Any) -> "ShardedEmbedding":
         """Makes the layer as one of its Keras family."""
         if _keras.family_of_class(cls) is None:
@@ -97,7 +99,8 @@ class ShardedEmbedding:
             )
         self.combiner, self.family = combiner, family
         self.initializer = _checked(initializer, family)
-        self._holders = Holders(tf.distribute.get_strategy())
+        strategy = tf.distribute.get_strategy()
+        self._holders = Holders(strategy, self._spread)
         if self._holders.in_step:
             keep_slots_with_tables(family)
         for number, name in enumerate(self._names):
@@ -112,7 +115,8 @@ class ShardedEmbedding:
             )
             part = self._holders.make(number, make)
             with tf.init_scope():
-                _draw_rows(self.initializer, start, _keras.tf_variable(part))
+                for one in strategy.experimental_local_results(_keras.tf_variable(part)):
+                    _draw_rows(self.initializer, start, one)
             setattr(self, name, part)
             add_table(part, rows, self._holders.exchanges)
         self.built = True
