@@ -45,11 +45,11 @@ class Holders:
         """Returns whether this process holds a part."""
         return not self.exchanges or part // len(self._devices) % self._workers.count == self._workers.index
 
-    def make(self, part: int, make: Callable[[], T]) -> T:
-        """Returns what a function makes, such as the variable of a part, on the device that holds the part."""
+    def make(self, part: int, make: Callable[[], T], shape: tuple[int, ...]) -> T:
+        """Returns the variable of a part that a function makes, on the device that holds it; see `held`."""
         if not self._devices:
             return make()
-        return held(self._devices[part % len(self._devices)], make)
+        return held(self._devices[part % len(self._devices)], make, shape)
 
     @tf.autograph.experimental.do_not_convert
     def exchanged(

@@ -56,11 +56,13 @@ def tensors_of(path: str) -> dict[str, "StoredTensor"]:
     from looplib.weights.checkpoints import CheckpointWeights
     from looplib.weights.loading import located
     from looplib.weights.opening import open_weights
+    from looplib.weights.tables import join_listed
     from looplib.weights.taking import unique_names
 
     local = located(path)
     with contextlib.closing(open_weights(local) or CheckpointWeights(local)) as source:
-        return {name: source.tensors[key] for name, key in sorted(unique_names(source.tensors).items())}
+        names = sorted(unique_names(source.tensors).items())
+        return join_listed({name: source.tensors[key] for name, key in names})
 
 
 def _compare(
@@ -86,7 +88,9 @@ def _compare(
             lacking.pop(form.name, None)
             axes = form.transpose or tuple(range(len(one.shape)))
             now = tuple(one.shape[axis] for axis in axes) if len(axes) == len(one.shape) else one.shape
-            shapes_fit = now == here[form.name].shape or form.reshape
+            wanted = here[form.name].shape
+            now = wanted[:1] + now[1:] if here[form.name].parts else now  # a table takes the rows of its ids
+            shapes_fit = now == wanted or form.reshape
             types_fit = one.floating and here[form.name].floating or one.dtype == here[form.name].dtype
             note = "" if shapes_fit else f", of the shape {_shape(here[form.name])}"
             note += "" if types_fit else f", of the type {_type(here[form.name])}"
@@ -145,7 +149,7 @@ def _new(name: str, ruled: Mapping[str, rules.RuledName]) -> str:
 
 
 def _shape(one: "StoredTensor") -> str:
-    return f"({', '.join(map(str, one.shape))})"
+    return f"({', '.join(map(str, one.shape))})" + f" in {one.parts} parts" * (one.parts > 1)
 
 
 def _type(one: "StoredTensor") -> str:

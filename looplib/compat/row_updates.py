@@ -34,7 +34,7 @@ _WHOLE = (
 CHECK = "ids_of_a_table"  # the name of the op that checks ids, without which wrong ones would be looked up
 _SLOT = "add_variable_from_reference"  # the method of optimizers, of both families
 _tables: dict[int, "_Table"] = {}  # by the identity of the variable's handle
-_held: dict[int, None] = {}
+_held: dict[int, tuple[int, ...]] = {}
 
 
 _maps: dict[int, None] = {}
@@ -56,22 +56,20 @@ class RowOwners:
 
 
 class _Table(NamedTuple):
-    shape: tuple[int, int]  # with the rows that another worker has
     divided: bool
     owners: RowOwners | None
 
 
-def add_table(table: Any, rows: int, divided: bool, owners: RowOwners | None = None, maps: Sequence[Any] = ()) -> None:
+def add_table(table: Any, divided: bool, owners: RowOwners | None = None, maps: Sequence[Any] = ()) -> None:
     """Notes that a variable is updated row by row.
 
     Args:
-      table: floats `[rows, dim]`, or `[0, dim]` if another worker has the rows.
-      rows: number of rows.
+      table: floats `[rows, dim]`.
       divided: whether workers have its part, and others, of a table alone.
       owners: of a table whose rows change their owners.
       maps: variables that know the owners.
     """
-    _note(_tables, table, _Table((rows, int(table.shape[1])), divided, owners))
+    _note(_tables, table, _Table(divided, owners))
     for variable in maps:
         _note(_maps, variable)
 
@@ -92,9 +90,8 @@ def _owners(table: Any) -> RowOwners | None:
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
-    """Returns the shape of a variable, of a table with the rows that another worker has."""
-    table = _tables.get(_handle(variable))
-    return table.shape if table else tuple(variable.shape)
+    """Returns the shape of a variable, of a part of a table and its slots with the rows that another worker has."""
+    return _held.get(_handle(variable)) or tuple(variable.shape)
 
 
 def is_table(variable: Any) -> bool:
@@ -117,8 +114,14 @@ def emptied(table: tf.Variable) -> None:
         tf.raw_ops.AssignVariableOp(resource=part.handle, value=tf.zeros([0, *part.shape[1:]], part.dtype))
 
 
-def held(device: str, make: Callable[[], Any]) -> Any:
-    """Makes a variable on a device, outside of the strategy whose scope is entered, which would copy it."""
+def held(device: str, make: Callable[[], Any], shape: tuple[int, ...]) -> Any:
+    """Makes a variable on a device, outside of the strategy whose scope is entered, which would copy it.
+
+    Args:
+      device: name of the device.
+      make: makes the variable; without rows where another worker has them.
+      shape: the shape with these rows.
+    """
 
     def made() -> Any:
         with tf.device(device):
@@ -126,7 +129,7 @@ def held(device: str, make: Callable[[], Any]) -> Any:
 
     with concurrent.futures.ThreadPoolExecutor(1, "looplib-held") as executor:  # a scope belongs to a thread
         variable = executor.submit(made).result()
-    _note(_held, variable)
+    _note(_held, variable, shape)
     return variable
 
 
@@ -189,7 +192,7 @@ def keep_slots_with_tables(family: str) -> None:
         if not is_held(variable):
             return original(self, *args, **kwargs)
         make = functools.partial(getattr(super(adapter, self), _SLOT), *args, **kwargs)
-        return held(_keras.tf_variable(variable).device, make)
+        return held(_keras.tf_variable(variable).device, make, shape_of(variable))
 
     method.__module__ = __name__
     setattr(adapter, _SLOT, method)

@@ -20,7 +20,7 @@ from looplib.config.formats import CARD, FORMATS, KERAS, SAVED_MODEL, check_expo
 from looplib.errors import ExportError, UsageError
 from looplib.exports.card import card
 from looplib.exports.new_folder import alone, check_free, new_folder, put_in_place
-from looplib.exports.parts import ExportRecord, Parts
+from looplib.exports.parts import ExportRecord, Parts, check_memory
 from looplib.exports.samples import ModelInputs, take_samples
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
@@ -65,6 +65,7 @@ def export(
     task = task or loops.training.task
     check_rows(task)
     exported = task.export().with_names()
+    check_memory(exported.model)
     own = not type(task).export.__module__.startswith("looplib.")
     samples = _samples(loops, split, task, exported) if "int8" in formats else None
     averages = averages and exported.averages is not None

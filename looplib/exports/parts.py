@@ -5,6 +5,8 @@ import dataclasses
 import io
 import math
 import os
+import pathlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,15 +17,17 @@ import tensorflow as tf
 
 from looplib.base import files, folders
 from looplib.base.messages import gist
+from looplib.base.numbers import format_size
 from looplib.cluster import collectives
 from looplib.compat import keras as _keras
+from looplib.compat.row_updates import is_table
 from looplib.config.formats import FORMATS, KERAS, SAVED_MODEL
 from looplib.errors import ExportError
 from looplib.exports import int8
 from looplib.exports.int8 import Int8Cost
 from looplib.exports.samples import ModelInputs
 from looplib.task.plain import gaps
-from looplib.task.state import state_kept, variables_of
+from looplib.task.state import state_kept, state_of_model, variables_of
 from looplib.task.trainer import Exported
 from looplib.weights.layers import ComputedValue, LayerWalk
 from looplib.weights.opening import SafetensorsFile
@@ -55,6 +59,33 @@ class ExportRecord:
     left_out: dict[str, str]
     differences: dict[str, float]
     int8: Int8Cost | None
+
+
+def check_memory(model: Any) -> None:
+    """Raises `ExportError` for tables of embeddings that this process cannot hold once more, to check the export."""
+    size = sum(table.shape.num_elements() * table.dtype.size for table in _tables(model))
+    if size > (free := _free_memory()):
+        raise ExportError(
+            f"the tables of embeddings have {format_size(size)}, and this process can take {format_size(free)} more, "
+            "where an export is loaded to be checked; export on a machine with more memory (--mode=export "
+            "--strategy=one_device, which reads the checkpoint of any servers), or read the parts from the checkpoint, "
+            "one at a time, by tf.train.load_checkpoint"
+        )
+
+
+def _tables(model: Any) -> list[tf.Variable]:
+    return [variable for _, variable in variables_of(state_of_model(model)) if is_table(variable)]
+
+
+def _free_memory() -> float:
+    """Returns at most how many bytes this process may get, by Linux and its control group; infinity for unknown."""
+    left = [math.inf]
+    with contextlib.suppress(OSError):
+        found = re.search(r"MemAvailable: +(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
+        left += [int(found[1]) * 1024] if found else []
+    with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit
+        left.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(left)
 
 
 class Parts:
@@ -209,7 +240,9 @@ class Parts:
             content = tf.lite.TFLiteConverter.from_saved_model(os.path.join(self._folder, SAVED_MODEL)).convert()
             found = _runner(content)(**{key: tensor.numpy() for key, tensor in self._inputs.items()})
         except Exception as error:  # the converter's errors have many types
-            self._leave_out(name, f"TensorFlow's converter does not take it ({_of_converter(error)})")
+            self._leave_out(
+                name, f"TensorFlow's converter does not take it ({_of_converter(error, self._exported.model)})"
+            )
             return
         files.write_whole(os.path.join(self._folder, name), content, durable=False)
         expected = self._serve(**self._inputs)
@@ -230,7 +263,9 @@ class Parts:
             outputs = int8.compare(self._serve, _runner(content), found.batches if found else ())
             expected = self._serve(**self._inputs)
         except Exception as error:  # the converter's errors have many types
-            self._leave_out(name, f"TensorFlow's converter does not take it ({_of_converter(error)})")
+            self._leave_out(
+                name, f"TensorFlow's converter does not take it ({_of_converter(error, self._exported.model)})"
+            )
             return
         self.differences[name] = difference([computed[key] for key in expected], list(expected.values()))
         files.write_whole(os.path.join(self._folder, name), content, durable=False)
@@ -263,10 +298,15 @@ def _save(exported: Exported, path: str) -> None:
     tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
 
 
-def _of_converter(error: Exception) -> str:
+def _of_converter(error: Exception, model: Any) -> str:
     """Returns what an error of the converter says, which writes pages about the loops of recurrent layers."""
     if "tf.TensorListReserve" in str(error):
         return "a recurrent layer has a loop; build it with unroll=True, which leaves its weights as they are"
+    if _tables(model):
+        return (
+            "TFLite lacks operations of a ShardedEmbedding with several parts or a combiner; export a model with "
+            "shards=1 and no combiner, which takes the rows from this run by a warm start"
+        )
     return gist(error)
 
 

@@ -95,7 +95,7 @@ class DynamicEmbedding(ShardedEmbedding):
         if self.admit_after > 1:
             self._candidates, self.sights = self._places("waiting_"), self._whole("sights", capacity)
         self._owners = RowOwners(self.new_owners, self.steps)
-        add_table(self.tables[0], capacity, False, self._owners, self.non_trainable_variables)
+        add_table(self.tables[0], False, self._owners, self.non_trainable_variables)
 
     def _places(self, prefix: str) -> "_PlaceMap":
         """Makes a map to as many places as there are rows, with its variables as attributes, which a checkpoint has."""

@@ -113,12 +113,12 @@ class ShardedEmbedding:
             make = functools.partial(
                 self.add_weight, name=scope + name, shape=shape, initializer="zeros", autocast=False
             )
-            part = self._holders.make(number, make)
+            part = self._holders.make(number, make, (rows, self.dim))
             with tf.init_scope():
                 for one in strategy.experimental_local_results(_keras.tf_variable(part)):
                     _draw_rows(self.initializer, start, one)
             setattr(self, name, part)
-            add_table(part, rows, self._holders.exchanges)
+            add_table(part, self._holders.exchanges)
         self.built = True
 
     @property
@@ -208,7 +208,7 @@ class ShardedEmbedding:
         self, vectors: tf.Tensor, weights: tf.Tensor | None, total: Callable[[tf.Tensor], tf.Tensor]
     ) -> tf.Tensor:
         factors = tf.ones(tf.shape(vectors)[:-1], vectors.dtype) if weights is None else tf.cast(weights, vectors.dtype)
-        factors = factors[..., tf.newaxis]
+        factors = tf.expand_dims(factors, -1)  # which TFLite knows
         combined = total(vectors * factors)
         if self.combiner == "mean":
             combined = tf.math.divide_no_nan(combined, total(factors))

@@ -12,5 +12,6 @@ Names that other rooms may use, by file:
     restoring: contents_of, objects_of, peek, read_position, restore
     rules: apply, given, RuledName, WarmStart, WeightRule
     sources: StoredTensor
+    tables: join_listed
     taking: named_weights, unique_names, write_safetensors
 """

@@ -12,7 +12,7 @@ import tensorflow as tf
 from looplib.compat import keras as _keras
 from looplib.errors import WarmStartError
 from looplib.weights.hdf5 import NamesOfLayers, chain, numbered, snake_case
-from looplib.weights.names import LiveVariables, NamedVariable, NameNormalizer, groups
+from looplib.weights.names import LiveVariables, NamedVariable, NameNormalizer, groups, whole_name
 
 _LIST = "layers"
 
@@ -244,7 +244,9 @@ class Targets:
             self._models |= {value.name, _counted_from_zero(value)}
         counted = live.record().own
         for leaf in live.leaves:
-            own = [counted.get(leaf.path, leaf.name), leaf.name]
+            first = (leaf.parts or [leaf])[0]
+            own = [counted.get(first.path, first.name), first.name]
+            own = list(map(whole_name, own)) if leaf.parts else own
             names = dict.fromkeys(name for one in own for name in (self.without_model(one), one))
             names |= dict.fromkeys(f"{root}/{name}" for name in list(names) for root in leaf.paths)
             self._names[id(leaf)] = list(names)

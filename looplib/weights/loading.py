@@ -25,7 +25,8 @@ from looplib.weights.opening import open_weights
 from looplib.weights.pairing import pair, whole_layers
 from looplib.weights.restoring import check_contents, contents_of, describe_differences, objects_of
 from looplib.weights.rules import WarmStart, WeightRule, apply, given
-from looplib.weights.taking import LoadedValues, assign, take, weights_only
+from looplib.weights.tables import join_live, join_saved
+from looplib.weights.taking import LoadedValues, give, take, weights_only
 
 _IN_SAVED_MODEL = "/variables/variables"
 _Rules = Mapping[str, str | WeightRule | None]
@@ -80,6 +81,8 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
     live = saved.live
     if weights:
         weights_only(live)
+    join_live(live)
+    join_saved(saved)
     everything, targets = list(live.leaves), Targets(live)
     for leaf in saved.leaves.values():
         leaf.name = printable(leaf.name)
@@ -99,23 +102,25 @@ def _assign(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool 
     pairs = pair(named, ruled, targets, match, path)
     for name, leaf in named.items():  # for the log, as rules know them
         leaf.name = name
-    found = {id(taken.here): taken.there.key for taken in pairs}
+    found = {id(taken.here) for taken in pairs}
     types = reader.get_variable_to_dtype_map()
     whole = whole_layers(pairs, live, (named.values(), everything), touched, lambda taken: types[taken.there.key].name)
     for taken in whole.taken:
-        assign(taken.here.variable, taken.formed(reader.get_tensor(taken.there.key)))
-    left_out = {named[name].key for name, form in ruled.items() if form.name is None}
-    done, unused = {*found.values(), *left_out}, []
+        give(taken, reader.get_tensor)
+    left_out = [named[name] for name, form in ruled.items() if form.name is None]
+    done = {part.key for leaf in [*(one.there for one in pairs), *left_out] for part in leaf.parts or [leaf]}
+    parts = {part.node: leaf for leaf in saved.leaves.values() for part in leaf.parts}
+    unused = set()
     states = objects_of(graph, objects.get("") or tf.train.Checkpoint(**objects))
     for number, node in enumerate(graph.nodes):
         for attribute in node.attributes:
             if isinstance(state := states.get(number), tf.train.experimental.PythonState):
                 state.deserialize(reader.get_tensor(attribute.checkpoint_key))
             elif attribute.checkpoint_key not in done and attribute.name != "py_state":
-                there = saved.leaves.get(number)
+                there = parts.get(number) or saved.leaves.get(number)
                 if not weights or (there and is_weight(there)):
                     name = there.name if there else attribute.full_name or attribute.checkpoint_key
-                    unused.append((bool(there and there.origin), name))
+                    unused.add((bool(there and there.origin), name))
     missing = [leaf for leaf in everything if id(leaf) not in found]
     known = {"save_counter", *(taken.there.name for taken in pairs)}  # a variable may be in two places
     others = [name for _, name in sorted(unused) if name not in known]

@@ -25,6 +25,7 @@ from looplib.task.state import SlotOptimizer
 
 _NUMBERED = re.compile(r"(layer(_with_weights)?-)?\d+$")  # names of children in lists, and of tf_keras's layers
 _MODELS = frozenset({"sequential", "functional", "model"})  # the names that Keras gives to models
+PART = re.compile(r"(?:^|/)rows_(\d+)$")  # the end of the name of a part of a table of embeddings
 _T = TypeVar("_T")
 _Paths = dict[str, tuple[int, str]]
 
@@ -44,6 +45,7 @@ class NamedVariable:
       owned: whether an optimizer or averages hold it for themselves, as far as that is known.
       kind: of a slot, which one, such as `Adam momentum`.
       node: its number in the saved object graph; -1 for one that is here.
+      parts: of a table of embeddings that stands for its parts, these, in the order of their rows.
     """
 
     name: str
@@ -56,6 +58,7 @@ class NamedVariable:
     owned: bool = False
     kind: str = ""
     node: int = -1
+    parts: list["NamedVariable"] = dataclasses.field(default_factory=list)
 
     @property
     def path(self) -> str:
@@ -374,6 +377,11 @@ def _node_at(children: list[dict[str, int]], path: str) -> int:
         if number < 0:
             break
     return number
+
+
+def whole_name(part: str) -> str:
+    """Returns the name of a table of embeddings, `items/rows`, from that of one of its parts, `items/rows_0`."""
+    return re.sub(r"_\d+$", "", part) if PART.search(part) else part
 
 
 def groups(items: Iterable[_T], key: Callable[[_T], Hashable]) -> dict[Hashable, list[_T]]:

@@ -54,7 +54,7 @@ class Taken:
         if self.form.transpose and len(self.form.transpose) != len(self.there.shape):
             return False
         if self.form.reshape:
-            return math.prod(self.shape) == math.prod(self.here.shape)
+            return tf.TensorShape(self.shape).num_elements() == tf.TensorShape(self.here.shape).num_elements()
         return tf.TensorShape(self.here.shape).is_compatible_with(self.shape)  # that of an adapted layer may be open
 
     def formed(self, value: np.ndarray) -> np.ndarray:
@@ -226,7 +226,7 @@ def _misfit(taken: Taken, name: str, path: str) -> WarmStartError:
     cure = "correct the rule, or leave the value out by one with null (None)"
     if not axes and here == there[::-1] and here != there:
         cure = f"transpose it by {list(range(len(there)))[::-1]}"
-    elif math.prod(there) == math.prod(taken.here.shape) and len(there) != len(here):
+    elif None not in here and math.prod(there) == math.prod(here) and len(there) != len(here):
         cure = "set reshape in the rule if only the axes differ"
     return WarmStartError(
         f"{taken.there.name} of {path} has the shape {there}{how}, and {name} here has {here}; {cure}"

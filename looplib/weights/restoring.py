@@ -22,8 +22,10 @@ from looplib.run import commits
 from looplib.task.record import Contents, RunRecord
 from looplib.task.state import SlotOptimizer
 from looplib.weights.names import LiveVariables, NamedVariable, NameNormalizer, SavedVariables, groups
+from looplib.weights.tables import differing_tables
 
 _TABLES = (tf.lookup.StaticHashTable, tf.lookup.StaticVocabularyTable)  # of others, checkpoints hold the entries
+_TABLES_DIFFER = "tables that differ"
 _SHOWN, _LONGEST = 20, 50  # entries, and characters of each
 _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
 
@@ -83,7 +85,9 @@ def _compared(
         return {}
     saved = SavedVariables(reader, graph, record.names, objects)
     moved = {"other names": sorted(misplaced(saved, objects_of(graph, checkpoint)))}
-    return (shapes and {why: names for why, names in differences(saved).items() if names}) or moved
+    found = differences(saved) if shapes else {}
+    found |= {_TABLES_DIFFER: differing_tables(saved)} if any(found.values()) else {}
+    return {why: names for why, names in found.items() if names} or moved
 
 
 def _mismatch(
@@ -95,6 +99,13 @@ def _mismatch(
 ) -> str:
     """Returns the sentence that lists all differences; TensorFlow's error names only the first one."""
     found = _compared(checkpoint, objects, path, shapes=True)
+    if tables := found.pop(_TABLES_DIFFER, []):
+        return (
+            f"the checkpoint {path} has other tables of embeddings: {join_names(tables, most=4)}; build them as they "
+            "are there, or ask for a partial restore (Start(partial=True), --partial_restore), which takes rows and "
+            "slots by their ids, or start a new run in a separate model_dir (Start(warm_start=PATH), --warm_start), "
+            f"which takes the rows alone ({describe_differences(found)})"
+        )
     if not strict:
         found.pop("only there", None)
     return (

@@ -24,6 +24,7 @@ class StoredTensor:
       number: in its layer, as text; else "".
       listed: which parts of `layer` are those of a list, by their indices.
       owned: whether it is of an optimizer or a metric.
+      parts: of a table of embeddings that is held in parts, how many; else 0.
     """
 
     name: str
@@ -33,6 +34,7 @@ class StoredTensor:
     number: str = ""
     listed: frozenset[int] = frozenset()
     owned: bool = False
+    parts: int = 0
 
     @property
     def floating(self) -> bool:

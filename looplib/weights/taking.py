@@ -2,10 +2,11 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from looplib.weights.names import LiveVariables, NamedVariable, groups
 from looplib.weights.opening import DTYPES, METADATA, SafetensorsFile
 from looplib.weights.pairing import Matched, Taken, pair, whole_layers
 from looplib.weights.sources import StoredTensor, WeightsSource
+from looplib.weights.tables import count_rows, join_live, join_named, row_values, whole_value
 
 _LARGE = 1 << 22  # bytes
 _ALIGNMENT = 64  # bytes, without which TensorFlow copies the memory that it is given
@@ -63,6 +65,29 @@ def _cast(variable: tf.Variable, value: np.ndarray) -> np.ndarray:
             f"{np.abs(value[np.isfinite(value)]).max():.3g}; build the model with float32 weights"
         )
     return found
+
+
+def give(taken: Taken, read: Callable[[str], np.ndarray]) -> None:
+    """Gives a variable here its saved value; a table of embeddings takes rows by their ids, a part at a time.
+
+    Args:
+      taken: the two.
+      read: returns the saved value of a key.
+    """
+    there, here = taken.there, taken.here
+    if not here.parts:
+        assign(here.variable, taken.formed(whole_value(there, read)))
+        return
+    if taken.form.transpose:
+        turned = taken.formed(whole_value(there, read))
+        there, read = dataclasses.replace(there, shape=turned.shape, parts=[]), lambda _: turned
+    for variable, values in row_values(here, there, functools.lru_cache(maxsize=1)(read)):
+        assign(variable, values)
+    if not there.origin:
+        more = count_rows(here) - count_rows(there)
+        also = f"; {more} new rows keep their initial values" if more > 0 else f"; {-more} have no place here"
+        taken = count_rows(here) - max(more, 0)
+        logging.info("took %d rows of the table %s by their ids%s", taken, here.name, also * bool(more))
 
 
 _ALIGNED = 8  # bytes
@@ -187,11 +212,14 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
     """
     live, path = LiveVariables(objects), start.path
     weights_only(live)
+    if not _is_numbered(source):
+        join_live(live)
     everything = list(live.leaves)
     views = _views(source, live)
     targets = Targets(live, views.values())
     keys = unique_names(source.tensors)
     saved = {name: _saved(name, key, source.tensors[key], views) for name, key in keys.items()}
+    saved = saved if _is_numbered(source) else join_named(saved)
     ruled = rules.apply(start.rules, saved, path)
 
     def match(rest: list[NamedVariable]) -> Matched:
@@ -217,17 +245,21 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
     rounded: collections.Counter[tuple[str, str]] = collections.Counter()
     whole = whole_layers(pairs, live, (saved.values(), everything), {id(saved[name]) for name in ruled}, type_there)
     for taken in whole.taken:
-        assign(taken.here.variable, taken.formed(source.read(taken.there.key)))
+        give(taken, source.read)
         rounded[type_there(taken), taken.here.variable.dtype.name] += 1
     for (there, here), count in rounded.items():
         if there != here:
             logging.info("%d values of %s were %s there and are %s here", count, path, there, here)
-    found, done = {id(taken.here) for taken in pairs}, {id(taken.there) for taken in pairs}
+    found, done = _ids(taken.here for taken in pairs), _ids(taken.there for taken in pairs)
     for computed in (taken.here.variable for taken in pairs if isinstance(taken.here.variable, ComputedValue)):
         found |= {id(live.leaf_of(variable)) for variable in computed.layer.variables}
     left = [name for name, leaf in saved.items() if id(leaf) not in done and not _is_left_out(ruled.get(name))]
     missing = [leaf for leaf in everything if id(leaf) not in found]
     return LoadedValues(len(whole.taken), missing, whole.misfits, sorted(left), targets)
+
+
+def _ids(leaves: Iterable[NamedVariable]) -> set[int]:
+    return {id(one) for leaf in leaves for one in (leaf, *leaf.parts)}
 
 
 def _is_left_out(form: rules.RuledName | None) -> bool:

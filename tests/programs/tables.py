@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 
 import numpy as np
 import tensorflow as tf
@@ -11,6 +12,7 @@ import looplib
 ROWS, DIM, EXAMPLES = 1000, 8, 6400
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, ROWS // 2, (EXAMPLES, 8))
+IDS[2000, 3] = int(os.environ.get("WRONG_ID", IDS[2000, 3]))
 TARGETS = RNG.normal(size=(EXAMPLES, 1)).astype("float32")
 
 
@@ -25,7 +27,9 @@ class Mean(looplib.GradientTrainer):
         keras = importlib.import_module(family)
         inputs = keras.Input((8,), dtype="int64")
         uniform = keras.initializers.RandomUniform(seed=3)
-        self.table = looplib.ShardedEmbedding(ROWS, DIM, shards=4, combiner="mean", initializer=uniform, family=family)
+        self.table = looplib.ShardedEmbedding(
+            ROWS, DIM, shards=int(os.environ.get("SHARDS", "4")), combiner="mean", initializer=uniform, family=family
+        )
         super().__init__(keras.Model(inputs, self.table(inputs)), keras.optimizers.Adagrad(0.1))
         for part in self.table.tables:
             variable = part.value if family == "keras" else part

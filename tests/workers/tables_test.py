@@ -17,7 +17,7 @@ from looplib.run import commits
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "tables.py"
 
 
-def run(folder, steps, servers=0, workers=0, replicas=0, *more):
+def run(folder, steps, servers=0, workers=0, replicas=0, *more, shards=4):
     """Trains up to a step; returns the device of each part, by name, or with workers the number of rows of each."""
     kinds = {"parameter_server": servers, "multi_worker": workers, "mirrored": replicas, "one_device": 1}
     strategy = next(kind for kind, number in kinds.items() if number)
@@ -26,7 +26,8 @@ def run(folder, steps, servers=0, workers=0, replicas=0, *more):
     if servers or workers:
         numbers = [f"--workers={workers or 2}", f"--parameter_servers={servers}"]
         command = [sys.executable, "-m", "looplib", "launch", *numbers, "--", *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    environment = {**os.environ, "SHARDS": str(shards)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     assert "outside of its model" not in done.stderr + done.stdout
     if workers:
@@ -34,12 +35,11 @@ def run(folder, steps, servers=0, workers=0, replicas=0, *more):
     return dict(re.findall(r"held by \S+/(rows_\d) (\S+)", done.stdout))
 
 
-def parts(folder, step):
+def parts(folder, step, shards=4):
     reader = tf.train.load_checkpoint(str(folder / "checkpoints" / f"ckpt-{step}"))
-    keys = {
-        key.split("/")[-3]: key for key in reader.get_variable_to_shape_map() if re.search(r"/rows_\d/.ATTRIBUTES", key)
-    }
-    return np.concatenate([reader.get_tensor(keys[f"rows_{n}"]) for n in range(4)])
+    names = filter(re.compile(r"/rows_\d/.ATTRIBUTES").search, reader.get_variable_to_shape_map())
+    keys = {key.split("/")[-3]: key for key in names}
+    return np.concatenate([reader.get_tensor(keys[f"rows_{n}"]) for n in range(shards)])
 
 
 def test_servers_hold_and_write_their_parts_and_a_run_resumes_on_another_number_of_them(tmp_path):
@@ -56,6 +56,8 @@ def test_servers_hold_and_write_their_parts_and_a_run_resumes_on_another_number_
     np.testing.assert_array_equal(at_40[500:], at_20[500:])  # and no others, in two runs
     run(tmp_path, 41, 0)  # and on one device
     np.testing.assert_array_equal(parts(tmp_path, 41)[500:], at_20[500:])
+    run(tmp_path / "other", 1, 2, 0, 0, f"--warm_start={tmp_path}", shards=3)  # and a new run in other parts
+    np.testing.assert_array_equal(parts(tmp_path / "other", 1, shards=3)[500:], at_20[500:])
 
 
 def test_workers_hold_and_write_their_parts_and_come_to_the_table_of_one_device(tmp_path):
@@ -107,6 +109,15 @@ def test_two_workers_train_a_plain_step_of_each_family_as_one_device_does(family
     run(tmp_path / "one", 20, 0, 0, 0, f"--config.family={family}", "--config.plain=True")
     one, many = (parts(tmp_path / name, 20) for name in ("one", "many"))
     np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_workers_start_from_the_rows_of_a_table_in_other_parts(tmp_path):
+    run(tmp_path / "first", 20)
+    run(tmp_path / "other", 1, 0, 2, 0, f"--warm_start={tmp_path / 'first'}", shards=3)
+    first, other = parts(tmp_path / "first", 20), parts(tmp_path / "other", 1, shards=3)
+    np.testing.assert_array_equal(other[500:], first[500:])
+    assert (other[:500] == first[:500]).mean() > 0.1  # those that the step has not looked up
 
 
 @pytest.mark.slow
