@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     collectives: outside, PEER_ERRORS, Workers
     environment: resolve
-    holders: Holders
+    holders: Holders, joined
     parameter_servers: called, counts
     peers: current
     preemption: debugger_holds_a_thread, innermost_frames, notice, RunningTime

@@ -304,8 +304,8 @@ def _of_converter(error: Exception, model: Any) -> str:
         return "a recurrent layer has a loop; build it with unroll=True, which leaves its weights as they are"
     if _tables(model):
         return (
-            "TFLite lacks operations of a ShardedEmbedding with several parts or a combiner; export a model with "
-            "shards=1 and no combiner, which takes the rows from this run by a warm start"
+            "TFLite lacks operations of a ShardedEmbedding with several parts; export a model with shards=1, which "
+            "takes the rows from this run by a warm start"
         )
     return gist(error)
 
