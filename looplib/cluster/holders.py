@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
+from looplib.compat.patches import may_join
 from looplib.compat.row_updates import held
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Holders:
         Returns:
           The rows, `[n, dim]`.
         """
+        may_join()  # refuses micro-batches; each other step has to
         context = tf.distribute.get_replica_context()
         replica = context.replica_id_in_sync_group
         everyones, sizes = context.merge_call(joined, args=(ids, tf.size(ids)[tf.newaxis]))

@@ -16,9 +16,10 @@ from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
 from looplib.compat.patches import alone
-from looplib.compat.row_updates import knows_owners
+from looplib.compat.row_updates import is_divided, knows_owners
 from looplib.compat.tensorflow import converted
 from looplib.data.arrays import OmittedParts
+from looplib.errors import StepError
 from looplib.keras import rows
 from looplib.keras.losses import part_of_batch
 from looplib.task.plain import gaps
@@ -67,6 +68,9 @@ class StepTrial:
       step: one step for a batch, in replica context; by default `train_step`.
       metrics: the metrics of Keras whose results after each run are read, without values; the step changes them.
 
+    Raises:
+      UsageError: for a model with parts of a table that other workers hold.
+
     Attributes:
       names: of the losses, once a step has run.
       sized: whether the step has to know how many examples it gets, so that the parts of a batch are of one size.
@@ -74,6 +78,11 @@ class StepTrial:
     """
 
     def __init__(self, model: Any, step: Callable[[Any], Any] | None = None, metrics: Sequence[Any] = ()) -> None:
+        if any(map(is_divided, model.variables)):
+            raise StepError(
+                "a compiled model has a ShardedEmbedding whose parts workers hold alone, so that its step cannot be "
+                "compared with that of one device; use a GradientTrainer, or replicas of one process"
+            )
         self._model, self._strategy, self._step = model, model.distribute_strategy, step or model.train_step
         self._replicas = self._strategy.num_replicas_in_sync
         self._metrics, self._given = metrics, _Given()

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.compat.row_updates import is_divided
 from looplib.compat.tensorflow import not_converted
 from looplib.errors import ClosedError, SettingError
 
@@ -40,7 +41,7 @@ class WeightAverages(tf.Module):
       decay: float in (0, 1).
 
     Raises:
-      UsageError: for another decay.
+      UsageError: for another decay, or for tables whose parts several workers hold.
 
     Example:
         ```python
@@ -56,6 +57,11 @@ class WeightAverages(tf.Module):
         if not isinstance(decay, numbers.Real) or not 0 < decay < 1:
             raise SettingError(
                 f"the decay of weight averages is {decay!r}; expected a number between 0 and 1, such as 0.999"
+            )
+        if any(map(is_divided, variables)):
+            raise SettingError(
+                "weight averages (average_decay) would copy the parts of a ShardedEmbedding to all workers, and each "
+                "worker holds its own alone; average the other weights, by looplib.WeightAverages"
             )
         self._decay = decay
         names = [f"average/{_keras.variable_path(variable)}" for variable in variables]
