@@ -341,10 +341,9 @@ def _update_across_replicas(
             found = [tf.concat(local(part), axis=0) for part in (values, ids)]
         else:
             found = joined(strategy, values, ids)
-        for number, one in enumerate(local(table)):
-            with tf.device(one.device):
-                gradient = tf.IndexedSlices(*found)
-                row_updates.update(optimizer, gradient, table, lambda held, at=number: local(held)[at])
+        for number in range(len(local(table))):
+            gradient = tf.IndexedSlices(*found)
+            row_updates.update(optimizer, gradient, table, lambda held, at=number: local(held)[at])
 
 
 def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:

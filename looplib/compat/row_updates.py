@@ -209,7 +209,10 @@ def update(
     table: tf.Variable,
     local: Callable[[tf.Variable], tf.Variable] = lambda variable: variable,
 ) -> None:
-    """Updates the rows of a table that a gradient is about; the caller has called `check`, and counts the step.
+    """Updates the rows of a table that a gradient is about, on the device of the table.
+
+    So a parameter server gets the gradient, and no row of a slot leaves it. The caller has called `check`, and counts
+    the step.
 
     Args:
       optimizer: Keras optimizer of either family, built.
@@ -217,6 +220,13 @@ def update(
       table: the variable that the optimizer was built with.
       local: returns the variable that one replica has of a distributed one.
     """
+    with tf.device(local(table).device):
+        _update(optimizer, gradient, table, local)
+
+
+def _update(
+    optimizer: Any, gradient: tf.IndexedSlices, table: tf.Variable, local: Callable[[tf.Variable], tf.Variable]
+) -> None:
     ids, places = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, table.dtype), places, tf.size(ids))
 
