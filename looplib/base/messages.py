@@ -192,8 +192,8 @@ def _unwrapped(kind: str, text: str) -> tuple[str, str]:
         text = text if _ROOT.search(text) else "".join(kept[-1:])
     if match := _ROOT.search(text):  # each replica has one
         text = match[1]
-    if match := re.match(r"assertion failed: \[(.*)\]", text):
-        text = match[1]
+    if match := re.match(r"assertion failed: \[(.*)\]", text):  # a list of what it was given
+        text = match[1].replace("] [", " ").replace('\\"', '"')
     if match := re.match(r"Error in user-defined function passed to \S+ transformation with iterator: \S+:\s", text):
         text = text[match.end() :]
     if match := re.match(r"([A-Za-z_][\w.]*(?:Error|Exception|Quit|Interrupt|Iteration|Warning)):(?:\s|$)", text):

@@ -166,12 +166,15 @@ class Checkpoints:
                         f"workers save the parts of a ShardedEmbedding, and only TensorFlow can save {error}; leave it "
                         "out of the trainer, or use keras.layers.Embedding"
                     ) from error
-        snapshot, prefixes = self._snapshots.take(), [f"{path}.of-{n}" for n in range(self._workers.count)]
-        own = {key: self._workers.is_chief for key in snapshot} | self._snapshots.held
-        self._snapshots.write(prefixes[self._workers.index], {key: snapshot[key] for key in snapshot if own[key]})
-        self._workers.gather(0)  # all have written
+        snapshot = self._snapshots.take()
+        is_own = {key: self._workers.is_chief for key in snapshot} | self._snapshots.held
+        own = {key: value for key, value in snapshot.items() if is_own[key]}
+        if own:
+            self._snapshots.write(f"{path}.of-{self._workers.index}", own)
+        counts = self._workers.gather(np.int64(len(own)))  # when all have written
         if self._workers.is_chief:
-            tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=prefixes, destination_prefix=path, delete_old_dirs=False)
+            written = [f"{path}.of-{number}" for number, count in enumerate(counts) if count]
+            tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=written, destination_prefix=path, delete_old_dirs=False)
 
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
