@@ -37,9 +37,9 @@ def run(folder, steps, servers=0, workers=0, replicas=0, *more, shards=4):
 
 def parts(folder, step, shards=4):
     reader = tf.train.load_checkpoint(str(folder / "checkpoints" / f"ckpt-{step}"))
-    names = filter(re.compile(r"/rows_\d/.ATTRIBUTES").search, reader.get_variable_to_shape_map())
-    keys = {key.split("/")[-3]: key for key in names}
-    return np.concatenate([reader.get_tensor(keys[f"rows_{n}"]) for n in range(shards)])
+    found = {re.search(r"rows_(\d)/.ATTRIBUTES", key): key for key in reader.get_variable_to_shape_map()}
+    keys = {match[1]: key for match, key in found.items() if match}
+    return np.concatenate([reader.get_tensor(keys[str(n)]) for n in range(shards)])
 
 
 def test_servers_hold_and_write_their_parts_and_a_run_resumes_on_another_number_of_them(tmp_path):
