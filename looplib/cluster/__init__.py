@@ -1,7 +1,7 @@
 """The processes of a run: which of them this one is, what they agree on, and how all end when one of them fails.
 
 Names that other rooms may use, by file:
-    collectives: outside, PEER_ERRORS, Workers
+    collectives: PEER_ERRORS, Workers
     environment: resolve
     holders: Holders, joined
     parameter_servers: called, counts

@@ -4,27 +4,15 @@ Under MultiWorkerMirroredStrategy each process runs the whole program, and a col
 reach it. So all of them have to make every decision about the next op (to stop, to save, to roll back) alike.
 """
 
-import concurrent.futures
 import functools
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
 
-T = TypeVar("T")
 _BLOCK = 1 << 16  # numbers that one sum takes
-
-
-def outside(make: Callable[[], T]) -> T:
-    """Returns what a function makes, such as a variable of the host, as if no scope of a strategy were entered.
-
-    A scope, or a graph that is traced, belongs to a thread, so that another thread is outside of it.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1, "looplib-outside") as executor:
-        return executor.submit(make).result()
 
 
 # An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other

@@ -26,7 +26,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base import console
-from looplib.cluster import collectives, peers
+from looplib.cluster import peers
+from looplib.compat import tensorflow as _tf
 from looplib.errors import EXIT_PREEMPTED, Preempted
 
 _USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # a program, or a library in C, may have a use of its own for them
@@ -146,7 +147,7 @@ class PreemptionNotice:
                 with tf.device("/cpu:0"):
                     return tf.Variable(False, trainable=False, name="stop")
 
-            self._flag = collectives.outside(make)
+            self._flag = _tf.outside(make)
         return self._flag
 
     @contextlib.contextmanager

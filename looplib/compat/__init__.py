@@ -20,7 +20,7 @@ Names that other rooms may use, by file:
         graphs_called_by, growing_array, identity_of, is_across_replicas, is_by_element, is_late_variable,
         is_merge_in_branch, is_merge_of_some, is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla,
         leaves_no_trace, lengths_of_a_wrong_epoch, log_errors_only, log_once, log_warnings_only, lost_server,
-        message_without_op, name_of, name_of_variable, nodes_in, not_converted, object_graph, OBJECT_GRAPH_KEY,
+        message_without_op, name_of, name_of_variable, nodes_in, not_converted, object_graph, OBJECT_GRAPH_KEY, outside,
         python_state_key, RANDOM_OPS, repeated_seeds, ReplicaLocal, stages_of_iterator_state, started,
         stateful_ops_of_maps, TensorLike, updated_by, variable_key, why_restored_wrongly, worker_devices
     versions: none

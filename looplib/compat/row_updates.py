@@ -10,7 +10,6 @@ Adagrad and for SGD without momentum this is what Keras does; the momentum of SG
 in TensorFlow Addons' `LazyAdam`. Ftrl of Keras also writes rows that no batch has looked up, from slots that are zero.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import inspect
@@ -127,8 +126,7 @@ def held(device: str, make: Callable[[], Any], shape: tuple[int, ...]) -> Any:
         with tf.device(device):
             return make()
 
-    with concurrent.futures.ThreadPoolExecutor(1, "looplib-held") as executor:  # a scope belongs to a thread
-        variable = executor.submit(made).result()
+    variable = _tf.outside(made)
     _note(_held, variable, shape)
     return variable
 

@@ -12,6 +12,7 @@ kind is also `replay/xla.py`, for messages and programs of XLA that one tool rea
 
 import builtins
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import gc
@@ -213,6 +214,18 @@ def name_of(strategy: tf.distribute.Strategy) -> str:
     """Returns the public name of a strategy's class; TensorFlow up to 2.22 uses other names for two of them."""
     name = type(strategy).__name__.removesuffix("V2")
     return _STRATEGIES.get(name, name)
+
+
+_Made = TypeVar("_Made")
+
+
+def outside(make: Callable[[], _Made]) -> _Made:
+    """Returns what a function makes, such as a variable of the host, as if no scope of a strategy were entered.
+
+    A scope, or a graph that is traced, belongs to a thread, so that another thread is outside of it.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1, "looplib-outside") as executor:
+        return executor.submit(make).result()
 
 
 def worker_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

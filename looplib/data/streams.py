@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.data import causes, iterator_state, rows
 from looplib.data.context import InputContext
 from looplib.data.iterator_state import SavedPosition
@@ -253,7 +253,7 @@ class HostStream(Stream):
             self._empty()  # what cannot be made is refused before the first step
         if self.renew and not self.properties.infinite and self._workers.count > 1:
             # in the step that was looked for last
-            self._had_batch = collectives.outside(lambda: tf.Variable(False, trainable=False))
+            self._had_batch = _tf.outside(lambda: tf.Variable(False, trainable=False))
 
     @property
     def element_spec(self) -> Any:

@@ -18,8 +18,8 @@ import tensorflow as tf
 from looplib.base import files, folders
 from looplib.base.messages import gist
 from looplib.base.numbers import format_size
-from looplib.cluster import collectives
 from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.compat.row_updates import is_table
 from looplib.config.formats import FORMATS, KERAS, SAVED_MODEL
 from looplib.errors import ExportError
@@ -142,13 +142,13 @@ class Parts:
     def _write_saved_model(self) -> Any:
         path = os.path.join(self._folder, SAVED_MODEL)
         _save(self._exported, path)
-        loaded = collectives.outside(lambda: tf.saved_model.load(path))
+        loaded = _tf.outside(lambda: tf.saved_model.load(path))
         if _is_distributed(self._exported.model):
             # TensorFlow saves a variable of several replicas with its parts. Readers of sessions, such as TensorFlow
             # Serving and the converter to TFLite, then take other moving statistics than the mean of the replicas.
             folders.remove(self._folder, SAVED_MODEL)
             tf.saved_model.save(loaded, path, signatures=loaded.signatures)
-            loaded = collectives.outside(lambda: tf.saved_model.load(path))
+            loaded = _tf.outside(lambda: tf.saved_model.load(path))
         self.differences[SAVED_MODEL] = difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
         return loaded
 

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
 from looplib.cluster.preemption import notice
+from looplib.compat import tensorflow as _tf
 from looplib.compat.tensorflow import converted
 from looplib.loop.contracts import InnerLoop, LoopResult, Metrics, Request, StreamIterator
 from looplib.loop.step import Step, now, timed
@@ -79,9 +79,7 @@ class LoopPrograms:
         self._iterator: StreamIterator = None  # that the functions are bound to
         self._bound: dict[bool, Callable[[], tf.Tensor]] = {}  # of the loop (False) and of one round (True)
         self.ran: set[bool] = set()  # which of them have run
-        self._numbers = (
-            collectives.outside(lambda: tf.Variable(tf.zeros([4], tf.int64), trainable=False)) if binds else None
-        )
+        self._numbers = _tf.outside(lambda: tf.Variable(tf.zeros([4], tf.int64), trainable=False)) if binds else None
         self._numbers_now: Numbers | None = None
 
     def call(self, iterator: StreamIterator, numbers: Numbers, one_round: bool) -> np.ndarray:

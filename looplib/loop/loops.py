@@ -12,7 +12,6 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import join_names, whole_number
-from looplib.cluster import collectives
 from looplib.cluster.collectives import Workers
 from looplib.compat import patches
 from looplib.compat import tensorflow as _tf
@@ -52,7 +51,7 @@ class Loops:
     ) -> None:
         self.config, self.strategy = config, strategy
         self._clock, self._left_out = clock, left_out
-        self.global_step, self.evaluated = collectives.outside(
+        self.global_step, self.evaluated = _tf.outside(
             lambda: [
                 tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
                 for name in ("global_step", "evaluated_steps")

@@ -12,7 +12,6 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.base.messages import gist
-from looplib.cluster.collectives import outside
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.data import rows
@@ -227,7 +226,7 @@ def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
     for count in (number for number in range(1, size + 1) if size % number == 0):
         function = tf.function(lambda *batch, count=count: compute(tf.nest.pack_sequence_as(inputs, batch), count))
         # In a thread that is not tracing; tf.init_scope would leave the graph too, but stops all gradient tapes.
-        if outside(lambda function=function: _fits(function, specs)):
+        if _tf.outside(lambda function=function: _fits(function, specs)):
             logging.info("micro_batches=auto: a per-replica batch of %d fits into memory in %d parts", size, count)
             return count
     raise StepError(
@@ -285,7 +284,7 @@ def check_means(who: str, compute: Callable[[Any], Sequence[tf.Tensor]], own: Se
         return
     try:
         # In a thread that is not tracing; tf.init_scope would leave the graph too, but stops all gradient tapes.
-        first, second = outside(lambda: _once_and_twice(compute, inputs))
+        first, second = _tf.outside(lambda: _once_and_twice(compute, inputs))
     except Exception as error:  # of the user's loss_fn, which may take no such batch
         logging.warning(
             "whether the losses that layers of %s add are means over examples could not be tried (%s); a sum over "

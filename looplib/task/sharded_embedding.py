@@ -226,14 +226,14 @@ class ShardedEmbedding:
         found = f"ids that the table {self.name} of {self.rows} rows does not have; expected 0 to {self.rows - 1}:"
         with _asserted(tf.equal(tf.size(wrong), 0), [found, wrong]):
             ids = tf.identity(ids)
-        if self._holders.exchanges and tf.distribute.in_cross_replica_context():
-            if tf.executing_eagerly():
-                raise StepError(
-                    f"the table {self.name} is called outside of a step, where no worker has all its rows; call it in "
-                    "a step, or in a process that trains alone"
-                )
-        if self._holders.exchanges and not tf.distribute.in_cross_replica_context():
+        in_step = not tf.distribute.in_cross_replica_context()
+        if self._holders.exchanges and in_step:
             vectors = self._holders.exchanged(ids, self._is_here, self._rows_here)
+        elif self._holders.exchanges and tf.executing_eagerly():
+            raise StepError(
+                f"the table {self.name} is called outside of a step, where no worker has all its rows; call it in "
+                "a step, or in a process that trains alone"
+            )
         else:
             vectors = self._rows_here(ids)
         return tf.ensure_shape(tf.reshape(vectors, tf.concat([shape, [self.dim]], axis=0)), [*static, self.dim])
