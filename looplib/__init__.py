@@ -35,6 +35,7 @@ _HOMES = {
     "Event": "task.actions",
     "ExportBest": "actions.plateau",
     "Exported": "task.trainer",
+    "Follow": "data.records.follow",
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "guards.guards",
     "InputContext": "data.context",

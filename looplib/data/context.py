@@ -31,6 +31,7 @@ from looplib.errors import BatchSizeError, DatasetError, EmptyDataError, OrderEr
 
 if TYPE_CHECKING:
     from looplib.data.loader import LoaderReader
+    from looplib.data.records.follow import Follow, FollowedFiles
     from looplib.data.records.reader import RecordReader  # which imports this
 
 
@@ -91,6 +92,13 @@ class DatasetRequests:
         return self.calls[-1] if self.calls else None
 
 
+@dataclasses.dataclass
+class PipelineMemory:
+    """The parts of the data of a training that outlive its pipelines, which are built again at each new position."""
+
+    followed: "FollowedFiles | None" = None  # the files of `records(follow=...)`, once it was called
+
+
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 
 
@@ -121,6 +129,7 @@ class InputContext:
       share: `(number, count)`: which of `count` data workers the pipeline is for. It makes each `count`-th batch of
         examples by number, and to other data it is one of `count` times as many pipelines.
       remote: whether the pipeline runs in other processes, which read by themselves (parameter servers).
+      memory: what outlives the pipeline.
     """
 
     def __init__(
@@ -141,6 +150,7 @@ class InputContext:
         earlier: Sequence[BatchSizePeriod] = (),
         share: tuple[int, int] = (0, 1),
         remote: bool = False,
+        memory: PipelineMemory | None = None,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -149,6 +159,7 @@ class InputContext:
         self.seed, self.training, self.global_batches = seed, training, global_batches
         self.batch_size_varies = batch_size_varies
         self.bad_records, self.remote = bad_records or BadRecords(), remote
+        self.memory = memory or PipelineMemory()
         sizes = Batches(self.global_batch_size, tuple(earlier))
         positions = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, numbers, only)
         self.replicas_per_pipeline = positions.replicas_per_pipeline
@@ -301,6 +312,7 @@ class InputContext:
         whole_epochs: bool = False,
         name: str | None = None,
         repeat: bool = False,
+        follow: "bool | Follow" = False,
     ) -> tf.data.Dataset:
         """Makes batches of records of files, or of another source, read by number in the order of `indices`.
 
@@ -325,6 +337,9 @@ class InputContext:
           whole_epochs: see `indices`.
           name: see `indices`.
           repeat: see `indices`.
+          follow: whether a training takes files that match a pattern as they appear, each once, in the order of their
+            names; with a `looplib.Follow` for its settings. The data has no end then (`train(steps=-1)` trains until
+            it is stopped), and the run waits while there is no whole batch. `shuffle` is within each file.
 
         Returns:
           A `tf.data.Dataset` of records: strings `[b]`, or a structure of arrays `[b, ...]` if the source has those; or
@@ -338,6 +353,14 @@ class InputContext:
             from looplib.data.records.reader import RecordReader  # here, as it imports this, and few data sets need it
 
             self.requests.reader = RecordReader(self)
+        if follow:
+            if whole_epochs or repeat:
+                raise OrderError("files that are followed have no epochs; leave out whole_epochs and repeat")
+            from looplib.data.records.follow import batches  # here, as few data sets need it
+
+            return batches(
+                self.requests.reader, self, source, follow, block=block, shuffle=shuffle, seeds=seeds, name=name
+            )
         return self.requests.reader.batches(
             source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
         )

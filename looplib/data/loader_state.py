@@ -1,6 +1,7 @@
-"""The state of a loader as a text, and the position in its batches that a checkpoint holds."""
+"""The state of a loader as a text, and the positions in loaders and in followed files that a checkpoint holds."""
 
 import base64
+import contextlib
 import dataclasses
 import json
 import sys
@@ -91,11 +92,50 @@ def _unpacked(value: Any) -> Any:
 
 
 def is_position(saved: bytes) -> bool:
-    """Returns whether a saved position in the data is that of a loader, and so says which part of the data it is of."""
-    try:
-        return LoaderPosition.from_bytes(saved).part != ""
-    except MisfitError:
-        return False
+    """Returns whether a saved position in the data says itself what it is of: one in a loader, or in followed files."""
+    for kind in (LoaderPosition, FollowedPosition):
+        with contextlib.suppress(MisfitError):
+            kind.from_bytes(saved)
+            return True
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class FollowedFile:
+    """A file that a run has taken.
+
+    Attributes:
+      name: its path, relative to the folder of the pattern.
+      bytes: its size.
+      records: how many of its records the run trains on; 0 for a file that is left out.
+    """
+
+    name: str
+    bytes: int
+    records: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FollowedPosition:
+    """The files that a run has taken, in their order; the step says how many of their records it has trained on."""
+
+    files: list[FollowedFile]
+
+    def to_bytes(self) -> bytes:
+        """Returns the position for a checkpoint."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, saved: bytes) -> "FollowedPosition":
+        """Returns a position that was saved; raises `MisfitError` if it is none."""
+        try:
+            found = decode(cls, parse_json(saved), strict=True)
+        except ValueError as error:
+            raise MisfitError(str(error)) from error
+        names = {file.name for file in found.files}
+        if len(names) < len(found.files) or any(min(file.bytes, file.records) < 0 for file in found.files):
+            raise MisfitError("no run has taken these files")
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.config.run_config import RunConfig
 from looplib.data import causes, rows, service
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
-from looplib.data.context import BadRecords, DatasetRequests, InputContext, per_replica_batch_size
+from looplib.data.context import BadRecords, DatasetRequests, InputContext, PipelineMemory, per_replica_batch_size
 from looplib.data.order import Batches, BatchSizePeriod
 from looplib.data.streams import BatchProperties, HostStream, ShareLengths, Stream
 from looplib.errors import (
@@ -69,6 +69,7 @@ class Pipelines:
     task: PipelineTask
     config: RunConfig  # the settings of the controller; of an evaluator, with its own global batch size
     left_out: BadRecords | None = None  # the damaged records that the run has left out
+    memory: PipelineMemory | None = None  # what outlives the pipelines; None for nothing
     _: dataclasses.KW_ONLY
     training: bool  # whether the data is for a training
     start_step: int = 0  # global batches that were consumed before
@@ -111,8 +112,8 @@ class Pipelines:
         stream, arrays = Stream, context.requests.arrays
         if self.remote is not None:
             stream = functools.partial(self.remote, make=self.build_on_worker)
-        elif self._on_host and self.in_blocks and on_cpus and self.training and self._workers.count == 1:
-            stream, dataset, arrays = _in_blocks(dataset, context, self._batch_size)
+        elif self._on_host and self._in_blocks(context) and on_cpus:
+            stream, dataset, arrays = _of_blocks(dataset, context, self._batch_size)
         elif self._on_host:
             stream = functools.partial(HostStream, devices=() if on_cpus else self._local)
         return stream(
@@ -127,6 +128,10 @@ class Pipelines:
             arrays=arrays,
         )
 
+    def _in_blocks(self, context: InputContext) -> bool:
+        """Returns whether batches are read by several steps at once, for which files that are followed do not wait."""
+        return self.in_blocks and self.training and self._workers.count == 1 and context.memory.followed is None
+
     def _make(self) -> tf.data.Dataset | tf.distribute.DistributedDataset:
         if self.remote is not None:  # each worker builds its own; the coordinator looks at one
             return self.build(tf.distribute.InputContext())
@@ -139,6 +144,8 @@ class Pipelines:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
         start_step = 0 if self.config.overfit_batch else self.start_step
         context, dataset = self._build(tf_context, start_step)
+        if context.memory.followed is not None:
+            self._check_followed(context)
         if self.training and self.config.data_workers:
             dataset = self._served(tf_context, context, dataset, start_step)
         if self.config.overfit_batch:
@@ -181,6 +188,18 @@ class Pipelines:
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
         self._newest = dataset
         return dataset
+
+    def _check_followed(self, context: InputContext) -> None:
+        """Raises `UsageError` where files cannot be followed."""
+        if self.config.overfit_batch or self.config.data_workers:
+            flag = "--overfit_batch" if self.config.overfit_batch else "--data_service"
+            raise DatasetError(f"{self._who}.dataset follows files as they appear; leave out {flag}")
+        if not context.requests.positioned:
+            raise DatasetError(
+                f"{self._who}.dataset has a stage behind context.records(follow=...) that mixes batches, such as "
+                "shuffle or batch, so that a resumed run would not find its place; leave it out: files are shuffled "
+                "where they are read"
+            )
 
     def _properties(self, requests: DatasetRequests, sized: bool, sequential: bool) -> BatchProperties:
         """Returns what is known of the batches; raises `UsageError` if there is none to begin with."""
@@ -376,6 +395,7 @@ class Pipelines:
             batch_size_varies=self.training and self.task.batch_size_varies,
             numbers=numbers,
             bad_records=self.left_out,
+            memory=self.memory,
             earlier=earlier,
             share=share,
             remote=self.remote is not None,
@@ -530,7 +550,7 @@ def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
     return devices is not None and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
 
 
-def _in_blocks(
+def _of_blocks(
     dataset: tf.data.Dataset, context: InputContext, batch_size: int
 ) -> tuple[Callable[..., Stream], tf.data.Dataset, Any]:
     """Returns the stream of a training on one CPU, its pipeline, and the arrays whose rows a step has to gather."""

@@ -19,6 +19,7 @@ from looplib.compat import places
 from looplib.compat import tensorflow as _tf
 from looplib.compat.tensorflow import converted
 from looplib.data import causes, service
+from looplib.data.context import PipelineMemory
 from looplib.data.order import Batches, Epoch
 from looplib.data.pipelines import Pipelines
 from looplib.data.streams import Stream
@@ -103,6 +104,8 @@ class TaskData:
     def __init__(self, spec: Specification, backend: Backend) -> None:
         self._spec, self._backend = spec, backend
         self.batches = Batches(spec.config.global_batch_size, spec.earlier)
+        self.memory = PipelineMemory()
+        self.read = 0  # steps that were run since the iterator was made
         self.stream = self._distribute(spec.start_step)  # built again for another position
         self.first_stream = self.stream  # which the inner loop reads all iterators with
         self.iterator: StreamIterator = None  # None while no step reads the data
@@ -117,6 +120,7 @@ class TaskData:
             spec.task,
             spec.config,
             spec.left_out,
+            self.memory,
             training=spec.training,
             start_step=start_step,
             earlier=self.batches.earlier,
@@ -127,6 +131,9 @@ class TaskData:
     def iterate(self) -> None:
         """Makes an iterator, from the position of the last `rewind`."""
         self.counted_before = 0 if self._spec.training else int(self._spec.counter)
+        self.read = 0
+        if self.memory.followed is not None:
+            self.memory.followed.begin(self.position, self.stream.start_step)
         self.iterator, self.position = self.stream.iterate(self.position), None
         _reading.add(self)
         self.sure = self.stream.properties.sure - self.stream.skipped_steps
@@ -134,6 +141,8 @@ class TaskData:
     def end(self, wait: bool = False) -> None:
         """Ends the iterator, if there is one."""
         if self.iterator is not None:
+            if self.memory.followed is not None:
+                self.memory.followed.close()
             self.stream.end(self.iterator, wait)
         self.iterator = None
         _reading.discard(self)
@@ -258,8 +267,8 @@ class TaskLoop(TrainingLoop):
 
     @property
     def endless(self) -> bool:
-        """See `Loop`."""
-        return self.data.stream.properties.infinite
+        """See `Loop`; files that are followed are trained on until something stops that."""
+        return self.data.stream.properties.infinite and self.data.memory.followed is None
 
     @property
     def metric_names(self) -> frozenset[str] | None:
@@ -288,13 +297,29 @@ class TaskLoop(TrainingLoop):
                     with self._spec.clock.phase("compile"):
                         self._inner.trace(self.data.iterator)
             try:
-                return self._run(request, phase)
+                return self._run(request, phase) if self.data.memory.followed is None else self._follow(request, phase)
             except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self._failed = error
                 self.data.end()  # it has moved past examples that were not trained on
                 if (explained := self._explained(error)) is not None:
                     raise explained from error
                 raise
+
+    def _follow(self, request: Request, phase: str) -> LoopResult:
+        """Runs steps as their files appear."""
+        total, data, workers = LoopResult(0, True), self.data, Workers(self._spec.strategy)
+        while True:
+            rest = request.after(total.done)
+            with self._spec.clock.phase("waiting"):
+                steps = data.memory.followed.ready(
+                    workers, data.batches, data.stream.start_step + data.read, rest.steps
+                )
+            if not steps:
+                return dataclasses.replace(total, stopped=True)
+            ran = self._run(rest.first(steps), phase)
+            total = total.then(ran)
+            if total.done == request.steps or ran.done < steps or not ran.go:
+                return total
 
     def _explained(self, error: BaseException) -> Exception | None:
         """Returns an error of the steps or their data as one that says its cause, where that is known."""
@@ -333,6 +358,7 @@ class TaskLoop(TrainingLoop):
         before, suspended = clock.of(phase), notice.suspended
         ran = self._inner.run(self.data.iterator, dataclasses.replace(request, sure=max(0, self.data.sure)))
         self.data.sure -= ran.done
+        self.data.read += ran.done
         suspended = notice.suspended - suspended
         if ran.done:
             seconds = clock.of(phase) - before - suspended
@@ -346,8 +372,9 @@ class TaskLoop(TrainingLoop):
 
     def progress(self) -> float:
         """See `Loop`; what counts is data that is read again by a run that resumes."""
-        stream = self.data.stream
-        return stream.passed + (stream.loader.passed if stream.loader is not None else 0)
+        stream, followed = self.data.stream, self.data.memory.followed
+        read_again = stream.passed + (stream.loader.passed if stream.loader is not None else 0)
+        return read_again + (followed.looks if followed is not None else 0)
 
     def read_metrics(self) -> dict[str, int | float]:
         """See `Loop`."""
@@ -373,7 +400,13 @@ class TaskLoop(TrainingLoop):
         for addition in self._additions:
             addition.check_state()
         data = self.data
-        return data.stream.position(data.iterator, batches) if data.iterator is not None else data.position
+        if data.iterator is None:
+            return data.position
+        return (
+            data.stream.position(data.iterator, batches)
+            if data.memory.followed is None
+            else data.memory.followed.save()
+        )
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""

@@ -23,7 +23,7 @@ _AGAINST = {
     "save": "save less often",
     "save before evaluations": "evaluate less often, because each evaluation saves first; save no more often",
 }
-_NO_OVERHEAD = ("train", "input", "evaluate", "suspended")
+_NO_OVERHEAD = ("train", "input", "evaluate", "suspended", "waiting")
 observers: list[Callable[["Clock", str, float, float], None]] = []  # take each phase that ends, its begin and its end
 
 
@@ -117,7 +117,7 @@ class Clock:
         """
         seconds = self.seconds()
         wall = max(seconds.pop("wall"), 1e-9)
-        ran = max(wall - seconds.get("suspended", 0.0), 1e-9)
+        ran = max(wall - seconds.get("suspended", 0.0) - seconds.get("waiting", 0.0), 1e-9)
         longest = sorted((item for item in seconds.items() if item[1] >= 0.0005), key=lambda item: -item[1])
         shares = ", ".join(f"{name} {value:.1f} ({format_share(value / wall)})" for name, value in longest)
         verdict = self._verdict(seconds, ran)

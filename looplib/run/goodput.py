@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from looplib.run.report import GoodputShare, Point, Rollback, StartEntry
 
 _STARTING = ("start", "compile", "restore")
-_NAMED = ("evaluate", "save", "suspended")
+_NAMED = ("evaluate", "save", "suspended", "waiting")
 _TRAINING = ("train", "input")
 _MOST_SPANS = 400  # spans of a page
 _MOST_PHASES = 12
@@ -23,7 +23,8 @@ class Goodput:
     Attributes:
       seconds: dict from cause to seconds. "train": steps that are kept; "input": waiting for their data; "repeated":
         steps, and waiting for their data, that a kill or a rollback took back; "start": starting, compiling and
-        restoring; "evaluate"; "save"; "suspended"; "other"; and "off": between two starts.
+        restoring; "evaluate"; "save"; "suspended"; "waiting": for files that are followed; "other"; and "off": between
+        two starts.
     """
 
     seconds: dict[str, float]

@@ -21,7 +21,7 @@ from looplib.run.report import RunReport, StartEntry
 ENDED_EARLY = "a later start ended before it trained"
 _STATUS, _MOST_BYTES = "status.json", 1 << 16
 _LATE = 120.0  # seconds without a complete copy that are mentioned although no checkpoint waits
-_OF_NO_STEP = ("wall", "start", "compile", "restore", "suspended")  # of the seconds of a start
+_OF_NO_STEP = ("wall", "start", "compile", "restore", "suspended", "waiting")  # of the seconds of a start
 _SILENT_SECONDS, _SILENT_REPORTS = 60.0, 20.0  # without news after which a run is called silent: the longer of the two
 
 

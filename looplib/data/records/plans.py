@@ -57,44 +57,75 @@ class BlockOrder:
     block: int
     batch_size: int
 
-    @property
-    def lanes(self) -> int:
-        """The number of lanes: the largest divisor of the batch size up to a limit."""
-        return next(lanes for lanes in range(_MOST_LANES, 0, -1) if self.batch_size % lanes == 0)
-
     def picks(self, positions: tf.Tensor) -> RecordSelection:
         """Returns the records at positions of a run, int64 `[p]` from 0."""
-        n, size, run = self.num_examples, self.batch_size, self.batch_size // self.lanes
-        epoch, slot = positions // n, positions % size
-        low = slot // run * run  # the first slot of the lane
-        high = low + run
+        number = positions // self.num_examples
+        size, block = (tf.fill(tf.shape(number), tf.constant(n, tf.int64)) for n in (self.num_examples, self.block))
+        return block_picks(positions, Stretch(number, number * size, size, block), self.seed, self.batch_size)
 
-        def before(position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            """Returns how many positions before `position` have slots before the lane, and before its end."""
-            batches, rest = position // size, position % size
-            return tuple(batches * end + tf.minimum(rest, end) for end in (low, high))
 
-        (low_at_start, high_at_start), (low_at_end, high_at_end) = before(epoch * n), before((epoch + 1) * n)
-        # In the epoch's sequence of blocks: where the lane starts and stops, and the position's own place.
-        start, stop = low_at_end - low_at_start, high_at_end - high_at_start
-        place = start + positions // size * run + (slot - low) - (high_at_start - low_at_start)
+class Stretch(NamedTuple):
+    """The epoch, or the file that is read once, that each of some positions is in; all int64 `[p]`.
 
-        number = place // self.block
-        piece_start = tf.maximum(number * self.block, start)
-        piece_stop = tf.minimum(tf.minimum((number + 1) * self.block, stop), n)
-        # Blocks are permuted in the epoch, except a short last one, and records in their piece: both at once, because
-        # the ops of a permutation are most of what a first batch costs.
-        whole = n // self.block
-        blocks = tf.fill(tf.shape(number), tf.constant(max(1, whole), tf.int64))
-        block, offset = tf.unstack(
-            shuffled(
-                tf.stack([tf.minimum(number, blocks - 1), place - piece_start]),
-                tf.stack([blocks, piece_stop - piece_start]),
-                permutation_key(self.seed, epoch, tf.stack([0 * epoch + _BLOCKS, _PIECES + piece_start])),
-            )
+    Attributes:
+      number: the number of the epoch or the file.
+      start: its first position in the run.
+      size: its positions, and so its records.
+      block: records of one of its blocks.
+    """
+
+    number: tf.Tensor
+    start: tf.Tensor
+    size: tf.Tensor
+    block: tf.Tensor
+
+
+def lanes_of(batch_size: int) -> int:
+    """Returns the number of lanes of a global batch: its largest divisor up to a limit."""
+    return next(lanes for lanes in range(_MOST_LANES, 0, -1) if batch_size % lanes == 0)
+
+
+def block_picks(positions: tf.Tensor, stretch: Stretch, seed: int, batch_size: int) -> RecordSelection:
+    """Returns records in the order of a `BlockOrder`, numbered within their stretch.
+
+    Args:
+      positions: positions of a run, int64 `[p]` from 0.
+      stretch: what each is in.
+      seed: the key of the order.
+      batch_size: examples of a global batch.
+    """
+    run = batch_size // lanes_of(batch_size)
+    epoch, begin, n, length = stretch
+    slot = positions % batch_size
+    low = slot // run * run  # the first slot of the lane
+    high = low + run
+
+    def before(position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns how many positions before `position` have slots before the lane, and before its end."""
+        batches, rest = position // batch_size, position % batch_size
+        return tuple(batches * end + tf.minimum(rest, end) for end in (low, high))
+
+    (low_at_start, high_at_start), (low_at_end, high_at_end) = before(begin), before(begin + n)
+    # In the sequence of blocks: where the lane starts and stops, and the position's own place.
+    start, stop = low_at_end - low_at_start, high_at_end - high_at_start
+    place = start + positions // batch_size * run + (slot - low) - (high_at_start - low_at_start)
+
+    number = place // length
+    piece_start = tf.maximum(number * length, start)
+    piece_stop = tf.minimum(tf.minimum((number + 1) * length, stop), n)
+    # Blocks are permuted, except a short last one, and records in their piece: both at once, because the ops of a
+    # permutation are most of what a first batch costs.
+    whole = n // length
+    blocks = tf.maximum(whole, 1)
+    block, offset = tf.unstack(
+        shuffled(
+            tf.stack([tf.minimum(number, blocks - 1), place - piece_start]),
+            tf.stack([blocks, piece_stop - piece_start]),
+            permutation_key(seed, epoch, tf.stack([0 * epoch + _BLOCKS, _PIECES + piece_start])),
         )
-        first = tf.where(number < whole, block, number) * self.block + piece_start % self.block
-        return RecordSelection(first + offset, first, first + piece_stop - piece_start)
+    )
+    first = tf.where(number < whole, block, number) * length + piece_start % length
+    return RecordSelection(first + offset, first, first + piece_stop - piece_start)
 
 
 def permutation_key(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:

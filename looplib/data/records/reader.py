@@ -19,7 +19,7 @@ from looplib.data.context import BadRecords, InputContext
 from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.data.records.files import Files, in_threads
 from looplib.data.records.index import BadRecordError, Numbered
-from looplib.data.records.plans import BlockOrder, Kept, RecordPlan, RecordSelection
+from looplib.data.records.plans import BlockOrder, Kept, RecordPlan, RecordSelection, lanes_of
 from looplib.data.records.reading import Call, RecordReads, read_records
 from looplib.data.records.sources import Blocked, Chain, Source, Subset, items, mean_bytes, named, opened
 from looplib.errors import OrderError, RecordsError, UsageError
@@ -328,21 +328,20 @@ class RecordReader:
             may_lack=tolerates and not context.training,
             call=elsewhere,
         )
-        call.batches = _batches(chunks)
+        call.batches = as_batches(chunks)
         return call.batches
 
     def _blocks(self, source: Source, seed: int, block: int | None) -> BlockOrder | None:
         """Returns the order by blocks of neighbouring records; None if each is read by itself."""
-        ordered = functools.partial(BlockOrder, len(source), seed, batch_size=self._context.positions.sizes.original)
+        size = self._context.positions.sizes.original
         if block is not None:
             block = whole_number("block of context.records", block)
         elif isinstance(source, Blocked):
             block = source.block
         else:
-            lanes = ordered(block=1).lanes
-            most = _STORED_BYTES if isinstance(source, Numbered) and source.files.is_stored else _BLOCK_BYTES
-            block = max(1, min(int(most / mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
-        return ordered(block=block) if block > 1 else None
+            stored = isinstance(source, Numbered) and source.files.is_stored
+            block = default_block(len(source), mean_bytes(source), size, stored)
+        return BlockOrder(len(source), seed, block, size) if block > 1 else None
 
     def fingerprint(self) -> dict[str, str]:
         """Returns checksums of a part of what is read, by the name of the file."""
@@ -354,6 +353,19 @@ class RecordReader:
         if isinstance(source, Subset):
             number = int(np.flatnonzero(source.ids == number)[0])
         return named(source, number if self._tolerated is None else given(self._tolerated, number))
+
+
+def default_block(records: int, mean: float, batch_size: int, stored: bool) -> int:
+    """Returns how many neighbouring records to read at once.
+
+    Args:
+      records: how many there are.
+      mean: their average size in bytes.
+      batch_size: examples of a global batch.
+      stored: whether they are in an object store.
+    """
+    most = _STORED_BYTES if stored else _BLOCK_BYTES
+    return max(1, min(int(most / mean), records // (_LEAST_BLOCKS * lanes_of(batch_size))))
 
 
 def _checked(plan: Plan, block: int | None, shuffle: bool, whole_epochs: bool) -> RecordPlan:
@@ -373,7 +385,7 @@ def _ids(picks: RecordSelection, *_: Any) -> tf.Tensor:
     return picks.ids
 
 
-def _batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
+def as_batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
     """Takes chunks `[k, b, ...]` apart into batches `[b, ...]`."""
     if tf.nest.flatten(chunks.element_spec)[0].shape[0] != 1:
         # Else tf.data adds a buffer of its own, which grows up to 512 batches.

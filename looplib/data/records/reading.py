@@ -91,15 +91,18 @@ class RecordSupply:
       reads: says whether neighbouring records are read at once; counts the calls.
       lanes: how many pieces a batch takes records from, at most.
       may_lack: see `read_records`.
+      like: see `read_records`.
 
     Attributes:
       element: how records become tensors.
       types: of what `fetch` returns.
     """
 
-    def __init__(self, source: Source, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False) -> None:
+    def __init__(
+        self, source: Source, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False, like: Source | None = None
+    ) -> None:
         self._source, self._reads, self._may_lack = source, reads, may_lack
-        self.element = _Element(source)
+        self.element = _Element(source if like is None else like)
         self.types = self.element.dtypes + [tf.bool] * may_lack
         self._pieces = _Pieces(source, lanes) if reads.by_pieces else None
 
@@ -135,6 +138,7 @@ def read_records(
     *,
     lanes: int = 64,
     may_lack: bool = False,
+    like: Source | None = None,
     call: Call | None = None,
 ) -> tf.data.Dataset:
     """Reads the records that an order picks.
@@ -145,13 +149,14 @@ def read_records(
       reads: says whether neighbouring records are read at once, as the picks say; counts the calls.
       lanes: how many pieces a batch takes records from, at most.
       may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
+      like: a source whose records have the structure of all; None for `source` itself.
       call: calls the `RecordSupply` of another process; None for this one.
 
     Returns:
       A data set of (records, and anything else): strings `[k, b]`, or a structure of arrays `[k, b, ...]`; of records
       alone if there is nothing else.
     """
-    supply = RecordSupply(source, reads, lanes=lanes, may_lack=may_lack)
+    supply = RecordSupply(source, reads, lanes=lanes, may_lack=may_lack, like=like)
 
     def call_here(method: Callable[..., Any], inputs: list[tf.Tensor], types: Any) -> Any:
         return tf.numpy_function(functools.partial(method, supply), inputs, types)

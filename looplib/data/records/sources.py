@@ -93,7 +93,7 @@ def open_records(files: Paths, format: RecordFormat | None = None, **options: An
       UsageError: if no file matches, the format is not known, or files are not of this format; names what is damaged.
     """
     paths = _matching(files)
-    format = format or _format_by_name(paths)
+    format = format or format_by_name(paths)
     if format not in FORMATS:
         raise RecordsError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
     try:
@@ -355,7 +355,8 @@ def _objects(pattern: str) -> tuple[list[str], bool]:
         raise RecordsError(f"{pattern!r} cannot be looked up: {error}") from error
 
 
-def _format_by_name(paths: list[str]) -> str:
+def format_by_name(paths: list[str]) -> str:
+    """Returns the format that the names of files say; raises `UsageError` if they say none, or several."""
     names = {"tfrecords": "tfrecord", "txt": "lines", "jsonl": "lines", "csv": "lines", "tsv": "lines"}
     found = set()
     for path in paths:

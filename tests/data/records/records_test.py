@@ -114,13 +114,13 @@ def test_any_position_is_entered_with_the_same_seeds(files, block):
 @pytest.mark.parametrize("total, batch, block", [(1000, 64, 10), (1003, 60, 16), (37, 16, 5), (997, 200, 7), (5, 2, 9)])
 def test_blocks_are_read_whole_by_one_lane_after_another(total, batch, block):
     order = orders.BlockOrder(total, 7, block, batch)
-    assert batch % order.lanes == 0 and order.lanes <= 64
+    assert batch % orders.lanes_of(batch) == 0 and orders.lanes_of(batch) <= 64
     picks = [part.numpy() for part in order.picks(tf.range(4 * total, dtype=tf.int64))]
     for epoch in range(4):
         lanes = collections.defaultdict(list)  # by a plain loop over the positions: the pieces and ids of each lane
         for position in range(epoch * total, (epoch + 1) * total):
             slot = position % batch
-            lanes[slot // (batch // order.lanes)].append(tuple(int(part[position]) for part in picks))
+            lanes[slot // (batch // orders.lanes_of(batch))].append(tuple(int(part[position]) for part in picks))
         ids = [pick[0] for lane in lanes.values() for pick in lane]
         assert sorted(ids) == list(range(total))
         for lane in lanes.values():

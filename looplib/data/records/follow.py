@@ -1,0 +1,498 @@
+"""Files of records that appear while a run trains: each is trained on once, in an order that checkpoints hold."""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import glob
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.base.decoding import MisfitError
+from looplib.base.files import is_remote, resolve, safe_name
+from looplib.base.messages import duration, is_utf8, shown, whole_number
+from looplib.cluster.collectives import Workers
+from looplib.cluster.preemption import notice
+from looplib.data.context import DatasetCall, InputContext
+from looplib.data.loader_state import FollowedFile, FollowedPosition
+from looplib.data.order import Batches, Epoch, Ids, seeds_at
+from looplib.data.records.files import Files
+from looplib.data.records.index import BadRecordError, Numbered
+from looplib.data.records.plans import RecordSelection, Stretch, block_picks
+from looplib.data.records.reader import RecordReader, as_batches, default_block, leave_out, tolerant
+from looplib.data.records.reading import RecordReads, read_records
+from looplib.data.records.sources import Source, format_by_name, items, named, open_records
+from looplib.errors import DatasetError, OrderError, RecordsError, StoreError
+from looplib.stores.stores import Store
+
+_SLICE = 0.2  # seconds of a wait, after which a signal is looked for
+_SILENT = 60.0  # seconds between two lines of the log that say that a run waits
+_LATE_NEWS = 10.0  # seconds that a worker waits until it sees a file which the chief has seen
+_AHEAD = 32  # batches whose places are looked up ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class Follow:
+    """Settings of `context.records(pattern, follow=...)`.
+
+    Attributes:
+      settled: how long a local file has to be unchanged until it counts as whole: seconds, a `datetime.timedelta` or
+        text such as "5m"; default "30s". None takes each file at once, for writers that give a file its name by a
+        rename once it is complete. Objects of a store appear whole.
+      newest: files that are older than this when they are found are left out, such as "7d"; default None, for all. The
+        age is the time since the last change of a local file.
+      every: seconds between two looks for new files; default 1.
+
+    Raises:
+      UsageError: for values of other kinds.
+    """
+
+    settled: float | str | datetime.timedelta | None = "30s"
+    newest: float | str | datetime.timedelta | None = None
+    every: float | str | datetime.timedelta | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("settled", "newest", "every"):
+            object.__setattr__(self, name, duration(f"Follow.{name}", getattr(self, name)) or 0.0)
+
+
+@dataclasses.dataclass
+class _Sight:
+    """A file that was seen and is not taken yet: its bytes and its time of change, and since when these hold."""
+
+    bytes: int
+    changed: float
+    since: float
+
+
+class FollowedFiles(Numbered):
+    """The files that a run has taken, as one source; all workers have one list, which grows at its end.
+
+    The chief looks for files, in the main thread between two calls of the inner loop. A pipeline that reads ahead waits
+    in a thread of its own until the list has grown.
+
+    Args:
+      context: of a pipeline of the run.
+      pattern: of the files.
+      settings: the settings.
+      block: records that are read at once; None for the default.
+
+    Attributes:
+      pattern: of the files.
+      looks: how often files were looked for.
+    """
+
+    def __init__(self, context: InputContext, pattern: str, settings: Follow, block: int | None) -> None:
+        super().__init__(Files([]), [])
+        self._firsts = np.zeros(1, np.int64)
+        self.pattern, self.looks = pattern, 0
+        self._settings, self._block, self._bad = settings, block, context.bad_records
+        self._batch_size, self._stored = context.positions.sizes.original, is_remote(pattern)
+        if settings.newest and self._stored:
+            raise RecordsError(
+                f"{pattern!r} is in an object store, which does not tell the age of files in one way; leave out "
+                "Follow.newest, and name newer files by the pattern"
+            )
+        self.format = format_by_name([pattern])
+        start = next((at for at, sign in enumerate(pattern) if sign in "*?["), len(pattern))
+        self._folder = pattern[: pattern.rfind("/", 0, start) + 1]
+        self._store = Store(self._folder) if self._stored else None
+        self._files: list[FollowedFile] = []
+        self._agreed = self._closed = False  # whether all workers have the list; whether no pipeline reads it
+        self._grown = threading.Condition()
+        self._opened: dict[int, Source] = {}  # by the number of the file
+        self._seen: dict[str, _Sight] = {}
+        self._waiting: list[str] = []  # names of files that are not taken yet, in their order
+        self._told: set[tuple[str, str]] = set()  # sentences, by the names of the files
+        self._listed = self._spoke = float("-inf")
+
+    # As a source.
+
+    @property
+    def mean_bytes(self) -> float:
+        """The average size of a record, as far as it is known."""
+        return sum(file.bytes for file in self._files if file.records) / max(1, len(self))
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """See `Numbered`."""
+        numbers = np.asarray(numbers, np.int64)
+        files, found = np.searchsorted(self._firsts, numbers, "right") - 1, [None] * len(numbers)
+        for file in np.unique(files).tolist():
+            places = np.flatnonzero(files == file)
+            records = items(self._source(file), numbers[places] - self._firsts[file])
+            for place, record in zip(places.tolist(), records):
+                found[place] = record
+        return found
+
+    def named(self, number: int) -> str:
+        """See `Numbered`."""
+        file = int(np.searchsorted(self._firsts, number, "right")) - 1
+        return named(open_records(glob.escape(self._path(file)), self.format), number - int(self._firsts[file]))
+
+    def _path(self, file: int) -> str:
+        return self._folder + self._files[file].name
+
+    def _source(self, file: int) -> Source:
+        """Opens a file of the list, unless it is open; another worker may see it later than the chief."""
+        source, end = self._opened.get(file), time.monotonic() + _LATE_NEWS
+        while source is None:
+            try:
+                found = open_records(glob.escape(self._path(file)), self.format)
+                self._check_size(file, found.files.sizes[0])
+                source = self._opened[file] = tolerant(found, self._bad, True, (None,)) if self._bad.most else found
+            except RecordsError:
+                if time.monotonic() > end or self._closed or os.path.exists(self._path(file)):
+                    raise
+                time.sleep(_SLICE)
+        return source
+
+    def _check_size(self, file: int, size: int | None) -> None:
+        """Raises `UsageError` if a file that is not read to its end is gone, or has another size."""
+        taken = self._files[file]
+        if size != taken.bytes:
+            how = "is not there any more" if size is None else f"has {size} bytes, and had {taken.bytes}"
+            raise RecordsError(
+                f"{self._path(file)} {how}, and the run has not trained on all of its records; restore it, or leave it "
+                "out by --bad_records=skip:N"
+            )
+
+    # For pipelines.
+
+    def like(self) -> Source:
+        """Returns records with the structure of all; waits for a file if the format alone does not say it."""
+        if self.format != "parquet":
+            return [b""]
+        while True:
+            for name in sorted(self._sizes()):
+                with contextlib.suppress(RecordsError):  # it may still be written
+                    if len(found := open_records(glob.escape(self._folder + name), self.format)):
+                        return found
+            self._say_waiting()
+            time.sleep(_SLICE)
+
+    def stretches(self, positions: np.ndarray, waits: bool) -> np.ndarray:
+        """Returns the `Stretch` of positions int64 `[...]` as int64 `[4, ...]`.
+
+        Args:
+          positions: positions in the run.
+          waits: whether to wait until there are as many records.
+
+        Raises:
+          UsageError: if there are not, or nobody reads them any more.
+        """
+        with self._grown:
+            while not (self._agreed and positions.max() < self._firsts[-1]):
+                if self._closed or not waits:
+                    raise RecordsError("the data of the run was closed")
+                self._grown.wait(_SLICE)
+            files = np.searchsorted(self._firsts, positions, "right") - 1
+            sizes = np.diff(self._firsts)[files]
+            taken = [self._files[file] for file in files.ravel().tolist()]
+        return np.stack(
+            [files, self._firsts[files], sizes, np.reshape([self._block_of(one) for one in taken], files.shape)]
+        )
+
+    def _block_of(self, file: FollowedFile) -> int:
+        return self._block or default_block(file.records, file.bytes / file.records, self._batch_size, self._stored)
+
+    # For the loop of the run.
+
+    def begin(self, saved: bytes | None, start_step: int) -> None:
+        """Begins to be read, from a position of a checkpoint; without one, with the list as it is.
+
+        Raises:
+          UsageError: if the bytes are no position, or there is none where the run continues.
+        """
+        try:
+            files = FollowedPosition.from_bytes(saved).files if saved else self._files
+        except MisfitError as error:
+            files, start_step = [], max(1, start_step)
+            logging.debug("the position is none of followed files: %s", error)
+        if start_step and not files:
+            raise RecordsError(
+                f"the checkpoint does not say which files that match {self.pattern!r} the run has taken, so that it "
+                "would train on all of them again; continue with the data that it was trained on, or start a new run "
+                "from the weights (--warm_start)"
+            )
+        if files != self._files[: len(files)]:  # else this process has gone further, and went back
+            self._set(files)
+        self._agreed, self._closed = False, False
+
+    def _set(self, files: list[FollowedFile]) -> None:
+        with self._grown:
+            self._files, self._opened = list(files), {}
+            self._firsts = np.cumsum([0, *(file.records for file in files)])
+            self._grown.notify_all()
+
+    def close(self) -> None:
+        """Lets pipelines that wait end with an error, which nobody reads."""
+        with self._grown:
+            self._closed = True
+            self._grown.notify_all()
+
+    def save(self) -> bytes:
+        """Returns the position for a checkpoint."""
+        return FollowedPosition(self._files).to_bytes()
+
+    def ready(self, workers: Workers, batches: Batches, done: int, steps: int) -> int:
+        """Waits for the records of the next steps.
+
+        All workers call this alike, and get one answer.
+
+        Args:
+          workers: the workers.
+          batches: the sizes of the global batches.
+          done: how many were consumed.
+          steps: the steps that are wanted.
+
+        Returns:
+          How many of them have their records, at least 1; 0 if a signal asks the run to end.
+
+        Raises:
+          UsageError: if a file is damaged, or gone before it was read.
+        """
+        begin, size = batches.before(done), batches.size
+        if not self._agreed:
+            self._agree(workers, begin)
+        for file in [file for file in self._opened if self._firsts[file + 1] <= begin]:
+            self._opened.pop(file, None)  # closes it
+        while True:
+            have = (len(self) - begin) // size
+            if have < 2 * steps:  # a pipeline reads ahead of the steps
+                self._grow(workers, begin + 2 * steps * size)
+                have = (len(self) - begin) // size
+            if have > 0:
+                return min(have, steps)
+            if workers.any_of(bool(notice.requested)):
+                return 0
+            self._say_waiting()
+            time.sleep(min(_SLICE, self._settings.every))
+
+    def _say_waiting(self) -> None:
+        if time.monotonic() - self._spoke > _SILENT:
+            self._spoke = time.monotonic()
+            logging.info("waiting for files that match %s; %d were taken", self.pattern, len(self._files))
+
+    def _agree(self, workers: Workers, begin: int) -> None:
+        """Has all workers take the chief's list, without files that are gone, as far as the policy allows that."""
+        files, sizes = list(self._files), self._sizes() if workers.is_chief else {}
+        for number, file in enumerate(files if workers.is_chief else ()):
+            if self._firsts[number + 1] <= begin:
+                continue
+            try:
+                self._check_size(number, sizes.get(file.name))
+            except RecordsError as error:
+                self._leave_out(file.name, error)
+                files[number] = dataclasses.replace(file, records=max(0, begin - int(self._firsts[number])))
+        files = _of_chief(workers, files)
+        if files != self._files:
+            self._set(files)
+        with self._grown:
+            self._agreed = True
+            self._grown.notify_all()
+
+    def _grow(self, workers: Workers, enough: int) -> None:
+        new = _of_chief(workers, self._found(enough) if workers.is_chief else [])
+        if new:
+            with self._grown:
+                self._files += new
+                self._firsts = np.cumsum([0, *(file.records for file in self._files)])
+                self._grown.notify_all()
+
+    # Looking for files, by the chief.
+
+    def _found(self, enough: int) -> list[FollowedFile]:
+        """Returns files to take now, as many as are there until there are enough records."""
+        self.looks += 1
+        if time.monotonic() - self._listed >= self._settings.every:
+            self._list()
+            self._listed = time.monotonic()
+        new, total = [], len(self)
+        while self._waiting and total < enough:
+            name = self._waiting[0]
+            try:
+                file = self._looked_at(name)
+            except FileNotFoundError:
+                file = None
+            except _NotWholeError:
+                break  # those after it wait too, so that the order is that of the names
+            self._waiting.pop(0)
+            if file is not None:
+                new.append(file)
+                total += file.records
+        return new
+
+    def _sizes(self) -> dict[str, int]:
+        """Returns the sizes of the files that are there, by name."""
+        if self._store is not None:
+            found = self._store.matching(self.pattern.removeprefix(self._folder).replace("[^", "[!"))
+            return {name: file.bytes for name, file in found.items()}
+        sizes = {}
+        for path in glob.glob(self.pattern):
+            with contextlib.suppress(OSError):
+                sizes[path.removeprefix(self._folder)] = os.stat(path).st_size
+        return sizes
+
+    def _list(self) -> None:
+        """Looks for names, and for changes of files that were taken."""
+        try:
+            sizes = self._sizes()
+        except StoreError as error:
+            self._tell("", f"{self.pattern} cannot be listed, and is looked at again: {error}")
+            return
+        taken = {file.name: file.bytes for file in self._files}
+        self._waiting = sorted(sizes.keys() - taken.keys())
+        if bad := next((name for name in self._waiting if not is_utf8(name)), None):
+            raise RecordsError(f"{self.pattern!r} matches {shown(bad)}, whose name is not UTF-8; rename it")
+        for name in sizes.keys() & taken.keys():
+            if sizes[name] != taken[name]:
+                self._tell(name, "was changed after the run had taken it; write new records to new files")
+        last = max(taken, default="")
+        for name in self._waiting:
+            if name < last:
+                self._tell(name, f"appeared after {last}, whose name follows it; it is taken now, out of the order")
+
+    def _looked_at(self, name: str) -> FollowedFile | None:
+        """Returns a file that is whole; None for one that is left where it is.
+
+        Raises:
+          FileNotFoundError: if it is gone.
+          _NotWholeError: if it may still be written.
+          UsageError: if it is damaged.
+        """
+        path = self._folder + name
+        if not self._stored:
+            found, now = os.stat(path), time.time()
+            if self._settings.newest and now - found.st_mtime > self._settings.newest:
+                self._tell(name, "is left out, because it is older than Follow.newest")
+                return FollowedFile(name, found.st_size, 0)
+            seen = self._seen.get(name)
+            if seen is None or (seen.bytes, seen.changed) != (found.st_size, found.st_mtime):
+                seen = self._seen[name] = _Sight(found.st_size, found.st_mtime, time.monotonic())
+            # The clock of a file server may be another one, so that what was seen counts too.
+            if max(now - found.st_mtime, time.monotonic() - seen.since) < self._settings.settled:
+                raise _NotWholeError
+            if not found.st_size:
+                self._tell(name, "is empty, and is taken once it has records")
+                return None
+        self._seen.pop(name, None)
+        try:
+            source = open_records(glob.escape(path), self.format)
+        except RecordsError as error:
+            self._leave_out(name, error)
+            return FollowedFile(name, self._sizes().get(name, 0), 0)
+        if not len(source):
+            self._tell(name, "has no record")
+        return FollowedFile(name, source.files.sizes[0], len(source))
+
+    def _leave_out(self, name: str, error: RecordsError) -> None:
+        """Counts a file as a damaged record; raises the error if the policy allows none."""
+        if not self._bad.most:
+            raise error
+        leave_out(self._bad, BadRecordError(str(error), "the file", f"{safe_name(name)}-0"))
+
+    def _tell(self, name: str, sentence: str) -> None:
+        if (name, sentence) not in self._told:
+            self._told.add((name, sentence))
+            logging.warning("%s", f"{self._folder}{name} {sentence}" if name else sentence)
+
+
+class _NotWholeError(Exception):
+    """A file may still be written."""
+
+
+def _of_chief(workers: Workers, files: list[FollowedFile]) -> list[FollowedFile]:
+    """Waits for the other workers; returns the chief's list."""
+    if workers.count == 1:
+        return files
+    rows = workers.gather_tensors([[tf.constant(FollowedPosition(files).to_bytes())]])
+    return FollowedPosition.from_bytes(rows[0][0].numpy()).files
+
+
+def batches(
+    reader: RecordReader, context: InputContext, pattern: Any, follow: bool | Follow, *,
+    block: int | None, shuffle: bool, seeds: bool, name: str | None,
+) -> tf.data.Dataset:  # fmt: skip
+    """Makes the batches of files that are followed; see `InputContext.records`."""
+    if not isinstance(pattern, str):
+        raise RecordsError(
+            f"context.records(follow=...) was given {shown(pattern)}; expected one pattern, such as "
+            '"data/day-*.tfrecord", also of an object store'
+        )
+    if not context.training:
+        raise DatasetError(
+            "an evaluation cannot follow files, which have no end; name the files that it is to read, or evaluate the "
+            "training itself, before each step"
+        )
+    if context.remote or context.share[1] > 1 or not isinstance(context.positions.pipeline_index, int):
+        raise DatasetError(
+            "files are followed by the processes that train, and here other ones read (parameter servers, or data "
+            "workers); leave out follow, or train by another strategy and without --data_service"
+        )
+    if any(isinstance(reads.source, FollowedFiles) for reads in reader.reads):
+        raise OrderError("dataset() follows files twice; follow one pattern, and read the other files by name")
+    pattern = pattern if is_remote(pattern) else resolve(pattern, "the pattern of context.records(follow=...)")
+    files = context.memory.followed
+    if files is None:
+        settings = follow if isinstance(follow, Follow) else Follow()
+        block = None if block is None else whole_number("block of context.records", block)
+        files = context.memory.followed = FollowedFiles(context, pattern, settings, block)
+    if files.pattern != pattern:
+        raise RecordsError(
+            f"dataset() follows {pattern}, and followed {files.pattern} before; expected one pattern during a run"
+        )
+    seed, size = context.order_seed(Ids(0), name), context.positions.sizes.original
+    waits = context.positions.only is None
+    positions = context.positions.training_batches(Epoch(1), 1)
+    if not waits:
+        positions = tf.data.Dataset.from_tensor_slices(context.positions.only[:, None, None])
+    call = DatasetCall(positions=positions, steps=None)
+    context.requests.positioned = context.requests.part = True
+    context.requests.calls.append(call)
+
+    @tf.autograph.experimental.do_not_convert
+    def picks(positions: tf.Tensor, places: tf.Tensor) -> tuple[Any, ...]:
+        flat, stretch = tf.reshape(positions, [-1]), Stretch(*tf.unstack(tf.reshape(places, [4, -1])))
+        found = [flat, flat, flat + 1]
+        if shuffle:
+            found = [part + stretch.start for part in block_picks(flat, stretch, seed, size)]
+        shaped = (tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found)
+        return RecordSelection(*shaped), *([seeds_at(positions, seed, True)] if seeds else [])
+
+    placed = _with_stretches(positions, files, waits).prefetch(_AHEAD)
+    picked = placed.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    call.ids = picked.map(lambda picks, *_: picks.ids).unbatch()
+    reads = RecordReads(files, shuffle, shuffle)
+    reader.reads.append(reads)
+    call.batches = as_batches(read_records(files, picked, reads, like=files.like()))
+    return call.batches
+
+
+def _with_stretches(positions: tf.data.Dataset, files: FollowedFiles, waits: bool) -> tf.data.Dataset:
+    """Adds what `FollowedFiles.stretches` returns to positions.
+
+    It may wait for long. `Dataset.map` would keep one of TensorFlow's few threads for that, on which steps and
+    evaluations depend.
+    """
+    spec = positions.element_spec
+
+    @functools.partial(tf.function, input_signature=[spec], autograph=False)
+    def add(numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        found = tf.numpy_function(functools.partial(files.stretches, waits=waits), [numbers], tf.int64)
+        return numbers, tf.ensure_shape(found, [4, *spec.shape])
+
+    function = add.get_concrete_function()
+    specs = tuple(tf.TensorSpec(one.shape, one.dtype) for one in function.outputs)
+    made = tf.raw_ops.MapDataset(
+        input_dataset=tf.data.experimental.to_variant(positions), other_arguments=[], f=function,
+        output_types=[one.dtype for one in specs], output_shapes=[one.shape for one in specs],
+        use_inter_op_parallelism=False, preserve_cardinality=True,
+    )  # fmt: skip
+    return tf.data.experimental.from_variant(made, specs)
