@@ -285,6 +285,10 @@ class Store:
             raise IsADirectoryError(name)
         return StoredFile(int(found["size"]), _version(found))
 
+    def changed(self, name: str) -> float:
+        """Returns when an object was written, in seconds since the epoch; `StoreError` if the driver does not tell."""
+        return self.ask(lambda: self._files.modified(self._at(name)).timestamp(), f"look up the time of {name}")
+
     def matching(self, pattern: str, patience: float = PATIENCE) -> dict[str, StoredFile]:
         """Returns the objects of a folder whose names match a pattern, by name; a request per 1,000 of the folder."""
         if any("**" in part and part != "**" for part in pattern.split("/")):

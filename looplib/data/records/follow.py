@@ -46,8 +46,8 @@ class Follow:
       settled: how long a local file has to be unchanged until it counts as whole: seconds, a `datetime.timedelta` or
         text such as "5m"; default "30s". None takes each file at once, for writers that give a file its name by a
         rename once it is complete. Objects of a store appear whole.
-      newest: files that are older than this when they are found are left out, such as "7d"; default None, for all. The
-        age is the time since the last change of a local file.
+      newest: files whose last change is longer ago than this when they are found are left out, such as "7d"; default
+        None, for all.
       every: seconds between two looks for new files; default 1.
 
     Raises:
@@ -95,11 +95,6 @@ class FollowedFiles(Numbered):
         self.pattern, self.looks = pattern, 0
         self._settings, self._block, self._bad = settings, block, context.bad_records
         self._batch_size, self._stored = context.positions.sizes.original, is_remote(pattern)
-        if settings.newest and self._stored:
-            raise RecordsError(
-                f"{pattern!r} is in an object store, which does not tell the age of files in one way; leave out "
-                "Follow.newest, and name newer files by the pattern"
-            )
         self.format = format_by_name([pattern])
         start = next((at for at, sign in enumerate(pattern) if sign in "*?["), len(pattern))
         self._folder = pattern[: pattern.rfind("/", 0, start) + 1]
@@ -107,7 +102,8 @@ class FollowedFiles(Numbered):
         self._files: list[FollowedFile] = []
         self._agreed = self._closed = False  # whether all workers have the list; whether no pipeline reads it
         self._grown = threading.Condition()
-        self._opened: dict[int, Source] = {}  # by the number of the file
+        self._opened: dict[str, Numbered] = {}  # by the name of the file
+        self._opening = threading.Lock()
         self._seen: dict[str, _Sight] = {}
         self._waiting: list[str] = []  # names of files that are not taken yet, in their order
         self._told: set[tuple[str, str]] = set()  # sentences, by the names of the files
@@ -134,33 +130,32 @@ class FollowedFiles(Numbered):
     def named(self, number: int) -> str:
         """See `Numbered`."""
         file = int(np.searchsorted(self._firsts, number, "right")) - 1
-        return named(open_records(glob.escape(self._path(file)), self.format), number - int(self._firsts[file]))
+        return named(self._open(self._files[file].name), number - int(self._firsts[file]))
 
-    def _path(self, file: int) -> str:
-        return self._folder + self._files[file].name
+    def _open(self, name: str) -> Numbered:
+        """Opens a file, unless it is open."""
+        with self._opening:  # several threads read at once
+            if name not in self._opened:
+                self._opened[name] = open_records(glob.escape(self._folder + name), self.format)
+            return self._opened[name]
 
     def _source(self, file: int) -> Source:
-        """Opens a file of the list, unless it is open; another worker may see it later than the chief."""
-        source, end = self._opened.get(file), time.monotonic() + _LATE_NEWS
-        while source is None:
-            try:
-                found = open_records(glob.escape(self._path(file)), self.format)
-                self._check_size(file, found.files.sizes[0])
-                source = self._opened[file] = tolerant(found, self._bad, True, (None,)) if self._bad.most else found
-            except RecordsError:
-                if time.monotonic() > end or self._closed or os.path.exists(self._path(file)):
-                    raise
-                time.sleep(_SLICE)
-        return source
+        """Returns a file of the list as a source; a worker may see it later than the chief."""
+        taken, end = self._files[file], time.monotonic() + _LATE_NEWS
+        path = self._folder + taken.name
+        while not (self._stored or taken.name in self._opened or os.path.exists(path) or time.monotonic() > end):
+            time.sleep(_SLICE)
+        source = self._open(taken.name)
+        self._check_size(taken, source.files.sizes[0])
+        return tolerant(source, self._bad, True, (None,)) if self._bad.most else source
 
-    def _check_size(self, file: int, size: int | None) -> None:
+    def _check_size(self, taken: FollowedFile, size: int | None) -> None:
         """Raises `UsageError` if a file that is not read to its end is gone, or has another size."""
-        taken = self._files[file]
         if size != taken.bytes:
             how = "is not there any more" if size is None else f"has {size} bytes, and had {taken.bytes}"
             raise RecordsError(
-                f"{self._path(file)} {how}, and the run has not trained on all of its records; restore it, or leave it "
-                "out by --bad_records=skip:N"
+                f"{self._folder}{taken.name} {how}, and the run has not trained on all of its records; restore "
+                "it, or leave it out by --bad_records=skip:N"
             )
 
     # For pipelines.
@@ -172,7 +167,7 @@ class FollowedFiles(Numbered):
         while True:
             for name in sorted(self._sizes()):
                 with contextlib.suppress(RecordsError):  # it may still be written
-                    if len(found := open_records(glob.escape(self._folder + name), self.format)):
+                    if len(found := self._open(name)):
                         return found
             self._say_waiting()
             time.sleep(_SLICE)
@@ -194,10 +189,8 @@ class FollowedFiles(Numbered):
                 self._grown.wait(_SLICE)
             files = np.searchsorted(self._firsts, positions, "right") - 1
             sizes = np.diff(self._firsts)[files]
-            taken = [self._files[file] for file in files.ravel().tolist()]
-        return np.stack(
-            [files, self._firsts[files], sizes, np.reshape([self._block_of(one) for one in taken], files.shape)]
-        )
+            blocks = [self._block_of(self._files[file]) for file in files.ravel().tolist()]
+            return np.stack([files, self._firsts[files], sizes, np.reshape(blocks, files.shape)])
 
     def _block_of(self, file: FollowedFile) -> int:
         return self._block or default_block(file.records, file.bytes / file.records, self._batch_size, self._stored)
@@ -221,13 +214,13 @@ class FollowedFiles(Numbered):
                 "would train on all of them again; continue with the data that it was trained on, or start a new run "
                 "from the weights (--warm_start)"
             )
-        if files != self._files[: len(files)]:  # else this process has gone further, and went back
-            self._set(files)
-        self._agreed, self._closed = False, False
+        # A process that has gone further, and went back, keeps its list.
+        self._set(self._files if files == self._files[: len(files)] else files, agreed=False)
+        self._closed = False
 
-    def _set(self, files: list[FollowedFile]) -> None:
+    def _set(self, files: list[FollowedFile], agreed: bool = True) -> None:
         with self._grown:
-            self._files, self._opened = list(files), {}
+            self._files, self._agreed = files, agreed
             self._firsts = np.cumsum([0, *(file.records for file in files)])
             self._grown.notify_all()
 
@@ -261,12 +254,15 @@ class FollowedFiles(Numbered):
         begin, size = batches.before(done), batches.size
         if not self._agreed:
             self._agree(workers, begin)
-        for file in [file for file in self._opened if self._firsts[file + 1] <= begin]:
-            self._opened.pop(file, None)  # closes it
+        needed = {file.name for file in self._files[np.searchsorted(self._firsts, begin, "right") - 1 :]}
+        with self._opening:
+            self._opened = {name: source for name, source in self._opened.items() if name in needed}
         while True:
             have = (len(self) - begin) // size
             if have < 2 * steps:  # a pipeline reads ahead of the steps
-                self._grow(workers, begin + 2 * steps * size)
+                found = self._found(begin + 2 * steps * size) if workers.is_chief else []
+                if new := _of_chief(workers, found):
+                    self._set([*self._files, *new])
                 have = (len(self) - begin) // size
             if have > 0:
                 return min(have, steps)
@@ -287,24 +283,11 @@ class FollowedFiles(Numbered):
             if self._firsts[number + 1] <= begin:
                 continue
             try:
-                self._check_size(number, sizes.get(file.name))
+                self._check_size(file, sizes.get(file.name))
             except RecordsError as error:
                 self._leave_out(file.name, error)
                 files[number] = dataclasses.replace(file, records=max(0, begin - int(self._firsts[number])))
-        files = _of_chief(workers, files)
-        if files != self._files:
-            self._set(files)
-        with self._grown:
-            self._agreed = True
-            self._grown.notify_all()
-
-    def _grow(self, workers: Workers, enough: int) -> None:
-        new = _of_chief(workers, self._found(enough) if workers.is_chief else [])
-        if new:
-            with self._grown:
-                self._files += new
-                self._firsts = np.cumsum([0, *(file.records for file in self._files)])
-                self._grown.notify_all()
+        self._set(_of_chief(workers, files))
 
     # Looking for files, by the chief.
 
@@ -367,24 +350,25 @@ class FollowedFiles(Numbered):
           _NotWholeError: if it may still be written.
           UsageError: if it is damaged.
         """
-        path = self._folder + name
-        if not self._stored:
-            found, now = os.stat(path), time.time()
-            if self._settings.newest and now - found.st_mtime > self._settings.newest:
-                self._tell(name, "is left out, because it is older than Follow.newest")
-                return FollowedFile(name, found.st_size, 0)
+        path, now, settings = self._folder + name, time.time(), self._settings
+        found = os.stat(path) if self._store is None else None
+        changed = found.st_mtime if found else self._store.changed(name) if settings.newest else now
+        if settings.newest and now - changed > settings.newest:
+            self._tell(name, "is left out, because it is older than Follow.newest")
+            return FollowedFile(name, self._sizes().get(name, 0), 0)
+        if found:
             seen = self._seen.get(name)
             if seen is None or (seen.bytes, seen.changed) != (found.st_size, found.st_mtime):
                 seen = self._seen[name] = _Sight(found.st_size, found.st_mtime, time.monotonic())
             # The clock of a file server may be another one, so that what was seen counts too.
-            if max(now - found.st_mtime, time.monotonic() - seen.since) < self._settings.settled:
+            if max(now - changed, time.monotonic() - seen.since) < settings.settled:
                 raise _NotWholeError
             if not found.st_size:
                 self._tell(name, "is empty, and is taken once it has records")
                 return None
         self._seen.pop(name, None)
         try:
-            source = open_records(glob.escape(path), self.format)
+            source = self._open(name)
         except RecordsError as error:
             self._leave_out(name, error)
             return FollowedFile(name, self._sizes().get(name, 0), 0)

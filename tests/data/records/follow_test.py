@@ -26,6 +26,16 @@ def pattern(folder):
     return f"{folder}/day-*.txt"
 
 
+class Mean(looplib.Evaluator):
+    """An evaluation, which needs TensorFlow's threads while the training's data waits for files."""
+
+    def dataset(self, context):
+        return context.indices(32)
+
+    def step_fn(self, ids):
+        return {"mean": tf.cast(ids, tf.float32)}
+
+
 def controller(folder, model_dir=None, *, replicas=1, size=8, loop="auto", shuffle=True, bad_records=0, **settings):
     devices = [f"CPU:{number}" for number in range(replicas)]
     strategy = tf.distribute.MirroredStrategy(devices) if replicas > 1 else tf.distribute.get_strategy()
@@ -33,7 +43,8 @@ def controller(folder, model_dir=None, *, replicas=1, size=8, loop="auto", shuff
     with strategy.scope():
         trainer = followed.Followed(pattern(folder), shuffle, follow)
     config = looplib.RunConfig(global_batch_size=size, steps_per_loop=4, loop=loop, seed=3, bad_records=bad_records)
-    return looplib.Controller(config, trainer=trainer, strategy=strategy, model_dir=model_dir, writers=[]), trainer
+    tasks = {"trainer": trainer, "evaluator": Mean()}
+    return looplib.Controller(config, **tasks, strategy=strategy, model_dir=model_dir, writers=[]), trainer
 
 
 def hashed(batches):
@@ -68,7 +79,7 @@ def test_files_come_in_the_order_of_their_names_each_once_while_others_appear(tm
 
     thread = threading.Thread(target=add)
     thread.start()
-    run.train(steps=13)
+    assert run.train_and_evaluate(steps=13, eval_interval=4)["eval"]["mean"] == 15.5
     thread.join()
     assert state(trainer) == (of(range(104)), hashed(np.arange(104).reshape(13, 8)))
     run.close()
