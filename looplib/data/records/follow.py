@@ -35,6 +35,7 @@ from looplib.stores.stores import Store
 _SLICE = 0.2  # seconds of a wait, after which a signal is looked for
 _SILENT = 60.0  # seconds between two lines of the log that say that a run waits
 _LATE_NEWS = 10.0  # seconds that a worker waits until it sees a file which the chief has seen
+_LEAST_BLOCKS = 2  # of a lane, of one file, which is smaller than a data set
 _AHEAD = 32  # batches whose places are looked up ahead
 
 
@@ -193,7 +194,8 @@ class FollowedFiles(Numbered):
             return np.stack([files, self._firsts[files], sizes, np.reshape(blocks, files.shape)])
 
     def _block_of(self, file: FollowedFile) -> int:
-        return self._block or default_block(file.records, file.bytes / file.records, self._batch_size, self._stored)
+        mean = file.bytes / file.records
+        return self._block or default_block(file.records, mean, self._batch_size, self._stored, _LEAST_BLOCKS)
 
     # For the loop of the run.
 

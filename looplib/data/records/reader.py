@@ -355,7 +355,7 @@ class RecordReader:
         return named(source, number if self._tolerated is None else given(self._tolerated, number))
 
 
-def default_block(records: int, mean: float, batch_size: int, stored: bool) -> int:
+def default_block(records: int, mean: float, batch_size: int, stored: bool, least: int = _LEAST_BLOCKS) -> int:
     """Returns how many neighbouring records to read at once.
 
     Args:
@@ -363,9 +363,10 @@ def default_block(records: int, mean: float, batch_size: int, stored: bool) -> i
       mean: their average size in bytes.
       batch_size: examples of a global batch.
       stored: whether they are in an object store.
+      least: blocks of a lane, at least.
     """
     most = _STORED_BYTES if stored else _BLOCK_BYTES
-    return max(1, min(int(most / mean), records // (_LEAST_BLOCKS * lanes_of(batch_size))))
+    return max(1, min(int(most / mean), records // (least * lanes_of(batch_size))))
 
 
 def _checked(plan: Plan, block: int | None, shuffle: bool, whole_epochs: bool) -> RecordPlan:

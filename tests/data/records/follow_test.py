@@ -229,6 +229,44 @@ def test_a_damaged_file_is_refused_or_left_out_by_the_policy(tmp_path):
         run.close()
 
 
+@pytest.mark.parametrize("kind", ["tfrecord", "array_record", "parquet"])
+def test_files_of_each_format_are_followed(tmp_path, kind):
+    def add(day):
+        numbers, path = range(day * 20, day * 20 + 20), str(tmp_path / f"day-{day}.{kind}")
+        if kind == "tfrecord":
+            with tf.io.TFRecordWriter(path + ".new") as writer:
+                for number in numbers:
+                    writer.write(str(number).encode())
+        elif kind == "array_record":
+            writer = pytest.importorskip("array_record.python.array_record_module").ArrayRecordWriter(
+                path + ".new", "group_size:1"
+            )
+            for number in numbers:
+                writer.write(str(number).encode())
+            writer.close()
+        else:
+            parquet = pytest.importorskip("pyarrow.parquet")
+            parquet.write_table(
+                pytest.importorskip("pyarrow").table({"n": [str(number) for number in numbers]}), path + ".new"
+            )
+        os.rename(path + ".new", path)
+
+    class Records(followed.Followed):
+        def dataset(self, context):
+            found = context.records(f"{tmp_path}/day-*.{kind}", follow=self._follow)
+            return found.map(lambda one: tf.strings.to_number(one["n"] if kind == "parquet" else one, tf.int64))
+
+    add(0)
+    trainer = Records("")
+    with looplib.Controller(looplib.RunConfig(global_batch_size=8), trainer=trainer, writers=[]) as run:
+        run.train(steps=2)
+        assert max(np.flatnonzero(trainer.seen.numpy())) < 20
+        for day in range(1, 4):
+            add(day)
+        run.train(steps=10)
+    assert state(trainer)[0] == of(range(80))
+
+
 def test_a_checkpoint_that_does_not_say_what_was_read_is_refused(tmp_path):
     class Other(followed.Followed):
         def dataset(self, context):
