@@ -157,14 +157,37 @@ def updated_by(concrete: tf.types.experimental.ConcreteFunction) -> set[int]:
     handles = {inside.name: id(handle) for inside, handle in zip(inputs, captured)}
     found = set()
     for op in concrete.graph.get_operations():
-        if op.type in _READS:
-            continue
-        try:
-            reads = op.get_attr("_read_only_resource_inputs")  # of an op that calls a function
-        except ValueError:
-            reads = ()
-        found |= {handles.get(part.name) for number, part in enumerate(op.inputs) if number not in reads}
+        found |= {handles.get(part.name) for part in _changed_by(op)}
     return found - {None}
+
+
+def _changed_by(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the inputs of an op that it may change, if they are handles of variables."""
+    if op.type in _READS:
+        return []
+    try:
+        reads = op.get_attr("_read_only_resource_inputs")  # of an op that calls a function
+    except ValueError:
+        reads = ()
+    return [part for number, part in enumerate(op.inputs) if number not in reads]
+
+
+def traced_ops() -> list[tf.Operation]:
+    """Returns the ops so far of the graph that is traced; [] without a trace."""
+    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+
+
+def changed_since(before: list[tf.Operation], but: Iterable[tf.Variable]) -> list[str]:
+    """Returns the names of variables that ops traced since `traced_ops` returned `before` may update, `but` some."""
+
+    def handle(variable: tf.Variable) -> str:  # its name in this graph, for which it has to be read
+        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype).op.inputs[0].name
+
+    changed = {part.name for op in traced_ops()[len(before) :] for part in _changed_by(op) if part.dtype == tf.resource}
+    if changed:
+        changed -= set(map(handle, but))
+    held = tf.compat.v1.get_default_graph().variables if changed else ()  # a lookup table is none
+    return [variable.name for variable in held if handle(variable) in changed]
 
 
 _CALLS = {"PartitionedCall": ["f"], "StatefulPartitionedCall": ["f"]}

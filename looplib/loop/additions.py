@@ -280,11 +280,14 @@ def count_examples_alone(step_fn: StepFn, task: Trainer | Evaluator, joins: Call
     return on_any_batch
 
 
-def check_share(task: Trainer | Evaluator, step: Step) -> None:
-    """Raises `UsageError` if a traced step updates per-replica sums, such as metrics, that the task does not hold."""
+def check_share(task: Trainer | Evaluator, step: Step, scratch: Iterable[tf.Variable]) -> None:
+    """Raises `UsageError` if a traced step updates per-replica sums, such as metrics, that the task does not hold.
+
+    Those of `StepAddition.scratch` may be elsewhere.
+    """
     if isinstance(step.stream.element_spec, Share):
         used = [variable for variable in step.variables if is_summed(variable)]
-        known = [*_metric_variables(vars(task)), *(variable for _, variable in variables_of(state_of(task)))]
+        known = [*_metric_variables(vars(task)), *(variable for _, variable in variables_of(state_of(task))), *scratch]
         _check_known(task, used, [part for v in known for part in step.strategy.experimental_local_results(v)])
 
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -162,7 +162,12 @@ class StepAddition:
     """Something that looks at the steps and the state of a training; an action may be one.
 
     All methods do nothing by default. Where several workers train, all call them.
+
+    Attributes:
+      scratch: its variables that hold nothing between two steps, so that no checkpoint has to; none by default.
     """
+
+    scratch: Sequence[tf.Variable] = ()
 
     def add_to_step(self, step_fn: StepFn, task: Trainer) -> StepFn:
         """Wraps the user's step on one replica, to have totals of its own among the metrics."""

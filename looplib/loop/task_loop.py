@@ -205,7 +205,7 @@ class TaskLoop(TrainingLoop):
             self._inner = backend.inner_loop(step_fn, self.reducer, self.data.stream)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None
         if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:  # these call the step again
-            check_share(spec.task, self._inner.step)
+            check_share(spec.task, self._inner.step, self._scratch)
             check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
             if spec.training:
                 check_own_updates(self._inner.step, spec.step_name, spec.task)
@@ -224,6 +224,10 @@ class TaskLoop(TrainingLoop):
             joins = functools.partial(getattr, self.reducer, "joins")
             decorators.append(functools.partial(count_examples_alone, task=self.task, joins=joins))
         return [*decorators, *backend.decorators()]
+
+    @property
+    def _scratch(self) -> list[tf.Variable]:
+        return [variable for addition in self._additions for variable in addition.scratch]
 
     def _check_for_a_batch(self) -> None:
         """Raises `UsageError` if data of unknown length has no batch, or cannot be read."""
@@ -508,7 +512,7 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`; a loop that traces no step does not know its variables."""
         if self._inner.step is None:
             return
-        own = [*tf.nest.flatten(self._tables), self._spec.counter]  # the controller's
+        own = [*tf.nest.flatten(self._tables), self._spec.counter, *self._scratch]  # the controller's
         names = unheld(self._spec.strategy, self._inner.step.variables, objects, own)
         refuse_others(self._spec.strategy, self._inner.step.variables, names)
         if names:

@@ -158,6 +158,16 @@ class DynamicEmbedding(ShardedEmbedding):
             rows = self._rows_of(tf.convert_to_tensor(ids), grows)
         return super().call(rows, weights)
 
+    def is_unknown(self, ids: Ids) -> tf.Tensor:
+        """Returns whether each of some ids has no row of its own, boolean `[...]`; for metrics.
+
+        Args:
+          ids: as for a call; those of ragged or sparse ids are in one dimension.
+        """
+        flat = ids.flat_values if isinstance(ids, tf.RaggedTensor) else ids
+        flat = ids.values if isinstance(ids, tf.SparseTensor) else tf.convert_to_tensor(flat)
+        return self._rows_of(flat, grows=False) < 0
+
     def _looked_up(self, ids: tf.Tensor) -> tf.Tensor:
         """Returns the vectors `[..., dim]` of rows `[...]`; zeros for the row -1."""
         static, shape, rows = ids.shape, tf.shape(ids), tf.reshape(ids, [-1])

@@ -1,7 +1,7 @@
 """Reductions: a step returns them to say how a value reduces over steps, replicas and workers."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,31 @@ def each(value: Any) -> Reduction:
       value: tensor or nested structure of tensors of any dtype.
     """
     return Reduction("each", tf.nest.map_structure(tf.convert_to_tensor, value))
+
+
+INPUTS = "inputs/"  # what the names of metrics of inputs begin with
+
+
+@not_converted
+def input_means(features: Mapping[str, Any]) -> dict[str, Reduction]:
+    """Makes metrics of the numeric inputs of a batch: the mean over their elements, as "inputs/<name>/mean".
+
+    `looplib.Prequential` reports such metrics beside their values at the start of the run.
+
+    Args:
+      features: dict from name to tensor `[batch, ...]`, ragged or sparse too. Texts are left out.
+
+    Raises:
+      UsageError: for anything but a dict, whose keys are the names.
+    """
+    if not isinstance(features, Mapping):
+        raise MetricError(
+            f"looplib.input_means got a {type(features).__name__}; expected a dict, whose keys are the names of the "
+            "inputs, such as looplib.input_means({'age': x[:, 0]})"
+        )
+    kinds = {tf.RaggedTensor: lambda value: value.flat_values, tf.SparseTensor: lambda value: value.values}
+    tensors = {name: kinds.get(type(value), tf.convert_to_tensor)(value) for name, value in features.items()}
+    return {f"{INPUTS}{name}/mean": mean(value) for name, value in tensors.items() if value.dtype != tf.string}
 
 
 @not_converted
