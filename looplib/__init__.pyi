@@ -4,6 +4,7 @@ from looplib.actions.learning_warnings import LearningWarnings as LearningWarnin
 from looplib.actions.plateau import EarlyStopping as EarlyStopping
 from looplib.actions.plateau import ExportBest as ExportBest
 from looplib.actions.plateau import ReduceOnPlateau as ReduceOnPlateau
+from looplib.actions.prequential import Prequential as Prequential
 from looplib.actions.profile import Profile as Profile
 from looplib.actions.replica_agreement import ReplicaAgreement as ReplicaAgreement
 from looplib.actions.timed_saves import TimedSaves as TimedSaves
@@ -56,6 +57,7 @@ from looplib.task.reductions import each as each
 from looplib.task.reductions import global_positions as global_positions
 from looplib.task.reductions import histogram as histogram
 from looplib.task.reductions import image as image
+from looplib.task.reductions import input_means as input_means
 from looplib.task.reductions import last as last
 from looplib.task.reductions import mean as mean
 from looplib.task.reductions import text as text

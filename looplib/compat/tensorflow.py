@@ -172,22 +172,16 @@ def _changed_by(op: tf.Operation) -> list[tf.Tensor]:
     return [part for number, part in enumerate(op.inputs) if number not in reads]
 
 
-def traced_ops() -> list[tf.Operation]:
-    """Returns the ops so far of the graph that is traced; [] without a trace."""
-    return [] if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_operations()
+def changed_since(before: int, among: Callable[[], Iterable[tuple[str, tf.Variable]]]) -> list[str]:
+    """Returns which variables the ops of the present trace after the first ones, `before`, may update, by their names.
 
-
-def changed_since(before: list[tf.Operation], but: Iterable[tf.Variable]) -> list[str]:
-    """Returns the names of variables that ops traced since `traced_ops` returned `before` may update, `but` some."""
-
-    def handle(variable: tf.Variable) -> str:  # its name in this graph, for which it has to be read
-        return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype).op.inputs[0].name
-
-    changed = {part.name for op in traced_ops()[len(before) :] for part in _changed_by(op) if part.dtype == tf.resource}
-    if changed:
-        changed -= set(map(handle, but))
-    held = tf.compat.v1.get_default_graph().variables if changed else ()  # a lookup table is none
-    return [variable.name for variable in held if handle(variable) in changed]
+    `among` returns variables with names; it is called if any is updated. None are known in a branch of a condition, and
+    without a trace.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    handles = {inside.name: id(outside) for outside, inside in getattr(graph, "captures", ())}
+    found = {handles.get(part.name) for op in graph.get_operations()[before:] for part in _changed_by(op)}
+    return [name for name, variable in among() if identity_of(variable) in found] if found - {None} else []
 
 
 _CALLS = {"PartitionedCall": ["f"], "StatefulPartitionedCall": ["f"]}

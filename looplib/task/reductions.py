@@ -224,10 +224,8 @@ def input_means(features: Mapping[str, Any]) -> dict[str, Reduction]:
       UsageError: for anything but a dict, whose keys are the names.
     """
     if not isinstance(features, Mapping):
-        raise MetricError(
-            f"looplib.input_means got a {type(features).__name__}; expected a dict, whose keys are the names of the "
-            "inputs, such as looplib.input_means({'age': x[:, 0]})"
-        )
+        found = type(features).__name__
+        raise MetricError(f"looplib.input_means got a {found}; expected a dict, whose keys are the names of the inputs")
     kinds = {tf.RaggedTensor: lambda value: value.flat_values, tf.SparseTensor: lambda value: value.values}
     tensors = {name: kinds.get(type(value), tf.convert_to_tensor)(value) for name, value in features.items()}
     return {f"{INPUTS}{name}/mean": mean(value) for name, value in tensors.items() if value.dtype != tf.string}
