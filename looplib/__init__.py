@@ -34,6 +34,8 @@ _HOMES = {
     "Evaluator": "task.trainer",
     "Event": "task.actions",
     "ExportBest": "actions.plateau",
+    "ExportEvery": "actions.export_every",
+    "ExportGate": "actions.export_every",
     "Exported": "task.trainer",
     "Follow": "data.records.follow",
     "GradientTrainer": "task.gradient_trainer",

@@ -143,6 +143,7 @@ _OWN: dict[str, Callable[[Any], None]] = {
     "inspect": commands.inspect,
     "launch": commands.launch,
     "new": _add_new,
+    "publish": commands.publish,
     "ray": commands.ray,
     "replay": commands.replay,
     "report": _add_report,

@@ -1,28 +1,48 @@
 """Actions that watch a metric: early stopping, exports of the best, and a lower rate where it no longer improves."""
 
-import hashlib
 import math
 import numbers
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from looplib.base import files, folders, orders
+from looplib.base import files, orders
 from looplib.base.messages import whole_number
 from looplib.compat import keras as _keras
 from looplib.config.formats import ExportFormat, check_export
-from looplib.errors import ActionError, ExportError, MetricError, MissingPartError, SettingError
+from looplib.errors import ActionError, MetricError, MissingPartError, SettingError
+from looplib.exports.versions import Versions
 from looplib.run.metric_names import Mode, gain, mode_of
 from looplib.run.policy import KeepBest
 from looplib.task.actions import Action, Event
-from looplib.task.checks import check_rows
 from looplib.task.learning_rates import constant_rate, updating
 
-_OWNER = ".looplib-run"  # the name of a file that says which run has a directory
 _EXPORT = re.compile(r"step-\d{1,19}")  # the name of one
+
+
+def check_reported(who: str, metric: str, loops: Mapping[str, Any]) -> None:
+    """Raises `MetricError` for a metric that none of the loops reports, as far as that is known."""
+    split = metric.partition("/")[0]
+    if split not in loops:
+        raise MetricError(
+            f"{who}({metric!r}) needs a metric of {split!r}, which is not reported; expected a metric of "
+            f"{' or '.join(sorted(loops))}"
+        )
+    if loops[split].metric_names is not None:
+        check_known(who, metric, loops[split].metric_names)
+
+
+def check_known(who: str, metric: str, known: Iterable[str]) -> None:
+    """Raises `MetricError` for a metric that is not among the names that its evaluator reports."""
+    split, _, name = metric.partition("/")
+    if name not in known:
+        raise MetricError(
+            f"{who}({metric!r}) needs a metric that is not reported; expected one of "
+            f"{', '.join(sorted(f'{split}/{one}' for one in known))}"
+        )
 
 
 class _MetricWatcher(Action):
@@ -53,29 +73,14 @@ class _MetricWatcher(Action):
         Raises:
           UsageError: if it is not.
         """
-        split, _, name = self.metric.partition("/")
-        if split not in controller.loops:
-            raise MetricError(
-                f"{type(self).__name__}({self.metric!r}) needs a metric of {split!r}, which is not reported; expected "
-                f"a metric of {' or '.join(sorted(controller.loops))}"
-            )
-        known = controller.loops[split].metric_names
-        if known is not None and name not in known:
-            self._refuse(split, known)
-
-    def _refuse(self, split: str, known: Any) -> None:
-        raise MetricError(
-            f"{type(self).__name__}({self.metric!r}) needs a metric that is not reported; expected one of "
-            f"{', '.join(sorted(f'{split}/{one}' for one in known))}"
-        )
+        check_reported(type(self).__name__, self.metric, controller.loops)
 
     def _improves(self, event: Event) -> bool | None:
         """Takes a value; returns whether it is better than the best by `min_change`, None if it does not count."""
         split, _, name = self.metric.partition("/")
         if event.split != split or event.step <= self._seen:
             return None
-        if name not in event.metrics:
-            self._refuse(split, event.metrics)
+        check_known(type(self).__name__, self.metric, event.metrics)
         value, self._seen = event.metrics[name], event.step
         better = gain(value, self._best, self.mode) > self.min_change
         if better:
@@ -216,11 +221,9 @@ class ExportBest(_MetricWatcher):
           UsageError: if not.
         """
         super().on_start(controller)
-        evaluators = [loop.task for name, loop in controller.loops.items() if name != "train"]
-        task = evaluators[0] if evaluators else controller.loops["train"].task
-        check_rows(task)
-        if type(task).export.__module__.startswith("looplib."):  # what a user's own returns may be slow to make
-            task.export().with_names()
+        from looplib.exports.exports import check_exportable  # here, as it imports much
+
+        check_exportable(controller.loops)
         self._began = controller.global_step
         if orders.current().until:  # steps are repeated, and write nothing elsewhere
             self.directory = None
@@ -228,24 +231,7 @@ class ExportBest(_MetricWatcher):
         if place is None:
             raise MissingPartError("ExportBest has no directory, and the controller no model_dir; give one of them")
         if self.directory and controller.is_chief and "train" in controller.loops:
-            self._claim(self.directory, controller.model_dir or "")
-
-    def _claim(self, directory: str, model_dir: str) -> None:
-        """Refuses a directory with exports of another run; notes in it that it is this run's."""
-        owner = hashlib.sha256(os.path.realpath(model_dir).encode()).hexdigest() if model_dir else "no run directory"
-        path = os.path.join(folders.make_folder(directory), _OWNER)
-        try:
-            found: str | None = files.read_text(path)
-        except FileNotFoundError:
-            found = None if any(map(_EXPORT.fullmatch, os.listdir(directory))) else owner
-        except (OSError, ValueError):
-            found = None
-        if found != owner:
-            raise ExportError(
-                f"{directory} has exports of another run, or of this one before it was moved, which ExportBest would "
-                f"replace and remove; give it another directory, or write {owner!r} into {path} if they are this run's"
-            )
-        files.write_whole(path, owner)
+            Versions(self.directory).claim("ExportBest", controller, _EXPORT)
 
     def __call__(self, event: Event) -> None:
         """See `Action`."""
@@ -262,8 +248,7 @@ class ExportBest(_MetricWatcher):
         if event.controller.is_chief:
             for name in old:
                 if _is_export(os.path.join(folder, name)):
-                    folders.delete(os.path.join(folder, name, ""))
-                    folders.remove(folder, name)
+                    Versions(folder).remove(name)
 
     def _is_there(self, event: Event, path: str) -> bool:
         """Returns whether the step that a start begins with is exported, as when a finished run starts again."""

@@ -33,9 +33,12 @@ def settings(mode: str) -> dict[str, Any]:
 
 def keep_inside(actions: Sequence[Any]) -> None:
     """Points actions that would write to a place of the user's to the temporary run directory."""
-    from looplib.actions.plateau import ExportBest  # here, because every start of a binary imports this file
+    from looplib.actions.export_every import ExportEvery  # here, because every start of a binary imports this file
+    from looplib.actions.plateau import ExportBest
 
     for action in actions:
+        if isinstance(action, ExportEvery):
+            action.writes = False
         if isinstance(action, ExportBest):
             action.directory = None
 

@@ -11,7 +11,7 @@ from looplib.base import files
 from looplib.base.plugins import Command
 from looplib.buckets.local import local_path
 from looplib.commands.options import arguments, path, place, run
-from looplib.errors import CommandError
+from looplib.errors import EXIT_DONE, CommandError
 
 _CHECK = """\
 COMMAND is your usual command without --model_dir, for example
@@ -90,6 +90,15 @@ def export(tools: Any) -> None:
     parser.add_argument("--last_weights", dest="averages", action="store_false", help=text)
     _add_checkpoint(parser, "the one to export", "final")
     parser.set_defaults(tool=Command(_export, _check_run, has_verdict=True))
+
+
+def publish(tools: Any) -> None:
+    """Adds the parser of `publish`."""
+    text = "go back to a version of looplib.ExportEvery: publish it again, and move those after it aside"
+    parser = tools.add_parser("publish", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.add_argument("base", type=place, metavar="BASE", help="the folder of the versions, or its URL")
+    parser.add_argument("version", type=int, metavar="VERSION", help="the one to publish")
+    parser.set_defaults(tool=Command(_publish))
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser, what: str, default: str) -> None:
@@ -342,6 +351,13 @@ def _export(options: argparse.Namespace) -> int:
     from looplib.commands.export import export
 
     return export(**arguments(options))
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from looplib.exports.versions import versions_in
+
+    print(f"version {versions_in(options.base).go_back(options.version)} of {options.base} is {options.version} again")
+    return EXIT_DONE
 
 
 def _launch(options: argparse.Namespace) -> int:

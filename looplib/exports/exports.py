@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -19,9 +19,10 @@ from looplib.compat.keras import is_batch_normalization
 from looplib.config.formats import CARD, FORMATS, KERAS, SAVED_MODEL, check_export
 from looplib.errors import ExportError, UsageError
 from looplib.exports.card import card
-from looplib.exports.new_folder import alone, check_free, new_folder, put_in_place
+from looplib.exports.new_folder import alone, check_free, make_all_durable, new_folder, put_in_place
 from looplib.exports.parts import ExportRecord, Parts, check_memory
-from looplib.exports.samples import ModelInputs, take_samples
+from looplib.exports.samples import MOST_EXAMPLES, ModelInputs, take_samples
+from looplib.loop.contracts import Loop
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
 from looplib.report.writers.trackers import register
@@ -61,20 +62,15 @@ def export(
     stays = os.path.isdir(directory) and (
         os.path.ismount(directory) or not os.access(os.path.dirname(directory), os.W_OK)
     )
-    split, task = next(iter((name, loop.task) for name, loop in loops.evaluations.items()), ("train", None))
-    task = task or loops.training.task
-    check_rows(task)
-    exported = task.export().with_names()
-    check_memory(exported.model)
-    own = not type(task).export.__module__.startswith("looplib.")
-    samples = _samples(loops, split, task, exported) if "int8" in formats else None
+    split, task, exported = to_export(loops)
+    samples = sample(loops, split, task, exported) if "int8" in formats else None
     averages = averages and exported.averages is not None
     # Where several workers train, all read the variables, and all but the chief drop what they write.
     named = os.path.join(directory, _INNER) if stays else directory
     if averages and chief:
         _warn_of_statistics(exported)
     with exported.averages.in_use() if averages else contextlib.nullcontext():
-        parts = Parts(exported, own, samples)
+        parts = Parts(exported, is_own(task), samples)
         try:
             with new_folder(named) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-") as place:
                 parts.write(place, formats, chief)
@@ -96,10 +92,39 @@ def export(
     return directory
 
 
-def _samples(loops: Loops, split: str, task: Trainer | Evaluator, exported: Exported) -> ModelInputs | str:
+def to_export(loops: Loops) -> tuple[str, Trainer | Evaluator, Exported]:
+    """Returns what is exported, and whose it is: that of the first evaluator, or else of the trainer."""
+    split, task = _exporting(loops.by_name)
+    check_rows(task)
+    exported = task.export().with_names()
+    check_memory(exported.model)
+    return split, task, exported
+
+
+def _exporting(loops: Mapping[str, Loop]) -> tuple[str, Trainer | Evaluator]:
+    split = next((split for split in loops if split != "train"), "train")
+    return split, loops[split].task
+
+
+def check_exportable(loops: Mapping[str, Loop]) -> None:
+    """Raises `UsageError` if it is not known what to export; of what a program defines itself, that is seen later."""
+    _, task = _exporting(loops)
+    check_rows(task)
+    if not is_own(task):
+        task.export().with_names()
+
+
+def is_own(task: Trainer | Evaluator) -> bool:
+    """Returns whether the program defines what is exported, which may be slow to make."""
+    return not type(task).export.__module__.startswith("looplib.")
+
+
+def sample(
+    loops: Loops, split: str, task: Trainer | Evaluator, exported: Exported, most: int = MOST_EXAMPLES
+) -> ModelInputs | str:
     """Returns examples of the data of a task, or why there are none."""
     try:
-        found = take_samples(loops, split, task, exported.signature)
+        found = take_samples(loops, split, task, exported.signature, most)
     except UsageError as error:
         return str(error)
     return found if found.batches else f"the data of {type(task).__name__} has no example"
@@ -146,9 +171,7 @@ def _appear(place: str, directory: str, named: str) -> None:
       named: beside what temporary directories are: the directory, or a path in it if it cannot be replaced. The parts
         then move into it, the record last.
     """
-    for folder, _, names in os.walk(place):
-        for name in (*names, ""):
-            files.make_durable(os.path.join(folder, name))
+    make_all_durable(place)
     parent = os.path.dirname(named)
     with new_folder(named) as earlier, alone(parent):  # others wait
         _check(directory)

@@ -86,6 +86,13 @@ def put_in_place(new: str, path: str, aside: str) -> None:
         raise
 
 
+def make_all_durable(place: str) -> None:
+    """Asks the operating system to write a folder, and all that is in it, to the disk."""
+    for folder, _, names in os.walk(place):
+        for name in (*names, ""):
+            files.make_durable(os.path.join(folder, name))
+
+
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
     """Lets one process at a time change the names in a local directory; the others wait."""

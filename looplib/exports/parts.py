@@ -34,7 +34,7 @@ from looplib.weights.opening import SafetensorsFile
 from looplib.weights.taking import named_weights, write_safetensors
 
 CLOSE = 1e-3  # difference of two models that compute equal outputs, relative to the largest number
-_SIGNATURE = "serving_default"
+SIGNATURE = "serving_default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +123,7 @@ class Parts:
           formats: which ones, besides a SavedModel and a Keras file.
           is_chief: whether this process keeps them. All workers read the variables, and the chief alone converts files.
         """
-        self._folder = folder
-        loaded = self._write_saved_model()
-        self._serve = loaded.signatures[_SIGNATURE]
+        self.write_saved_model(folder)
         if _keras.is_model(self._exported.model):
             self._write_keras()
         writers: dict[str, Callable[[str], None]] = {
@@ -139,8 +137,9 @@ class Parts:
             if is_chief or name in ("safetensors", "weights.h5", "onnx"):
                 writers[name](FORMATS[name].file)
 
-    def _write_saved_model(self) -> Any:
-        path = os.path.join(self._folder, SAVED_MODEL)
+    def write_saved_model(self, folder: str) -> str:
+        """Writes the SavedModel alone; returns its path."""
+        self._folder, path = folder, os.path.join(folder, SAVED_MODEL)
         _save(self._exported, path)
         loaded = _tf.outside(lambda: tf.saved_model.load(path))
         if _is_distributed(self._exported.model):
@@ -148,9 +147,14 @@ class Parts:
             # Serving and the converter to TFLite, then take other moving statistics than the mean of the replicas.
             folders.remove(self._folder, SAVED_MODEL)
             tf.saved_model.save(loaded, path, signatures=loaded.signatures)
-            loaded = _tf.outside(lambda: tf.saved_model.load(path))
-        self.differences[SAVED_MODEL] = difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
-        return loaded
+        self.differences[SAVED_MODEL] = self.compare(path)
+        return path
+
+    def compare(self, path: str) -> float:
+        """Returns the largest difference of the outputs of a SavedModel from those of the function, as both are now."""
+        loaded = _tf.outside(lambda: tf.saved_model.load(path))
+        self._serve = loaded.signatures[SIGNATURE]
+        return difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
 
     def _keep(self, name: str, found: Any, expected: Any, who: str, because: str = "") -> None:
         """Notes how much a part differs, and leaves out one that is another model."""
@@ -330,7 +334,7 @@ def _convert(exported: Exported, path: str) -> None:
 def _runner(content: bytes) -> Any:
     """Returns a function of named inputs, which TFLite's interpreter computes."""
     with int8.quiet():
-        return tf.lite.Interpreter(model_content=content).get_signature_runner(_SIGNATURE)
+        return tf.lite.Interpreter(model_content=content).get_signature_runner(SIGNATURE)
 
 
 def random_batch(spec: tf.TensorSpec) -> tf.Tensor:

@@ -58,14 +58,15 @@ def _cut(batches: list[Inputs], most: int) -> Iterator[Inputs]:
         most -= _rows(batch)
 
 
-def take_samples(loops: Loops, split: str, task: Trainer | Evaluator, signature: Any) -> ModelInputs:
-    """Returns the first examples of the data of a task; all workers call it.
+def take_samples(loops: Loops, split: str, task: Trainer | Evaluator, signature: Any, most: int) -> ModelInputs:
+    """Returns the first examples of the data of a task, at most so many; all workers call it.
 
     Args:
       loops: the loops of the run.
       split: "train", or the name of the evaluator.
       task: the trainer or evaluator.
       signature: that of the exported function, whose specs have names.
+      most: the number of examples.
 
     Raises:
       ExportError: if no part of a batch fits the signature.
@@ -75,13 +76,13 @@ def take_samples(loops: Loops, split: str, task: Trainer | Evaluator, signature:
     per_replica = loop.data.stream.properties.batch_size
     size = (per_replica or 1) * loops.strategy.num_replicas_in_sync
     try:
-        for _ in range(-(-MOST_EXAMPLES // size)):  # as many in each worker
+        for _ in range(-(-most // size)):  # as many in each worker
             ran = loop.run(Request(1), "evaluate")
             if ran.stopped or not ran.done:
                 break
     finally:
         loop.close()
-    return ModelInputs(split, list(_cut(sampling.taken, MOST_EXAMPLES)))
+    return ModelInputs(split, list(_cut(sampling.taken, most)))
 
 
 class _Sampling(Evaluator):

@@ -24,7 +24,7 @@ from looplib.errors import FlagError, PluginError
 from looplib.masks import masked, masked_text
 from looplib.run.directory import RunDir
 from looplib.run.records import Record
-from looplib.run.report import Rollback, StartEntry
+from looplib.run.report import REJECTED, Rollback, StartEntry
 from looplib.run.status import RunStatus, read_status
 
 KINDS = {
@@ -36,6 +36,7 @@ KINDS = {
     "recovered": "the run reports again",
     "not_finite": "a metric is NaN or infinite for the first time",
     "worse": "a metric meets a condition of --alert_when",
+    "rejected": "an export was not published, such as because its model is worse than the one that is served",
     "done": "the run has reached its end",
 }
 """The events that alerts are about, by `Alert.kind`."""
@@ -147,7 +148,7 @@ class RunObserver:
         self._state = ""
         self._missing = False  # whether the process was gone at the last look too
         self._process_ended = False  # before it wrote a report
-        self._rollbacks = 0
+        self._rollbacks = self._warnings = 0
         self._bad: set[str] = set()  # metrics that are not finite
         self._met: set[Condition] = set()  # conditions that the last value has met
         self._missed = set(self._conditions)  # conditions on metrics that no record has had
@@ -218,7 +219,7 @@ class RunObserver:
         return []
 
     def _of_starts(self, starts: Sequence[StartEntry], known: bool) -> list[Alert]:
-        """Returns the rollbacks since the last look; notes where the run has begun anew."""
+        """Returns the rollbacks and rejected exports since the last look; notes where the run has begun anew."""
         names = [(start.started, start.process.pid) for start in starts]
         place = names.index(self._start) if self._start in names else -1
         if place < 0 and self._start and starts:
@@ -227,11 +228,14 @@ class RunObserver:
         for number in range(max(place, 0), len(starts)):
             if number > place:
                 self._start, self._state, self._rollbacks, self._process_ended = names[number], "", 0, False
+                self._warnings = 0
                 self._begin_anew(starts[number].restored_step)
             rollbacks = starts[number].rollbacks
             for rollback in rollbacks[self._rollbacks :]:
                 self._begin_anew(rollback.to)
                 found.append(self._rollback(rollback))
+            new, self._warnings = starts[number].warnings[self._warnings :], len(starts[number].warnings)
+            found += [Alert("rejected", self._name, one.step, one.text) for one in new if one.kind == REJECTED]
             self._rollbacks = len(rollbacks)
         return [] if known else found
 

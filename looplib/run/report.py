@@ -102,6 +102,9 @@ class Rollback:
     seconds: dict[str, Seconds] = _mapping()
 
 
+REJECTED = "rejected export"  # the kind of a warning of an export that is not published
+
+
 @dataclasses.dataclass(frozen=True)
 class RunWarning:
     """What was found in a training at a step: see `LearningFinding`, and memory that grows."""

@@ -1,0 +1,224 @@
+"""Versions of an exported model, `<base>/<integer>/`, in a local folder or an object store; servers take the newest."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from looplib.base import files, folders
+from looplib.base.decoding import SHOWN, decode, parse_json
+from looplib.errors import ExportError
+from looplib.exports.new_folder import alone, make_all_durable, new_folder
+from looplib.stores.stores import Store
+
+REJECTED_FOLDER = "rejected/"  # of versions that no server is to load
+VERSION = re.compile(r"[1-9]\d{0,15}|rejected")  # how the names of files of versions begin
+_OWNER, _NOTE, _RECORD, _MODEL = ".looplib-run", ".looplib-versions", "looplib.json", "saved_model.pb"
+_NEW = "version"  # the beginning of the names of temporary folders
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionNote:
+    """The newest version that was ever begun, and when, in seconds since the epoch."""
+
+    newest: int = 0
+    time: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionRecord:
+    """What `looplib.json` in a version says: its step, the metrics of its gate, and why it was kept or moved aside."""
+
+    step: int = 0
+    metrics: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+
+
+class Versions:
+    """Versions in a local folder, where each appears, and goes, by a rename. Several processes may change them."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base
+
+    def claim(self, who: str, controller: Any, is_own: re.Pattern[str]) -> None:
+        """Refuses exports of another run, whose names begin with a folder that a pattern matches; notes whose it is."""
+        run = controller.report.standing().url or (controller.model_dir and os.path.realpath(controller.model_dir))
+        owner = hashlib.sha256(run.encode()).hexdigest() if run else "no run directory"
+        try:
+            found: str | None = self._read(_OWNER)
+        except FileNotFoundError:
+            found = None if any(is_own.fullmatch(name.partition("/")[0]) for name in self._names()) else owner
+        except (OSError, ValueError):
+            found = None
+        if found != owner:
+            raise ExportError(
+                f"{self.base} has exports of another run, or of this one before it was moved, which {who} would "
+                f"replace and remove; give it another directory, or write {owner!r} into {self.base}/{_OWNER} if they "
+                "are this run's"
+            )
+        self._write(_OWNER, owner)
+
+    def whole(self, within: str = "") -> list[int]:
+        """Returns the complete versions, the oldest first."""
+        return self._numbers(within, f"/{re.escape(_MODEL)}")
+
+    def _numbers(self, within: str, file: str = "(/.*)?") -> list[int]:
+        pattern = re.compile(rf"{within}([1-9]\d{{0,15}}){file}")
+        return sorted({int(found[1]) for name in self._names() if (found := pattern.fullmatch(name))})
+
+    def note(self) -> VersionNote:
+        """Returns the note; what is lost of it is taken from the versions that are there."""
+        found = self._decoded(VersionNote, _NOTE)
+        return dataclasses.replace(
+            found, newest=max([found.newest, *self._numbers(""), *self._numbers(REJECTED_FOLDER)])
+        )
+
+    def _decoded(self, kind: Any, name: str) -> Any:
+        """Returns a dataclass that a file holds; its defaults for what the file lacks."""
+        try:
+            return decode(kind, parse_json(self._read(name)), SHOWN, strict=False)
+        except (OSError, ValueError):
+            return kind()
+
+    def add(self, folder: str, record: VersionRecord, keep: int | None = None) -> int:
+        """Adds a version, which is larger than each before, and returns it; one with a reason is kept aside.
+
+        Args:
+          folder: a SavedModel.
+          record: what to say of it.
+          keep: how many to keep there, the newest; what killed processes have left there is removed too. None removes
+            nothing.
+        """
+        within, added = REJECTED_FOLDER if record.reason else "", None
+        while added is None:
+            note = VersionNote(self.note().newest + 1, time.time())
+            self._write(_NOTE, json.dumps(dataclasses.asdict(note)))
+            with contextlib.suppress(FileExistsError):  # of another process, which adds too
+                self._put(folder, f"{within}{note.newest}", record)
+                added = note.newest
+        kept = self.whole(within)[-keep:] if keep else self._numbers(within)
+        for old in set(self._numbers(within)).difference(kept):
+            if old < added:
+                self.remove(f"{within}{old}")
+        return added
+
+    def go_back(self, version: int) -> int:
+        """Publishes a version again, as the next one, which is returned, and moves those between aside.
+
+        Raises:
+          ExportError: if there is no such version.
+        """
+        there = self.whole()
+        if version not in there:
+            raise ExportError(f"{self.base} has no version {version}; it has {', '.join(map(str, there)) or 'none'}")
+        with self.fetched(str(version)) as folder:
+            added = self.add(folder, self._decoded(VersionRecord, f"{version}/{_RECORD}"))
+        for later in there[there.index(version) + 1 :]:
+            record = self._decoded(VersionRecord, f"{later}/{_RECORD}")
+            record = dataclasses.replace(record, reason=f"version {version} was published again, as {added}")
+            with self.fetched(str(later)) as folder, contextlib.suppress(FileExistsError):
+                self._put(folder, f"{REJECTED_FOLDER}{later}", record)
+            self.remove(str(later))
+        return added
+
+    def remove(self, name: str) -> None:
+        """Removes a folder, which is no version any more at once."""
+        path = os.path.join(self.base, name)
+        folders.delete(os.path.join(path, ""))
+        with new_folder(os.path.join(self.base, _NEW)) as aside:
+            folders.move(*os.path.split(path), aside)
+
+    def fetched(self, name: str) -> contextlib.AbstractContextManager[str]:
+        """Returns a context manager with a local path of a version."""
+        return contextlib.nullcontext(os.path.join(self.base, name))
+
+    def making(self) -> contextlib.AbstractContextManager[str]:
+        """Returns a context manager with an empty local folder, in which a version can be made."""
+        return new_folder(os.path.join(self.base, _NEW))
+
+    def _names(self) -> list[str]:
+        paths = (os.path.join(place, name) for place, *names in os.walk(self.base) for name in sum(names, []))
+        return [os.path.relpath(path, self.base) for path in paths]
+
+    def _read(self, name: str) -> str:
+        return files.read_text(os.path.join(self.base, name))
+
+    def _write(self, name: str, text: str) -> None:
+        files.write_whole(os.path.join(folders.make_folder(self.base), name), text)
+
+    def _put(self, folder: str, name: str, record: VersionRecord) -> None:
+        """Copies a folder, so that it appears as a whole; raises `FileExistsError` if the name is taken."""
+        *parents, last = name.split("/")
+        with self.making() as new:
+            shutil.copytree(folder, new, symlinks=True, copy_function=_link, dirs_exist_ok=True)
+            files.write_whole(os.path.join(new, _RECORD), json.dumps(dataclasses.asdict(record)))
+            make_all_durable(new)
+            place = folders.make_folder(self.base, *parents)
+            with alone(place):
+                if os.path.lexists(os.path.join(place, last)):
+                    raise FileExistsError(last)
+                folders.move(*os.path.split(new), place, last)
+            files.make_durable(place)
+
+
+def _link(source: str, to: str) -> None:
+    """Gives a file a second name, where the file system can; else copies it."""
+    try:
+        os.link(source, to, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, to, follow_symlinks=False)
+
+
+class _StoredVersions(Versions):
+    """Versions in an object store, whose `saved_model.pb` is written last, and deleted first."""
+
+    def __init__(self, base: str) -> None:
+        super().__init__(base)
+        self._store = Store(base)
+
+    def remove(self, name: str) -> None:
+        below = self._store.below(name)
+        below.delete(sorted(below.listed(), key=_MODEL.__ne__))
+
+    @contextlib.contextmanager
+    def fetched(self, name: str) -> Iterator[str]:
+        below = self._store.below(name)
+        with self.making() as place:
+            for part in below.listed():
+                *parents, last = part.split("/")
+                below.fetch(part, os.path.join(folders.make_folder(place, *parents), last))
+            yield place
+
+    def making(self) -> contextlib.AbstractContextManager[str]:
+        return tempfile.TemporaryDirectory(prefix="looplib-version-")
+
+    def _names(self) -> list[str]:
+        return list(self._store.listed())
+
+    def _read(self, name: str) -> str:
+        return self._store.read_with_age(name)[0].decode()
+
+    def _write(self, name: str, text: str) -> None:
+        self._store.write(name, text.encode())
+
+    def _put(self, folder: str, name: str, record: VersionRecord) -> None:
+        self._store.create(f"{name}/{_RECORD}", json.dumps(dataclasses.asdict(record)).encode())  # takes the name
+        for part in sorted(Versions(folder)._names(), key=_MODEL.__eq__):
+            if part != _RECORD and os.path.isfile(os.path.join(folder, part)):
+                self._store.put(os.path.join(folder, part), f"{name}/{part}")
+
+
+def versions_in(base: str | os.PathLike[str]) -> Versions:
+    """Returns the versions in a local folder or at a URL."""
+    return (
+        _StoredVersions(os.fspath(base))
+        if files.is_remote(base)
+        else Versions(files.resolve(base, "the base of exports"))
+    )
