@@ -1,5 +1,7 @@
 from looplib import errors as errors
 from looplib import launch as launch
+from looplib.actions.export_every import ExportEvery as ExportEvery
+from looplib.actions.export_every import ExportGate as ExportGate
 from looplib.actions.learning_warnings import LearningWarnings as LearningWarnings
 from looplib.actions.plateau import EarlyStopping as EarlyStopping
 from looplib.actions.plateau import ExportBest as ExportBest

@@ -15,11 +15,11 @@ from absl import logging
 
 from looplib.actions.plateau import check_known, check_reported, number
 from looplib.base import orders
-from looplib.base.messages import duration, gist, whole_number
+from looplib.base.messages import duration, gist, whole_number, with_cure
 from looplib.cluster.collectives import Workers
 from looplib.compat.row_updates import is_divided
 from looplib.config.formats import SAVED_MODEL
-from looplib.errors import ActionError, FileError, MetricError, StoreError
+from looplib.errors import ActionError, ExportError, FileError, MetricError, StoreError
 from looplib.exports.exports import check_exportable, is_own, sample, to_export
 from looplib.exports.parts import SIGNATURE, Parts
 from looplib.exports.samples import ModelInputs
@@ -39,7 +39,7 @@ class ExportGate:
     """What a model has to fulfil before `ExportEvery` publishes it.
 
     The evaluator runs with the weights that are exported, and then with those of the version that is served, on the
-    same data. All metrics have to be finite.
+    same data. All metrics have to be finite, and no output may be NaN.
 
     Attributes:
       metric: evaluator and metric, such as "eval/accuracy". The evaluator has to use the model that is exported.
@@ -71,16 +71,26 @@ class ExportGate:
         """The name of the evaluator."""
         return self.metric.partition("/")[0]
 
-    def reason_against(self, metrics: Mapping[str, float], served: Mapping[str, float] | None, which: int) -> str:
-        """Returns why a model with some metrics is not published beside a version, which has others; "" for nothing."""
+    def reason_against(
+        self, metrics: Mapping[str, float], served: Mapping[str, float] | None = None, version: int = 0
+    ) -> str:
+        """Returns why a model with some metrics is not published, where a version has others; "" for nothing."""
         name = self.metric.partition("/")[2]
         check_known("ExportGate", self.metric, metrics)
         if bad := [f"{self.split}/{one} is {value}" for one, value in metrics.items() if not math.isfinite(value)]:
             return bad[0]
         if served is None or gain(metrics[name], served.get(name), self.mode) >= -self.worse_by:
             return ""
-        allowed = f", which is worse by more than {self.worse_by:g}" if self.worse_by else ", which is worse"
-        return f"{self.metric} is {metrics[name]:.6g}{allowed}: version {which} has {served[name]:.6g} on the same data"
+        worse = "worse" + f" by more than {self.worse_by:g}" * bool(self.worse_by)
+        now, there = metrics[name], served[name]
+        return f"{self.metric} is {now:.6g}, which is {worse}: version {version} has {there:.6g} on the same data"
+
+    def reason_against_outputs(self, parts: Parts) -> str:
+        """Returns why a SavedModel is not published; "" for nothing."""
+        if not parts.is_number:
+            return "an output of the model is NaN"
+        far = parts.differences[SAVED_MODEL]
+        return "" if far <= self.tolerance else f"the SavedModel differs by {far:.3g} from the model here"
 
 
 class ExportEvery(Action):
@@ -143,8 +153,8 @@ class ExportEvery(Action):
         self._began = time.monotonic()
         if self.writes and controller.is_chief:
             self._versions.claim("ExportEvery", controller, VERSION)
-            age = time.time() - self._versions.note().time
-            self._began -= age if 0 < age < self._began else 0
+            if newest := self._versions.note().time:
+                self._began -= max(0.0, time.time() - newest)
 
     def _check_model(self, loops: Loops) -> None:
         """Refuses a gate whose evaluator does not evaluate what is exported."""
@@ -180,71 +190,63 @@ class ExportEvery(Action):
             if isinstance(self._samples, str):
                 logging.warning("versions have no requests that warm up a server: %s", self._samples)
         with exported.averages.in_use() if exported.averages else contextlib.nullcontext():
-            metrics, reason = self._judged(loops, exported, is_own(task)) if self._gate else ({}, "")
-            if metrics is None:
+            judged = self._judged(loops, exported, is_own(task)) if self._gate else ({}, "")
+            if judged is None:
                 return False
-            parts = Parts(exported, is_own(task), None)
-            # Where several workers train, all read the variables.
-            with self._versions.making() if controller.is_chief else tempfile.TemporaryDirectory() as place:
-                path = parts.write_saved_model(place)
-                if controller.is_chief:
-                    far = parts.differences[SAVED_MODEL]
-                    if self._gate and not reason and not far <= self._gate.tolerance:
-                        reason = f"the outputs of the SavedModel differ by {far:.3g} from those of the model here"
-                    if not isinstance(self._samples, str):
-                        write_requests(path, self._samples, SIGNATURE)
-                    self._add(controller, path, VersionRecord(step, metrics, reason))
+            parts, (metrics, reason) = Parts(exported, is_own(task), None), judged
+            try:  # where several workers train, all read the variables
+                with tempfile.TemporaryDirectory(prefix="looplib-export-") as place:
+                    path = parts.write_saved_model(place)
+                    if controller.is_chief:
+                        reason = reason or (self._gate.reason_against_outputs(parts) if self._gate else "")
+                        if not isinstance(self._samples, str):
+                            write_requests(path, self._samples, SIGNATURE)
+                        self._add(controller, path, VersionRecord(step, metrics, reason))
+            except (OSError, tf.errors.OpError) as error:
+                raise ExportError(f"no version can be written to {self._versions.base}: {with_cure(error)}") from error
         return True
 
     def _add(self, controller: Any, path: str, record: VersionRecord) -> None:
         try:
             version, why = self._versions.add(path, record, self._keep), record.reason
-        except (StoreError, FileError) as error:  # such as a store that is down; the next export is tried again
+        except (StoreError, FileError, FileExistsError) as error:  # such as a store that is down; tried again
             version, why = None, str(error)
-        if not why:
-            logging.info("exported step %d as version %d of %s", record.step, version, self._versions.base)
-            return
-        kept = f", and is in {REJECTED_FOLDER}{version}" if version else ""
-        warning = RunWarning(record.step, REJECTED, [self.name], record.step, f"an export is not served{kept}: {why}")
-        controller.report.note(warning)
-        logging.warning("step %d: %s", record.step, warning.text)
+        if why:
+            kept = f", and is in {REJECTED_FOLDER}{version}" if version else ""
+            text = f"an export is not served{kept}: {why}"
+            controller.report.note(RunWarning(record.step, REJECTED, ["ExportEvery"], record.step, text))
+            logging.warning("step %d: %s", record.step, text)
+        else:
+            logging.info("step %d is version %d of %s", record.step, version, self._versions.base)
 
-    def _judged(self, loops: Loops, exported: Exported, own: bool) -> tuple[Mapping[str, float] | None, str]:
+    def _judged(self, loops: Loops, exported: Exported, own: bool) -> tuple[Mapping[str, float], str] | None:
         """Returns the metrics of the model, and why it is not to be published; None if a signal has ended this."""
-        gate, workers = self._gate, Workers(loops.strategy)
-        metrics = loops.evaluate(gate.split, gate.steps)
-        version = workers.agree(max(self._versions.whole(), default=0) if workers.is_chief else 0)
-        reason = "" if metrics is None else gate.reason_against(metrics, None, version)
-        if metrics is None or reason or not version:
-            return metrics, reason
-        served = self._of_version(version, loops, exported, own)
-        if isinstance(served, str):
-            return metrics, f"version {version}, which is served, cannot be compared with: {served}"
-        return (metrics, gate.reason_against(metrics, served, version)) if served else (None, "")
-
-    def _of_version(
-        self, version: int, loops: Loops, exported: Exported, own: bool
-    ) -> Mapping[str, float] | str | None:
-        """Returns the metrics of a version on the data of now, or why it has none; None after a signal."""
+        metrics = loops.evaluate(self._gate.split, self._gate.steps)
+        if metrics is None or (reason := self._gate.reason_against(metrics)):
+            return metrics and (metrics, reason)
         workers, parts_of = Workers(loops.strategy), loops.strategy.experimental_local_results
-        copies = [parts_of(variable) for variable in _variables(exported)]
+        copies, version, error = [parts_of(variable) for variable in _variables(exported)], 0, ""
         with values_kept([part for parts in copies for part in parts]):
-            error = ""
             if workers.is_chief:
                 try:
-                    with self._versions.fetched(str(version)) as path:
-                        take_all(exported.model, path)
-                        far = Parts(exported, own, None).compare(path)
-                    error = "" if far <= self._gate.tolerance else f"with its weights, this model differs by {far:.3g}"
+                    if version := max(self._versions.whole(), default=0):
+                        with self._versions.fetched(str(version)) as path:
+                            take_all(exported.model, path)
+                            far = Parts(exported, own, None).compare(path)
+                        error = (
+                            "" if far <= self._gate.tolerance else f"with its weights, this one differs by {far:.3g}"
+                        )
                 except (ValueError, OSError, tf.errors.OpError) as found:
                     error = gist(found)
             if workers.any_of(bool(error)):
-                return error or "the chief cannot load it"
-            [values] = workers.gather_tensors([[parts[0].read_value() for parts in copies]])[:1]  # the chief's
-            for parts, value in zip(copies, values):
+                return metrics, f"version {version}, which is served, cannot be compared with: {error}"
+            if not (version := workers.agree(version)):
+                return metrics, ""
+            for parts, value in zip(copies, workers.gather_tensors([[parts[0].read_value() for parts in copies]])[0]):
                 for part in parts:
-                    part.assign(value)
-            return loops.evaluate(self._gate.split, self._gate.steps)
+                    part.assign(value)  # the chief's
+            served = loops.evaluate(self._gate.split, self._gate.steps)
+        return served and (metrics, self._gate.reason_against(metrics, served, version))
 
     def state(self) -> int:
         """See `Action`."""

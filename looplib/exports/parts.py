@@ -150,6 +150,11 @@ class Parts:
         self.differences[SAVED_MODEL] = self.compare(path)
         return path
 
+    @property
+    def is_number(self) -> bool:
+        """Whether no output of the function is NaN for random inputs."""
+        return not any(np.isnan(found).any() for found, _ in _numbers(self._expected, self._expected))
+
     def compare(self, path: str) -> float:
         """Returns the largest difference of the outputs of a SavedModel from those of the function, as both are now."""
         loaded = _tf.outside(lambda: tf.saved_model.load(path))

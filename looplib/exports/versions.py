@@ -16,6 +16,7 @@ from looplib.base import files, folders
 from looplib.base.decoding import SHOWN, decode, parse_json
 from looplib.errors import ExportError
 from looplib.exports.new_folder import alone, make_all_durable, new_folder
+from looplib.run.report import strict_json
 from looplib.stores.stores import Store
 
 REJECTED_FOLDER = "rejected/"  # of versions that no server is to load
@@ -64,6 +65,7 @@ class Versions:
                 "are this run's"
             )
         self._write(_OWNER, owner)
+        folders.remove_unfinished(self.base)
 
     def whole(self, within: str = "") -> list[int]:
         """Returns the complete versions, the oldest first."""
@@ -95,19 +97,17 @@ class Versions:
           record: what to say of it.
           keep: how many to keep there, the newest; what killed processes have left there is removed too. None removes
             nothing.
+
+        Raises:
+          FileExistsError: if another process has added one meanwhile.
         """
-        within, added = REJECTED_FOLDER if record.reason else "", None
-        while added is None:
-            note = VersionNote(self.note().newest + 1, time.time())
-            self._write(_NOTE, json.dumps(dataclasses.asdict(note)))
-            with contextlib.suppress(FileExistsError):  # of another process, which adds too
-                self._put(folder, f"{within}{note.newest}", record)
-                added = note.newest
+        within, number = REJECTED_FOLDER if record.reason else "", self.note().newest + 1
+        self._write(_NOTE, json.dumps(strict_json(VersionNote(number, time.time()))))
+        self._put(folder, f"{within}{number}", record)
         kept = self.whole(within)[-keep:] if keep else self._numbers(within)
         for old in set(self._numbers(within)).difference(kept):
-            if old < added:
-                self.remove(f"{within}{old}")
-        return added
+            self.remove(f"{within}{old}")
+        return number
 
     def go_back(self, version: int) -> int:
         """Publishes a version again, as the next one, which is returned, and moves those between aside.
@@ -139,10 +139,6 @@ class Versions:
         """Returns a context manager with a local path of a version."""
         return contextlib.nullcontext(os.path.join(self.base, name))
 
-    def making(self) -> contextlib.AbstractContextManager[str]:
-        """Returns a context manager with an empty local folder, in which a version can be made."""
-        return new_folder(os.path.join(self.base, _NEW))
-
     def _names(self) -> list[str]:
         paths = (os.path.join(place, name) for place, *names in os.walk(self.base) for name in sum(names, []))
         return [os.path.relpath(path, self.base) for path in paths]
@@ -156,9 +152,9 @@ class Versions:
     def _put(self, folder: str, name: str, record: VersionRecord) -> None:
         """Copies a folder, so that it appears as a whole; raises `FileExistsError` if the name is taken."""
         *parents, last = name.split("/")
-        with self.making() as new:
-            shutil.copytree(folder, new, symlinks=True, copy_function=_link, dirs_exist_ok=True)
-            files.write_whole(os.path.join(new, _RECORD), json.dumps(dataclasses.asdict(record)))
+        with new_folder(os.path.join(self.base, _NEW)) as new:
+            shutil.copytree(folder, new, symlinks=True, dirs_exist_ok=True)
+            files.write_whole(os.path.join(new, _RECORD), json.dumps(strict_json(record)))
             make_all_durable(new)
             place = folders.make_folder(self.base, *parents)
             with alone(place):
@@ -166,14 +162,6 @@ class Versions:
                     raise FileExistsError(last)
                 folders.move(*os.path.split(new), place, last)
             files.make_durable(place)
-
-
-def _link(source: str, to: str) -> None:
-    """Gives a file a second name, where the file system can; else copies it."""
-    try:
-        os.link(source, to, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, to, follow_symlinks=False)
 
 
 class _StoredVersions(Versions):
@@ -190,14 +178,11 @@ class _StoredVersions(Versions):
     @contextlib.contextmanager
     def fetched(self, name: str) -> Iterator[str]:
         below = self._store.below(name)
-        with self.making() as place:
+        with tempfile.TemporaryDirectory(prefix="looplib-version-") as place:
             for part in below.listed():
                 *parents, last = part.split("/")
                 below.fetch(part, os.path.join(folders.make_folder(place, *parents), last))
             yield place
-
-    def making(self) -> contextlib.AbstractContextManager[str]:
-        return tempfile.TemporaryDirectory(prefix="looplib-version-")
 
     def _names(self) -> list[str]:
         return list(self._store.listed())
@@ -209,7 +194,7 @@ class _StoredVersions(Versions):
         self._store.write(name, text.encode())
 
     def _put(self, folder: str, name: str, record: VersionRecord) -> None:
-        self._store.create(f"{name}/{_RECORD}", json.dumps(dataclasses.asdict(record)).encode())  # takes the name
+        self._store.create(f"{name}/{_RECORD}", json.dumps(strict_json(record)).encode())  # takes the name
         for part in sorted(Versions(folder)._names(), key=_MODEL.__eq__):
             if part != _RECORD and os.path.isfile(os.path.join(folder, part)):
                 self._store.put(os.path.join(folder, part), f"{name}/{part}")
