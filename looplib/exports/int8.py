@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from looplib.exports.samples import Inputs, ModelInputs
 
 Runner = Callable[..., Mapping[str, Any]]  # computes outputs by name, for inputs by name
 MOST_CALIBRATION = 100  # examples that decide the ranges of the numbers in the model
+# Operations that quantization-aware training puts into a model, with the ranges that it has learned.
+_FAKE = {"FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel"}
+_TRAINED = _FAKE | {"QuantizeAndDequantizeV2", "QuantizeAndDequantizeV3"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Int8Cost:
     """An int8 export, and its cost.
 
     Attributes:
-      kind: "integer", if weights and computations are int8; "dynamic range", if weights alone are.
+      kind: "integer", if weights and computations are int8; "dynamic range", if weights alone are; "as trained", if the
+        model says by ranges of its own what is int8.
       reason: why it is not "integer"; "" if it is.
       split: whose data it was compared on: an evaluator's name, or "train"; "" for none.
       examples: how many examples of it, the first ones.
@@ -75,12 +80,20 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def quantize(saved_model: str, samples: ModelInputs | None) -> tuple[bytes, str, str]:
+def has_ranges(serve: Any) -> bool:
+    """Returns whether a concrete function has ranges of numbers that quantization-aware training has learned."""
+    graph = serve.graph.as_graph_def()
+    nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
+    return any(node.op in _TRAINED for node in nodes)
+
+
+def quantize(saved_model: str, samples: ModelInputs | None, trained: bool = False) -> tuple[bytes, str, str]:
     """Converts a SavedModel to int8.
 
     Args:
       saved_model: its directory.
       samples: examples for the ranges of the numbers; None for none, which quantises the weights alone.
+      trained: whether it has ranges of its own, beside which the converter computes something else if it gets examples.
 
     Returns:
       `(content, kind, reason)`: the file, and `kind` and `reason` of `Int8Cost`; "" without samples.
@@ -90,6 +103,8 @@ def quantize(saved_model: str, samples: ModelInputs | None) -> tuple[bytes, str,
     """
     converter = tf.lite.TFLiteConverter.from_saved_model(saved_model)
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
+    if trained:
+        return converter.convert(), "as trained", ""
     if samples is None:
         return converter.convert(), "dynamic range", ""
     batches = samples.of_one_size(MOST_CALIBRATION).batches  # the converter takes no others

@@ -262,7 +262,7 @@ class Parts:
         found, reason = (None, samples) if isinstance(samples, str) else (samples, "")
         place, inputs = os.path.join(self._folder, SAVED_MODEL), {k: one.numpy() for k, one in self._inputs.items()}
         try:
-            content, kind, refused = int8.quantize(place, found)
+            content, kind, refused = int8.quantize(place, found, int8.has_ranges(self._serve))
             try:
                 computed = _runner(content)(**inputs)
             except (RuntimeError, ValueError) as error:  # the interpreter may not take what the converter makes

@@ -10,6 +10,7 @@ import numpy as np
 from absl import logging
 
 from looplib.base import orders
+from looplib.base.messages import join_names
 from looplib.compat import keras
 from looplib.errors import CallbackError
 from looplib.run.metric_names import known_mode
@@ -95,6 +96,7 @@ def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tup
         _check_family(model, callback)
         if kind := _class_of_keras(callback, _REPLACED):
             need, how = _REPLACED[kind.__name__]
+            _refuse_own_methods(callback, kind, need)
             needs[type(callback).__name__] = need
             logging.info("the callback %s is not called: %s does its work, %s", type(callback).__name__, need, how)
             continue
@@ -103,6 +105,17 @@ def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tup
             continue  # steps are repeated, and write nothing elsewhere
         found.append(callback)
     return found, needs
+
+
+def _refuse_own_methods(callback: Any, kind: type, need: str) -> None:
+    """Raises `UsageError` if a callback does more than one of Keras that is not called."""
+    name = type(callback).__name__
+    own = [one for one in dir(kind) if one.startswith("on_") and getattr(type(callback), one) is not getattr(kind, one)]
+    if own:
+        raise CallbackError(
+            f"the callback {name} is a {kind.__name__}, which is not called, because {need} does its work, so that its "
+            f"own {join_names(own)} would be left out; derive it from Callback, or use an action of the Controller"
+        )
 
 
 def check_replaced(needs: dict[str, str], controller: Any) -> None:
@@ -190,6 +203,7 @@ _SETTINGS = ("min_delta",)  # Keras 3 changes their sign, once it knows which va
 class Memory:
     """The attributes of one callback: None, numbers, strings, and lists and dicts of them.
 
+    Of an object that has nothing else, such as a regulator of a rate, each attribute is kept: `pid.integral`, say.
     An attribute of another kind, such as a set or an array, is not kept. If it changes in the training, a warning says
     so: if the attribute is set again, or gets another length.
 
@@ -229,15 +243,24 @@ class Memory:
 
     def load(self, changed: Mapping[str, Any]) -> None:
         """Sets the attributes to those that the training began with, and some to what `changed` returned."""
-        held = vars(self._callback)
+        held, owners = vars(self._callback), self._owners()
         first = {name: json.loads(text) for name, text in self._first.items() if not callable(held.get(name))}
-        held.update({**first, **changed})
+        for name, value in {**first, **changed}.items():
+            owner, _, own = name.rpartition(".")
+            if owner in owners:
+                owners[owner][own] = value
+
+    def _owners(self) -> dict[str, dict[str, Any]]:
+        """Returns the attributes of the callback, and those of the objects among them that have plain values alone."""
+        inner = {name: getattr(value, "__dict__", None) for name, value in vars(self._callback).items()}
+        return {"": vars(self._callback), **{name: held for name, held in inner.items() if held and _is_plain(held)}}
 
     def _kept(self) -> dict[str, str]:
         """Returns the attributes that are kept, as JSON."""
         return {
-            name: json.dumps(value, default=as_json)
-            for name, value in vars(self._callback).items()
+            f"{owner}.{name}" if owner else name: json.dumps(value, default=as_json)
+            for owner, held in self._owners().items()
+            for name, value in held.items()
             if name not in self._others_keep and _is_plain(value)
         }
 

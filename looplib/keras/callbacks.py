@@ -158,6 +158,13 @@ class KerasCallbacks(Action):
         self._best = self.keeps = BestWeights()
         self._stopped: dict[str, Any] | None = None  # the state before the end of the epoch that ended the training
 
+    def begin(self) -> None:
+        """Lets the callbacks set what the step of a new training needs, before one begins."""
+        with self._scope():
+            for callback in self._callbacks:
+                callback.on_train_begin({})
+        self._memories.begin()
+
     def on_start(self, controller: Any) -> None:
         """Begins the training, and its first epoch."""
         steps = controller.steps_per_epoch

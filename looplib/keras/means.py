@@ -6,7 +6,7 @@ unequal, from the first weights and from others. What cannot be tried is refused
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class _Found:
     without_effect: list[str] = dataclasses.field(default_factory=list)  # losses that were always 0
 
 
-def check(model: Any, batch: Any) -> None:
+def check(model: Any, batch: Any, begin: Callable[[], None] | None = None) -> None:
     """Checks that the replicas together compute for a batch what one device computes for it.
 
     What is compared are the gradients that optimizers get, summed over replicas as in a training. Nothing is updated.
@@ -57,6 +57,7 @@ def check(model: Any, batch: Any) -> None:
     Args:
       model: a compiled model, whose variables exist, on several replicas.
       batch: examples, as arguments x, y and sample_weight.
+      begin: sets what the callbacks of the training set when it begins; called if the step cannot be tried without.
 
     Raises:
       UsageError: if they do not, or if it cannot be tried.
@@ -75,6 +76,9 @@ def check(model: Any, batch: Any) -> None:
         raise
     except Exception as error:
         raise_refusal(error)
+        if begin is not None:
+            begin()
+            return check(model, sample)
         raise LossError(
             f"whether {type(model).__name__} trains alike on any number of replicas could not be tried "
             f"({gist(error)}); let its step take any number of examples{_graphs(batch)}, set what a callback would set "

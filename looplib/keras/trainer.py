@@ -125,7 +125,7 @@ class KerasTrainer(Adapter, Trainer):
             patches.synchronize(model)
         if several and not per_replica:
             sample = self._keras_data.sample(means.EXAMPLES)
-            means.check(model, sample)
+            means.check(model, sample, self._keras_callbacks.begin if self._keras_callbacks else None)
             self.uneven_parts = len(set(rows.sizes(sample))) > 1  # each part is divided by its own, which was tried
         self.metrics = [*model.metrics, *_keras.unlisted_metrics(model)]
         held = {id(variable) for _, variable in variables_of(state_of_model(model))}
