@@ -16,6 +16,7 @@ from absl import logging
 
 from looplib.base.decoding import MisfitError
 from looplib.base.messages import gist
+from looplib.cluster.preemption import notice
 from looplib.data import arrays, loader_state
 from looplib.data.arrays import BatchFormat
 from looplib.data.context import DatasetCall, InputContext
@@ -59,13 +60,15 @@ class LoaderReader:
       start: the number of the first batch to give.
       mismatch: what to do if a restored loader gives other batches than before, one of `MISMATCHES`.
       float_type: the type that floating-point numbers become; None keeps theirs.
+      alone: whether no other worker takes part in the steps, so that a stream may end where the run is asked to end.
 
     Attributes:
       who: the name of the loader's class.
       length: the batches of a pass; None if the loader does not say it.
-      passed: batches that were read again, to get to the first one.
+      passed: batches that were read again, to get to the first one, and waits for a stream; it grows with both.
       first_digest: the digest of the first batch of all.
       first_size: its rows.
+      endless: whether its batches never end; those of a stream end where the run is asked to end while it waits.
       batches: how many were handed out.
       seconds: how long reading these has taken.
 
@@ -75,7 +78,7 @@ class LoaderReader:
 
     def __init__(
         self, make: Callable[[], Any], part: str, *, size: int | None, training: bool, start: int, mismatch: str,
-        float_type: str | None,
+        float_type: str | None, alone: bool,
     ) -> None:  # fmt: skip
         self._make, self._part, self._size, self._training, self._mismatch = make, part, size, training, mismatch
         self._start, self._position, self.passed = start, None, 0
@@ -90,6 +93,7 @@ class LoaderReader:
         self._is_new = False  # whether the loader was only looked at
         self._open()
         self.who, self.length = type(self._source.loader).__name__, self._source.length
+        self.endless = training and not (alone and self._source.waits)
         # The first batches of the pass that is open, with their places, until another one is opened.
         self._first = self._looked_at()
         if not self._first:
@@ -121,7 +125,7 @@ class LoaderReader:
             return tf.data.experimental.from_variant(read, own.structure)
 
         made = tf.data.Dataset.from_tensors(0).flat_map(batches)
-        return (made.apply(_ENDLESS) if self._training else made).prefetch(2)
+        return (made.apply(_ENDLESS) if self.endless else made).prefetch(2)
 
     def begin_at(self, saved: bytes | None) -> None:
         """Makes the next iterator begin at a position that `save` returned; without one, it reads up to its start.
@@ -169,10 +173,11 @@ class LoaderReader:
 
     def close(self) -> None:
         """Ends the threads and processes of the loader."""
+        self._entry += 1  # which ends a wait
         if self._lock.acquire(timeout=_CLOSING):
             try:
                 self._source.close()
-                self._first, self._entry = [], self._entry + 1
+                self._first = []
             finally:
                 self._lock.release()
 
@@ -307,6 +312,11 @@ class LoaderReader:
         self._state = self._taken()
 
     def _following(self, entry: np.int64) -> list[np.ndarray]:
+        # Without the lock, which a save needs meanwhile.
+        while entry == self._entry and not self._pending and not self._source.wait():
+            self.passed += 1
+            if notice.requested and not self.endless:
+                raise StopIteration
         with self._lock:
             began = time.perf_counter()
             # An iterator that nobody reads may still be reading ahead.
@@ -445,6 +455,7 @@ def read(
         start=positions.start_step,
         mismatch=mismatch,
         float_type=float_type,
+        alone=count == 1 and not context.global_batches,  # a worker cannot know of the others that its data ends
     )
     requests.loader, requests.positioned, requests.part = reader, True, True
     if reader.length and context.training:
@@ -457,6 +468,6 @@ def read(
                 'leave that out, or set batches = "global" in the class'
             )
         batches = batches.rebatch(context.per_replica_batch_size, drop_remainder=context.training)
-        batches = batches.apply(_ENDLESS) if context.training else batches
+        batches = batches.apply(_ENDLESS) if reader.endless else batches
     requests.calls.append(DatasetCall(positions=tf.data.Dataset.range(0), steps=None, batches=batches))
     return batches

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -74,10 +75,20 @@ class ByNumber(Protocol):
 
 
 @runtime_checkable
+class _Waits(Protocol):
+    """A loader of a stream, whose next batch may not be there yet."""
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether `next` has a batch at once; waits at most so many seconds for it."""
+
+
+@runtime_checkable
 class _Closed(Protocol):
     def close(self) -> None:
         """Ends threads and processes."""
 
+
+_SHORT = 0.2  # seconds that a loader waits at a time, so that a signal ends a wait soon
 
 _iterators: "weakref.WeakSet[Iterator]" = weakref.WeakSet()  # that loops have read
 
@@ -91,6 +102,7 @@ class OpenLoader:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
+        self._in_use = threading.Lock()  # held while the loader waits, and while it is closed
         self._iterator: Iterator[Any] | None = None
         self._renew()
 
@@ -131,6 +143,16 @@ class OpenLoader:
     def shares_its_state(self) -> bool:
         """Whether two readers of the loader would disturb each other."""
         return isinstance(self.loader, (_StateDict, Iterator))
+
+    @functools.cached_property
+    def waits(self) -> bool:
+        """Whether the loader says that it has nothing yet."""
+        return isinstance(self.loader, _Waits)
+
+    def wait(self) -> bool:
+        """Returns whether the next batch can be read, after a short time at most."""
+        with self._in_use:
+            return not self.waits or self._iterator is None or self.loader.wait(_SHORT)
 
     def begin(self, epoch: int, index: int = 0) -> None:
         """Begins a pass, at the batch `index` if `skips_at_once`."""
@@ -190,6 +212,7 @@ class OpenLoader:
 
     def close(self) -> None:
         """Ends the threads and processes of the loader."""
-        iterator, self._iterator = self._iterator, None
-        if isinstance(iterator, _Closed):
-            iterator.close()
+        with self._in_use:
+            iterator, self._iterator = self._iterator, None
+            if isinstance(iterator, _Closed):
+                iterator.close()
