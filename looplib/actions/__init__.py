@@ -7,6 +7,7 @@ Names that other rooms may use, by file:
     notices: NoticeListener, SOURCES
     output_checks: none
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
+    prequential: Prequential
     profile: Profile
     replica_agreement: DEFAULT_EVERY, ReplicaAgreement
     stragglers: Stragglers

@@ -13,6 +13,7 @@ from absl import logging
 from looplib.base.decoding import decode
 from looplib.base.messages import duration, join_names, whole_number
 from looplib.cluster import runtime
+from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import ActionError, MetricError, StepError
@@ -58,9 +59,9 @@ class Prequential(Action, StepAddition):
     They are exact on any number of replicas and workers, and after a resume. The training computes the same weights as
     without this action.
 
-    A window of examples ends after as many global batches as hold them, counted from step 0, but is not shorter than
-    `steps_per_loop`. A step that is undone (`non_finite="skip"`) adds nothing. A window by time ends with the first
-    report after it; the time counts while the run is down. The chief decides for all workers.
+    A window of examples ends after as many global batches as hold them, counted from step 0. A step that is undone
+    (`non_finite="skip"`) adds nothing. A window by time ends with the first report after it; the time counts while the
+    run is down. The chief decides for all workers.
 
     Metrics whose names begin with "inputs/", such as those of `looplib.input_means`, are reported beside their values
     in the first window of the run, whose names end in "_at_start".
@@ -73,8 +74,8 @@ class Prequential(Action, StepAddition):
 
     Raises:
       UsageError: for bad input; when the step is traced, for an evaluator that updates variables or returns a
-        `looplib.last` or `looplib.each`; when a training starts, on parameter servers and for a trainer with its own
-        loop.
+        `looplib.last` or `looplib.each`; when a training starts, for a window shorter than `steps_per_loop`, on
+        parameter servers, and for a trainer with its own loop.
 
     Example:
         ```python
@@ -121,6 +122,11 @@ class Prequential(Action, StepAddition):
         self._controller = controller
         if self._trainer is None or (self._strategy is not None and runtime.is_remote(self._strategy)):
             raise ActionError("Prequential works neither on parameter servers nor for a trainer that has its own loop")
+        if self._steps < (least := controller.steps_per_loop):
+            raise ActionError(
+                f"the window of Prequential is {self._examples} examples, {self._steps} steps, and a report comes "
+                f"every {least}; expected a longer window, or a lower steps_per_loop (--steps_per_loop)"
+            )
 
     def add_to_step(self, step_fn: StepFn, task: Trainer) -> StepFn:
         """See `StepAddition`."""
@@ -174,8 +180,9 @@ class Prequential(Action, StepAddition):
             logging.warning("Prequential begins a new window, because its evaluator returns other metrics than before")
         self._open = dataclasses.replace(opened, of=self._key, sums=sums.tolist(), step=step)
         over = step // self._steps > number
-        if self._seconds is not None:
-            over = bool(self._controller.gather(time.time() - opened.began >= self._seconds)[0])  # the chief's
+        if self._seconds is not None:  # the chief's time; in a replay, which does not start a training, no window ends
+            gather = self._controller and self._controller.gather
+            over = bool(gather and gather(time.time() - opened.began >= self._seconds)[0])
         if not over:
             return {}
         found = as_numbers(self._who, self._evaluator.loop_end(self._metrics_of(sums)))
@@ -190,7 +197,7 @@ class Prequential(Action, StepAddition):
         for name, metric in self._metrics.items():
             for one in metric.variables:
                 value, first = values.pop(f"{name}/{one.name}"), parts_of(_keras.tf_variable(one))[0]
-                if self._controller.is_chief:  # all other copies are zeros
+                if Workers(self._strategy).is_chief:  # all other copies are zeros
                     first.assign(tf.cast(value, first.dtype))
             results[name] = tf.nest.map_structure(_keras.value_now, _tf.converted(metric.result)())
             metric.reset_state()

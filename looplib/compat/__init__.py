@@ -16,7 +16,7 @@ Names that other rooms may use, by file:
         place_of_function, place_of_start
     row_updates: add_table, any_tables, changes_owners, check, CHECK, emptied, held, is_divided, is_held, is_table,
         keep_slots_with_tables, knows_owners, RowOwners, shape_of, update, without_copy
-    tensorflow: concatenated, converted, DatasetLike, depends_on_inputs, depends_on_values, functions_in,
+    tensorflow: changed_since, concatenated, converted, DatasetLike, depends_on_inputs, depends_on_values, functions_in,
         graphs_called_by, growing_array, identity_of, is_across_replicas, is_by_element, is_late_variable,
         is_merge_in_branch, is_merge_of_some, is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla,
         leaves_no_trace, lengths_of_a_wrong_epoch, log_errors_only, log_once, log_warnings_only, lost_server,

@@ -2,13 +2,13 @@
 
 Names that other rooms may use, by file:
     additions: ExampleChecksum, hash_of_each, METRIC
-    contracts: Loop, LoopResult, Request, Schedule, Specification, StepAddition, TrainingLoop
+    contracts: Loop, LoopResult, Metrics, Request, Schedule, Specification, StepAddition, TrainingLoop
     coordinator: none
     device_loop: none
     engines: none
     host_loop: as_shown
     loops: Loops, loops_of
-    packing: batch_size
+    packing: batch_size, Packer
     phased_loop: PhasedLoop
     reducer: Accumulator, State, UnknownOutputsError
     speed: of_training, with_share

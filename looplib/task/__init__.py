@@ -13,8 +13,8 @@ Names that other rooms may use, by file:
     phases: Phase, PhasedTraining
     plain: as_array, as_bytes, as_json, as_number, checksum_of, gaps, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
-    reductions: all_gather, each, global_positions, histogram, image, last, mean, Media, Reduction, text, total,
-        weighted_sum
+    reductions: all_gather, each, global_positions, histogram, image, input_means, INPUTS, last, mean, Media,
+        Reduction, text, total, weighted_sum
     sharded_embedding: ShardedEmbedding
     state: Constants, differing_variables, held_by, InputState, no_weights, ReplicaState, SlotOptimizer, starting,
         state_kept, state_of, state_of_model, tables_of, unheld, values_kept, variables_of

@@ -408,3 +408,13 @@ def test_what_cannot_be_evaluated_before_a_step_is_refused_when_it_is_made():
     ):
         with pytest.raises(looplib.UsageError, match=sentence):
             looplib.Prequential(evaluator, window)
+
+
+def test_a_window_shorter_than_a_report_is_refused():
+    trainer = program.Clicks()
+    action = looplib.Prequential(program.Unseen(trainer.model), 80)
+    controller = flat_config.controller(
+        trainer=trainer, global_batch_size=8, steps_per_loop=11, writers=[], actions=[action]
+    )
+    with pytest.raises(looplib.UsageError, match="80 examples, 10 steps, and a report comes every 11"):
+        controller.train(11)
