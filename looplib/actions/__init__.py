@@ -2,6 +2,7 @@
 
 Names that other rooms may use, by file:
     checksums: none
+    export_every: ExportEvery, ExportGate
     finding: none
     learning_warnings: LearningWarnings
     notices: NoticeListener, SOURCES

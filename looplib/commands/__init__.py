@@ -4,7 +4,7 @@ Names that other rooms may use, by file:
     average: none
     board: add
     check: saved_step, say
-    commands: average, check, data_worker, diff, export, inspect, launch, ray, replay, rerun, status
+    commands: average, check, data_worker, diff, export, inspect, launch, publish, ray, replay, rerun, status
     compare: none
     diff: none
     export: none

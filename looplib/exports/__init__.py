@@ -2,11 +2,13 @@
 
 Names that other rooms may use, by file:
     card: none
-    exports: export
+    exports: check_exportable, export, is_own, sample, to_export
     folder: none
     int8: none
     new_folder: new_folder
-    parts: none
+    parts: Parts, SIGNATURE
     predictions: predict
-    samples: none
+    samples: ModelInputs
+    versions: REJECTED_FOLDER, VERSION, VersionRecord, Versions, versions_in
+    warm_up: MOST_EXAMPLES, write_requests
 """

@@ -15,8 +15,8 @@ Names that other rooms may use, by file:
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     records: aside_of, cut_short, MOST_BYTES, Record, RecordLog, RecordWriter
     report: as_dict, as_text, changed_settings, flattened, kept, MeasuredSpeed, Model, Note, Point, Program,
-        read_report, ReplicaChecks, Rollback, RunReport, RunWarning, shown, StartEntry, Straggler, strict_json,
-        TerminationNotice, this_machine, this_process, Variable
+        read_report, REJECTED, ReplicaChecks, Rollback, RunReport, RunWarning, shown, StartEntry, Straggler,
+        strict_json, TerminationNotice, this_machine, this_process, Variable
     started: check_replay, command_of, has_checksums, Recorded, refuse_several_processes, report_of, start_of
     status: ENDED_EARLY, read_status, RunStatus, Standing
     sweep_results: is_sweep, is_trial, RESULTS, SHARED, SweepResults, TrialResult, TRIALS

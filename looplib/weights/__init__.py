@@ -5,7 +5,7 @@ Names that other rooms may use, by file:
     hdf5: none
     hdf5_contents: none
     layers: ComputedValue, LayerWalk
-    loading: continue_from, located, take_what_fits, warm_start
+    loading: continue_from, located, take_all, take_what_fits, warm_start
     names: LiveVariables, SavedVariables, stable_names
     opening: open_weights, SafetensorsFile
     pairing: none

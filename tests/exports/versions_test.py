@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -377,6 +378,38 @@ def test_a_served_version_that_cannot_be_loaded_lets_nothing_in(tmp_path):
         "version 1, which is served, cannot be compared with: "
         in record(tmp_path / "base" / "rejected" / "2")["reason"]
     )
+
+
+class Interrupted(toy.RegressionEvaluator):
+    """Gets a SIGTERM while it evaluates, once."""
+
+    left = 1
+
+    def dataset(self, context):
+        return super().dataset(context).map(lambda x, y: (x, tf.numpy_function(self._end, [y], tf.int64)))
+
+    def _end(self, y):
+        if Interrupted.left:
+            Interrupted.left -= 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+        return y
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_gate_evaluates_ends_the_run_and_the_next_start_exports(tmp_path):
+    for start in range(2):
+        trainer = toy.Regression()
+        export = looplib.ExportEvery(2, tmp_path / "base", gate=GATE)
+        settings = dict(model_dir=tmp_path / "run", actions=[export], checkpoints=KEEP_ALL)
+        with toy.controller(None, trainer, Interrupted(trainer.model), **settings) as controller:
+            if start == 0:
+                with pytest.raises(looplib.Preempted):
+                    controller.train(3)
+                assert controller.global_step == 2 and not whole(tmp_path / "base")
+            else:
+                controller.train(3)
+    assert whole(tmp_path / "base") == [1] and record(tmp_path / "base" / "1")["step"] == 3
 
 
 class OfAnother(toy.RegressionEvaluator):

@@ -42,6 +42,8 @@ ALLOWED = {
     ("looplib/data/records/files.py", "open, to read"): "the user's data",
     ("looplib/data/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
     ("looplib/weights/taking.py", "open, to write"): "a name in the new folder of an export",
+    ("looplib/exports/versions.py", "shutil.copytree"): "into a new temporary folder, with links as they are",
+    ("looplib/exports/warm_up.py", "io.TFRecordWriter"): "a name in the new folder of an export",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
     ("looplib/report/run_report.py", "open, to read"): "/proc/self/statm",
 }
