@@ -15,6 +15,7 @@ from conftest import more
 from paths import PYTHONPATH
 
 import looplib
+from looplib.errors import CallbackError
 
 PROGRAM = pathlib.Path(__file__).parents[1] / "programs" / "quantized.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join((PYTHONPATH, *sys.path)), "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -83,7 +84,7 @@ def exported(request, tmp_path):
     return model, quantized.x, pathlib.Path(path)
 
 
-def test_an_int8_export_is_the_fake_quantized_model_within_one_step_of_its_outputs(exported):
+def test_an_int8_export_is_the_fake_quantized_model_within_steps_of_its_outputs(exported):
     model, x, path = exported
     record = json.loads((path / "export.json").read_text())
     cost = record["int8"]
@@ -92,11 +93,12 @@ def test_an_int8_export_is_the_fake_quantized_model_within_one_step_of_its_outpu
     content = (path / "model.int8.tflite").read_bytes()
     interpreter = tf.lite.Interpreter(model_content=content)
     (found,) = interpreter.get_signature_runner("serving_default")(inputs=x).values()
-    ends = {variable.name: variable.numpy() for variable in model.variables}
-    name = "quant_dense_2" if "quant_dense_2/post_activation_min:0" in ends else "quant_dense_1"
-    step = (ends[f"{name}/post_activation_max:0"] - ends[f"{name}/post_activation_min:0"]) / 255
-    assert 0 < step < 0.1 and np.abs(found - expected).max() < 1.01 * step
-    assert np.mean(np.abs(found - expected) > 1e-3) < 0.05  # few round to another value
+    ends = [variable.numpy() for variable in model.variables if "post_activation_m" in variable.name][-2:]
+    step = (ends[1] - ends[0]) / 255
+    differences = np.abs(found - expected)
+    assert 0 < step < 0.1 and differences.mean() < 0.001
+    assert np.mean(differences < 1.01 * step) > 0.99  # in a layer behind others, their roundings add up
+    assert differences.max() < 2.02 * step
     scales = [tensor["quantization_parameters"]["scales"] for tensor in interpreter.get_tensor_details()]
     assert any(one.size == 1 and np.isclose(one[0], step, rtol=1e-5) for one in scales)  # it is the model's own
     (floats,) = (
@@ -114,6 +116,6 @@ def test_pruning_summaries_are_refused_by_name(tmp_path):
     model.compile("sgd", "mse")
     callbacks = [tfmot.sparsity.keras.UpdatePruningStep(), tfmot.sparsity.keras.PruningSummaries(str(tmp_path))]
     with pytest.raises(
-        looplib.CallbackError, match="PruningSummaries is a TensorBoard.*its own on_epoch_begin would be left out"
+        CallbackError, match="PruningSummaries is a TensorBoard.*its own on_epoch_begin would be left out"
     ):
         looplib.KerasTrainer(model, np.zeros((8, 8)), np.zeros((8, 2)), callbacks=callbacks)
