@@ -25,7 +25,7 @@ from looplib.data.open_loader import OpenLoader
 from looplib.errors import BatchSizeError, DatasetError, EmptyDataError
 
 MISMATCHES = ("skip", "refuse", "warn")
-_ENDLESS = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+ENDLESS = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
 _MARKS = 512  # batches whose states are held; more are not read ahead
 _CHECKED = 4  # batches that a resume compares, of those that were used, and of those that had been read ahead
 _STATE_SHARE = 0.05  # of the time of reading that taking states may cost
@@ -106,26 +106,20 @@ class LoaderReader:
         """Makes a data set of the batches."""
         own = self._format
 
-        @tf.function(input_signature=[tf.TensorSpec([], tf.int64)], autograph=False)
         def following(entry: tf.Tensor) -> list[tf.Tensor]:
             parts = tf.numpy_function(self._following, [entry], own.types)
             return [tf.ensure_shape(part, spec.shape) for part, spec in zip(parts, own.specs)]
 
-        function = following.get_concrete_function()
+        read = mapped_in_turn(following, tf.TensorSpec([], tf.int64))
 
         @tf.autograph.experimental.do_not_convert
         def batches(_: tf.Tensor) -> tf.data.Dataset:
-            entries = tf.data.Dataset.from_tensors(tf.numpy_function(self._enter, [], tf.int64)).repeat()
-            # `Dataset.map` calls its function on other threads, whose handovers take longer than many batches.
-            read = tf.raw_ops.MapDataset(
-                input_dataset=tf.data.experimental.to_variant(entries), other_arguments=[], f=function,
-                output_types=own.types, output_shapes=[spec.shape for spec in own.specs],
-                use_inter_op_parallelism=False, preserve_cardinality=False,
-            )  # fmt: skip
-            return tf.data.experimental.from_variant(read, own.structure)
+            return read(
+                tf.data.Dataset.from_tensors(tf.numpy_function(self._enter, [], tf.int64)).repeat(), own.structure
+            )
 
         made = tf.data.Dataset.from_tensors(0).flat_map(batches)
-        return (made.apply(_ENDLESS) if self.endless else made).prefetch(2)
+        return (made.apply(ENDLESS) if self.endless else made).prefetch(2)
 
     def begin_at(self, saved: bytes | None) -> None:
         """Makes the next iterator begin at a position that `save` returned; without one, it reads up to its start.
@@ -413,6 +407,34 @@ class LoaderReader:
             self._taking += time.perf_counter() - began
 
 
+def mapped_in_turn(
+    function: Callable[[tf.Tensor], list[tf.Tensor]], spec: tf.TensorSpec
+) -> Callable[[tf.data.Dataset, Any], tf.data.Dataset]:
+    """Returns what maps data sets by a function, in the thread that asks for the element.
+
+    `Dataset.map` calls its function on other threads. To hand over to them takes longer than many batches, and they are
+    few: one that waits for long would be missing to steps and evaluations.
+
+    Args:
+      function: from an element to the parts of a new one.
+      spec: of the elements.
+
+    Returns:
+      Function from a data set and the structure of specs of the new elements to a data set of unknown length.
+    """
+    traced = tf.function(function, input_signature=[spec], autograph=False).get_concrete_function()
+
+    def mapped(dataset: tf.data.Dataset, structure: Any) -> tf.data.Dataset:
+        made = tf.raw_ops.MapDataset(
+            input_dataset=tf.data.experimental.to_variant(dataset), other_arguments=[], f=traced,
+            output_types=[part.dtype for part in traced.outputs], output_shapes=[part.shape for part in traced.outputs],
+            use_inter_op_parallelism=False, preserve_cardinality=False,
+        )  # fmt: skip
+        return tf.data.experimental.from_variant(made, structure)
+
+    return mapped
+
+
 def _digest(parts: list[np.ndarray]) -> int:
     """Returns a checksum of a batch, of its types, shapes and values."""
     checksum = google_crc32c.Checksum()
@@ -468,6 +490,6 @@ def read(
                 'leave that out, or set batches = "global" in the class'
             )
         batches = batches.rebatch(context.per_replica_batch_size, drop_remainder=context.training)
-        batches = batches.apply(_ENDLESS) if reader.endless else batches
+        batches = batches.apply(ENDLESS) if reader.endless else batches
     requests.calls.append(DatasetCall(positions=tf.data.Dataset.range(0), steps=None, batches=batches))
     return batches

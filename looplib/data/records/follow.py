@@ -21,6 +21,7 @@ from looplib.base.messages import duration, is_utf8, shown, whole_number
 from looplib.cluster.collectives import Workers
 from looplib.cluster.preemption import notice
 from looplib.data.context import DatasetCall, InputContext
+from looplib.data.loader import ENDLESS, mapped_in_turn
 from looplib.data.loader_state import FollowedFile, FollowedPosition
 from looplib.data.order import Batches, Epoch, Ids, seeds_at
 from looplib.data.records.files import Files
@@ -452,33 +453,18 @@ def batches(
         shaped = (tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found)
         return RecordSelection(*shaped), *([seeds_at(positions, seed, True)] if seeds else [])
 
-    placed = _with_stretches(positions, files, waits).prefetch(_AHEAD)
+    @tf.autograph.experimental.do_not_convert
+    def with_stretches(positions: tf.Tensor) -> list[tf.Tensor]:
+        found = tf.numpy_function(functools.partial(files.stretches, waits=waits), [positions], tf.int64)
+        return [positions, tf.ensure_shape(found, [4, *positions.shape])]
+
+    spec = positions.element_spec
+    both = spec, tf.TensorSpec([4, *spec.shape], tf.int64)
+    placed = mapped_in_turn(with_stretches, spec)(positions, both)
+    placed = placed.apply(ENDLESS).prefetch(_AHEAD) if waits else placed
     picked = placed.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     call.ids = picked.map(lambda picks, *_: picks.ids).unbatch()
     reads = RecordReads(files, shuffle, shuffle)
     reader.reads.append(reads)
     call.batches = as_batches(read_records(files, picked, reads, like=files.like()))
     return call.batches
-
-
-def _with_stretches(positions: tf.data.Dataset, files: FollowedFiles, waits: bool) -> tf.data.Dataset:
-    """Adds what `FollowedFiles.stretches` returns to positions.
-
-    It may wait for long. `Dataset.map` would keep one of TensorFlow's few threads for that, on which steps and
-    evaluations depend.
-    """
-    spec = positions.element_spec
-
-    @functools.partial(tf.function, input_signature=[spec], autograph=False)
-    def add(numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        found = tf.numpy_function(functools.partial(files.stretches, waits=waits), [numbers], tf.int64)
-        return numbers, tf.ensure_shape(found, [4, *spec.shape])
-
-    function = add.get_concrete_function()
-    specs = tuple(tf.TensorSpec(one.shape, one.dtype) for one in function.outputs)
-    made = tf.raw_ops.MapDataset(
-        input_dataset=tf.data.experimental.to_variant(positions), other_arguments=[], f=function,
-        output_types=[one.dtype for one in specs], output_shapes=[one.shape for one in specs],
-        use_inter_op_parallelism=False, preserve_cardinality=True,
-    )  # fmt: skip
-    return tf.data.experimental.from_variant(made, specs)
