@@ -16,6 +16,7 @@ from looplib.cluster import tpu as tpu
 from looplib.config.run_config import RunConfig as RunConfig
 from looplib.controller import Controller as Controller
 from looplib.data.context import InputContext as InputContext
+from looplib.data.records.follow import Follow as Follow
 from looplib.data.records.mixture import Mixture as Mixture
 from looplib.data.records.plans import Buckets as Buckets
 from looplib.data.records.plans import Kept as Kept

@@ -119,13 +119,9 @@ class ExportEvery(Action):
     """
 
     def __init__(
-        self,
-        every: int | str | datetime.timedelta,
-        base: str | os.PathLike[str],
-        keep: int = 3,
-        gate: ExportGate | None = None,
-        name: str = "",
-    ) -> None:
+        self, every: int | str | datetime.timedelta, base: str | os.PathLike[str], keep: int = 3,
+        gate: ExportGate | None = None, name: str = "",
+    ) -> None:  # fmt: skip
         timed = isinstance(every, (str, datetime.timedelta))
         self._seconds = duration("ExportEvery.every", every) if timed else None
         self._steps = None if timed else whole_number("ExportEvery.every", every)

@@ -4,7 +4,7 @@ Names that other rooms may use, by file:
     arrays: Array, as_arrays, BatchFormat, is_array, is_of, LOOKED_AT, OmittedParts, without_lists
     block_stream: none
     causes: find, of
-    context: BadRecords, InputContext
+    context: BadRecords, InputContext, PipelineMemory
     iterator_state: none
     loader: LoaderReader, read
     loader_state: is_position

@@ -2,6 +2,7 @@
 
 Names that other rooms may use, by file:
     files: none
+    follow: Follow
     formats: none
     index: none
     mixture: Mixture
