@@ -60,7 +60,6 @@ class LoaderReader:
       start: the number of the first batch to give.
       mismatch: what to do if a restored loader gives other batches than before, one of `MISMATCHES`.
       float_type: the type that floating-point numbers become; None keeps theirs.
-      alone: whether no other worker takes part in the steps, so that a stream may end where the run is asked to end.
 
     Attributes:
       who: the name of the loader's class.
@@ -78,7 +77,7 @@ class LoaderReader:
 
     def __init__(
         self, make: Callable[[], Any], part: str, *, size: int | None, training: bool, start: int, mismatch: str,
-        float_type: str | None, alone: bool,
+        float_type: str | None,
     ) -> None:  # fmt: skip
         self._make, self._part, self._size, self._training, self._mismatch = make, part, size, training, mismatch
         self._start, self._position, self.passed = start, None, 0
@@ -93,7 +92,7 @@ class LoaderReader:
         self._is_new = False  # whether the loader was only looked at
         self._open()
         self.who, self.length = type(self._source.loader).__name__, self._source.length
-        self.endless = training and not (alone and self._source.waits)
+        self.endless = training and not self._source.waits
         # The first batches of the pass that is open, with their places, until another one is opened.
         self._first = self._looked_at()
         if not self._first:
@@ -477,7 +476,6 @@ def read(
         start=positions.start_step,
         mismatch=mismatch,
         float_type=float_type,
-        alone=count == 1 and not context.global_batches,  # a worker cannot know of the others that its data ends
     )
     requests.loader, requests.positioned, requests.part = reader, True, True
     if reader.length and context.training:

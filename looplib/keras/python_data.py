@@ -217,9 +217,7 @@ class LoaderBatches:
 
 def one_pass(make: Callable[[], Any], float_type: str) -> loader.LoaderReader:
     """Returns the reader of one pass of a loader that is made for each."""
-    return loader.LoaderReader(
-        make, "all", size=None, training=False, start=0, mismatch="warn", float_type=float_type, alone=True
-    )
+    return loader.LoaderReader(make, "all", size=None, training=False, start=0, mismatch="warn", float_type=float_type)
 
 
 class _BatchNumbers(Plan):

@@ -265,7 +265,9 @@ class DeviceLoop(InnerLoop):
         for _ in tf.range(tf.cast(one_more, tf.int64)):
             self.step.run(self.step.stream.get_value(batch))
             done += 1
-        return done, waited, self._look(), not self.step.stream.has_value(batch)
+        with tf.control_dependencies([self.step.stream.has_value(batch)]):  # a stream ends where a signal asks to stop
+            status = self._look()
+        return done, waited, status, not self.step.stream.has_value(batch)
 
     @tf.autograph.experimental.do_not_convert
     def _do_step(self, iterator: StreamIterator, waited: tf.Tensor) -> tf.Tensor:
