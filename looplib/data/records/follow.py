@@ -23,7 +23,7 @@ from looplib.cluster.preemption import notice
 from looplib.data.context import DatasetCall, InputContext
 from looplib.data.loader import ENDLESS, mapped_in_turn
 from looplib.data.loader_state import FollowedFile, FollowedPosition
-from looplib.data.order import Batches, Epoch, Ids, seeds_at
+from looplib.data.order import Batches, Epoch, Ids, Positions, seeds_at
 from looplib.data.records.files import Files
 from looplib.data.records.index import BadRecordError, Numbered
 from looplib.data.records.plans import RecordSelection, Stretch, block_picks
@@ -37,7 +37,7 @@ _SLICE = 0.2  # seconds of a wait, after which a signal is looked for
 _SILENT = 60.0  # seconds between two lines of the log that say that a run waits
 _LATE_NEWS = 10.0  # seconds that a worker waits until it sees a file which the chief has seen
 _LEAST_BLOCKS = 2  # of a lane, of one file, which is smaller than a data set
-_AHEAD = 32  # batches whose places are looked up ahead
+_TOGETHER, _AHEAD = 16, 8  # batches that are located at once, and how often that is done ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,9 @@ class FollowedFiles(Numbered):
         self._folder = pattern[: pattern.rfind("/", 0, start) + 1]
         self._store = Store(self._folder) if self._stored else None
         self._files: list[FollowedFile] = []
-        self._agreed = self._closed = False  # whether all workers have the list; whether no pipeline reads it
+        self._agreed = False  # whether all workers have the list
+        self._next: dict[int, int] = {}  # the number of the next batch of each iterator
+        self._entries = 0  # iterators so far
         self._grown = threading.Condition()
         self._opened: dict[str, Numbered] = {}  # by the name of the file
         self._opening = threading.Lock()
@@ -174,25 +176,44 @@ class FollowedFiles(Numbered):
             self._say_waiting()
             time.sleep(_SLICE)
 
-    def stretches(self, positions: np.ndarray, waits: bool) -> np.ndarray:
-        """Returns the `Stretch` of positions int64 `[...]` as int64 `[4, ...]`.
+    def enter(self, number: int) -> np.int64:
+        """Begins to give batches to an iterator, from a number on; returns what identifies it."""
+        with self._grown:
+            self._entries += 1
+            self._next[self._entries] = number
+            return np.int64(self._entries)
 
-        Args:
-          positions: positions in the run.
-          waits: whether to wait until there are as many records.
+    def following(self, entry: np.int64, places: Positions) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the positions int64 `[k, b]` of the next batches of an iterator, and their `stretches`.
+
+        It waits until the records of one are there.
 
         Raises:
-          UsageError: if there are not, or nobody reads them any more.
+          UsageError: if the iterator was closed.
         """
+        with tf.device("/cpu:0"):
+            first = tf.constant(self._next.get(entry, 0), tf.int64)
+            positions = places.batches(first, _TOGETHER, Epoch(1)).numpy()
         with self._grown:
-            while not (self._agreed and positions.max() < self._firsts[-1]):
-                if self._closed or not waits:
-                    raise RecordsError("the data of the run was closed")
+            while entry in self._next and not (self._agreed and positions[0, -1] < self._firsts[-1]):
                 self._grown.wait(_SLICE)
-            files = np.searchsorted(self._firsts, positions, "right") - 1
-            sizes = np.diff(self._firsts)[files]
-            blocks = [self._block_of(self._files[file]) for file in files.ravel().tolist()]
-            return np.stack([files, self._firsts[files], sizes, np.reshape(blocks, files.shape)])
+            if entry not in self._next:
+                raise RecordsError("the data of the run was closed")
+            positions = positions[positions[:, -1] < self._firsts[-1]]
+            self._next[entry] += len(positions)
+        return positions, self.stretches(positions)
+
+    def stretches(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the `Stretch`es of positions in the run, int64 `[k, b]`, ascending, as int64 `[4, k, b]`."""
+        firsts, taken = self._firsts, self._files
+        begin, end = np.searchsorted(firsts, positions[[0, -1], [0, -1]], "right") - 1
+        of_each = np.asarray(
+            [
+                (file, firsts[file], taken[file].records, self._block_of(taken[file]) if taken[file].records else 1)
+                for file in range(begin, end + 1)
+            ]
+        )
+        return np.moveaxis(of_each[np.searchsorted(firsts, positions, "right") - 1 - begin], -1, 0)
 
     def _block_of(self, file: FollowedFile) -> int:
         mean = file.bytes / file.records
@@ -219,7 +240,6 @@ class FollowedFiles(Numbered):
             )
         # A process that has gone further, and went back, keeps its list.
         self._set(self._files if files == self._files[: len(files)] else files, agreed=False)
-        self._closed = False
 
     def _set(self, files: list[FollowedFile], agreed: bool = True) -> None:
         with self._grown:
@@ -230,7 +250,7 @@ class FollowedFiles(Numbered):
     def close(self) -> None:
         """Lets pipelines that wait end with an error, which nobody reads."""
         with self._grown:
-            self._closed = True
+            self._next.clear()
             self._grown.notify_all()
 
     def save(self) -> bytes:
@@ -436,10 +456,10 @@ def batches(
             f"dataset() follows {pattern}, and followed {files.pattern} before; expected one pattern during a run"
         )
     seed, size = context.order_seed(Ids(0), name), context.positions.sizes.original
-    waits = context.positions.only is None
-    positions = context.positions.training_batches(Epoch(1), 1)
-    if not waits:
-        positions = tf.data.Dataset.from_tensor_slices(context.positions.only[:, None, None])
+    places, only = context.positions, context.positions.only
+    positions = places.training_batches(Epoch(1), 1)
+    if only is not None:
+        positions = tf.data.Dataset.from_tensor_slices(only[:, None, None])
     call = DatasetCall(positions=positions, steps=None)
     context.requests.positioned = context.requests.part = True
     context.requests.calls.append(call)
@@ -453,15 +473,28 @@ def batches(
         shaped = (tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found)
         return RecordSelection(*shaped), *([seeds_at(positions, seed, True)] if seeds else [])
 
-    @tf.autograph.experimental.do_not_convert
-    def with_stretches(positions: tf.Tensor) -> list[tf.Tensor]:
-        found = tf.numpy_function(functools.partial(files.stretches, waits=waits), [positions], tf.int64)
-        return [positions, tf.ensure_shape(found, [4, *positions.shape])]
+    def following(entry: tf.Tensor) -> list[tf.Tensor]:
+        found = tf.numpy_function(lambda entry: files.following(entry, places), [entry], (tf.int64, tf.int64))
+        return [tf.ensure_shape(part, spec.shape) for part, spec in zip(found, specs)]
 
-    spec = positions.element_spec
-    both = spec, tf.TensorSpec([4, *spec.shape], tf.int64)
-    placed = mapped_in_turn(with_stretches, spec)(positions, both)
-    placed = placed.apply(ENDLESS).prefetch(_AHEAD) if waits else placed
+    @tf.autograph.experimental.do_not_convert
+    def entered(_: tf.Tensor) -> tf.data.Dataset:
+        first = places.start_step * places.replicas_per_pipeline
+        entry = tf.numpy_function(functools.partial(files.enter, first), [], tf.int64)
+        return read(tf.data.Dataset.from_tensors(entry).repeat(), specs)
+
+    @tf.autograph.experimental.do_not_convert
+    def located(positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        found = tf.numpy_function(files.stretches, [positions], tf.int64)
+        return positions, tf.ensure_shape(found, [4, *positions.shape])
+
+    if only is None:
+        shape = [None, context.per_replica_batch_size]
+        specs = tf.TensorSpec(shape, tf.int64), tf.TensorSpec([4, *shape], tf.int64)
+        read = mapped_in_turn(following, tf.TensorSpec([], tf.int64))
+        placed = tf.data.Dataset.from_tensors(0).flat_map(entered).apply(ENDLESS).prefetch(_AHEAD)
+    else:
+        placed = positions.map(located)
     picked = placed.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     call.ids = picked.map(lambda picks, *_: picks.ids).unbatch()
     reads = RecordReads(files, shuffle, shuffle)
