@@ -108,11 +108,13 @@ class FollowedFile:
       name: its path, relative to the folder of the pattern.
       bytes: its size.
       records: how many of its records the run trains on; 0 for a file that is left out.
+      digest: of some of its content, see `reader.file_digests`.
     """
 
     name: str
     bytes: int
     records: int
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -319,6 +319,8 @@ class TaskLoop(TrainingLoop):
                     workers, data.batches, data.stream.start_step + data.read, rest.steps
                 )
             if not steps:
+                continue
+            if steps < 0:
                 return dataclasses.replace(total, stopped=True)
             ran = self._run(rest.first(steps), phase)
             total = total.then(ran)

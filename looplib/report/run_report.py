@@ -364,9 +364,9 @@ class StartReport:
         if status != "running":
             self.page.update()
 
-    def keep_fresh(self) -> None:
-        """Writes the file if it is a minute old: of a start that is killed, only what came later is unknown."""
-        if time.monotonic() >= self._next:
+    def keep_fresh(self, early: float = 0.0) -> None:
+        """Writes the file if it is a minute old, less some seconds: of a killed start, only later news is unknown."""
+        if time.monotonic() >= self._next - early:
             self.write("running")
 
     def _keep_aside(self, path: str) -> None:

@@ -17,7 +17,7 @@ from absl import logging
 
 from looplib.base.decoding import MisfitError
 from looplib.base.files import is_remote, resolve, safe_name
-from looplib.base.messages import duration, is_utf8, shown, whole_number
+from looplib.base.messages import duration, gist, is_utf8, shown, whole_number
 from looplib.cluster.collectives import Workers
 from looplib.cluster.preemption import notice
 from looplib.data.context import DatasetCall, InputContext
@@ -27,13 +27,14 @@ from looplib.data.order import Batches, Epoch, Ids, Positions, seeds_at
 from looplib.data.records.files import Files
 from looplib.data.records.index import BadRecordError, Numbered
 from looplib.data.records.plans import RecordSelection, Stretch, block_picks
-from looplib.data.records.reader import RecordReader, as_batches, default_block, leave_out, tolerant
+from looplib.data.records.reader import RecordReader, as_batches, default_block, file_digests, leave_out, tolerant
 from looplib.data.records.reading import RecordReads, read_records
 from looplib.data.records.sources import Source, format_by_name, items, named, open_records
 from looplib.errors import DatasetError, OrderError, RecordsError, StoreError
 from looplib.stores.stores import Store
 
-_SLICE = 0.2  # seconds of a wait, after which a signal is looked for
+_SLICE, _LOOKS = 0.2, 50  # seconds of a wait, after which a signal is looked for; and how often, for one `ready`
+_EMPTY = "is empty, and is taken once it has records"
 _SILENT = 60.0  # seconds between two lines of the log that say that a run waits
 _LATE_NEWS = 10.0  # seconds that a worker waits until it sees a file which the chief has seen
 _LEAST_BLOCKS = 2  # of a lane, of one file, which is smaller than a data set
@@ -149,18 +150,27 @@ class FollowedFiles(Numbered):
         path = self._folder + taken.name
         while not (self._stored or taken.name in self._opened or os.path.exists(path) or time.monotonic() > end):
             time.sleep(_SLICE)
-        source = self._open(taken.name)
-        self._check_size(taken, source.files.sizes[0])
+        source = self._checked(taken)
         return tolerant(source, self._bad, True, (None,)) if self._bad.most else source
 
-    def _check_size(self, taken: FollowedFile, size: int | None) -> None:
-        """Raises `UsageError` if a file that is not read to its end is gone, or has another size."""
-        if size != taken.bytes:
-            how = "is not there any more" if size is None else f"has {size} bytes, and had {taken.bytes}"
-            raise RecordsError(
-                f"{self._folder}{taken.name} {how}, and the run has not trained on all of its records; restore "
-                "it, or leave it out by --bad_records=skip:N"
-            )
+    def _checked(self, taken: FollowedFile) -> Numbered:
+        """Returns a file that is not read to its end; raises `UsageError` if it is gone, or another one by now."""
+        try:
+            is_new = taken.name not in self._opened
+            source = self._open(taken.name)
+            if not is_new or self._described(taken.name, source, taken.records) == taken:
+                return source
+            how = "was changed"
+        except RecordsError as error:
+            how = f"cannot be opened any more ({gist(error)})"
+        raise RecordsError(
+            f"{self._folder}{taken.name} {how} since the run has taken it, and not all of its records were trained on; "
+            "restore it, or leave it out by --bad_records=skip:N"
+        )
+
+    def _described(self, name: str, source: Numbered, records: int) -> FollowedFile:
+        ((_, digest),) = file_digests(source.files)
+        return FollowedFile(name, source.files.sizes[0], min(records, len(source)), digest)
 
     # For pipelines.
 
@@ -258,7 +268,7 @@ class FollowedFiles(Numbered):
         return FollowedPosition(self._files).to_bytes()
 
     def ready(self, workers: Workers, batches: Batches, done: int, steps: int) -> int:
-        """Waits for the records of the next steps.
+        """Waits for the records of the next steps, for some seconds at most.
 
         All workers call this alike, and get one answer.
 
@@ -269,7 +279,7 @@ class FollowedFiles(Numbered):
           steps: the steps that are wanted.
 
         Returns:
-          How many of them have their records, at least 1; 0 if a signal asks the run to end.
+          How many of them have their records; 0 if none has, or -1 if a signal asks the run to end.
 
         Raises:
           UsageError: if a file is damaged, or gone before it was read.
@@ -280,7 +290,7 @@ class FollowedFiles(Numbered):
         needed = {file.name for file in self._files[np.searchsorted(self._firsts, begin, "right") - 1 :]}
         with self._opening:
             self._opened = {name: source for name, source in self._opened.items() if name in needed}
-        while True:
+        for _ in range(_LOOKS):
             have = (len(self) - begin) // size
             if have < 2 * steps:  # a pipeline reads ahead of the steps
                 found = self._found(begin + 2 * steps * size) if workers.is_chief else []
@@ -290,23 +300,25 @@ class FollowedFiles(Numbered):
             if have > 0:
                 return min(have, steps)
             if workers.any_of(bool(notice.requested)):
-                return 0
+                return -1
             self._say_waiting()
             time.sleep(min(_SLICE, self._settings.every))
+        return 0
 
     def _say_waiting(self) -> None:
         if time.monotonic() - self._spoke > _SILENT:
             self._spoke = time.monotonic()
-            logging.info("waiting for files that match %s; %d were taken", self.pattern, len(self._files))
+            level = logging.INFO if self._files else logging.WARNING
+            logging.log(level, "waiting for files that match %s; %d were taken", self.pattern, len(self._files))
 
     def _agree(self, workers: Workers, begin: int) -> None:
         """Has all workers take the chief's list, without files that are gone, as far as the policy allows that."""
-        files, sizes = list(self._files), self._sizes() if workers.is_chief else {}
+        files = list(self._files)
         for number, file in enumerate(files if workers.is_chief else ()):
             if self._firsts[number + 1] <= begin:
                 continue
             try:
-                self._check_size(file, sizes.get(file.name))
+                self._checked(file)
             except RecordsError as error:
                 self._leave_out(file.name, error)
                 files[number] = dataclasses.replace(file, records=max(0, begin - int(self._firsts[number])))
@@ -354,6 +366,9 @@ class FollowedFiles(Numbered):
             self._tell("", f"{self.pattern} cannot be listed, and is looked at again: {error}")
             return
         taken = {file.name: file.bytes for file in self._files}
+        for name in self._waiting:
+            if name not in sizes:
+                self._tell(name, "is gone before the run has taken it, so that its records are not trained on")
         self._waiting = sorted(sizes.keys() - taken.keys())
         if bad := next((name for name in self._waiting if not is_utf8(name)), None):
             raise RecordsError(f"{self.pattern!r} matches {shown(bad)}, whose name is not UTF-8; rename it")
@@ -387,7 +402,7 @@ class FollowedFiles(Numbered):
             if max(now - changed, time.monotonic() - seen.since) < settings.settled:
                 raise _NotWholeError
             if not found.st_size:
-                self._tell(name, "is empty, and is taken once it has records")
+                self._tell(name, _EMPTY)
                 return None
         self._seen.pop(name, None)
         try:
@@ -396,8 +411,10 @@ class FollowedFiles(Numbered):
             self._leave_out(name, error)
             return FollowedFile(name, self._sizes().get(name, 0), 0)
         if not len(source):
-            self._tell(name, "has no record")
-        return FollowedFile(name, source.files.sizes[0], len(source))
+            del self._opened[name]
+            self._tell(name, _EMPTY)
+            return None
+        return self._described(name, source, len(source))
 
     def _leave_out(self, name: str, error: RecordsError) -> None:
         """Counts a file as a damaged record; raises the error if the policy allows none."""
@@ -433,6 +450,8 @@ def batches(
             f"context.records(follow=...) was given {shown(pattern)}; expected one pattern, such as "
             '"data/day-*.tfrecord", also of an object store'
         )
+    if "**" in pattern and not is_remote(pattern):
+        raise RecordsError(f"{pattern!r} has **, which local paths do not take; give a pattern for each level")
     if not context.training:
         raise DatasetError(
             "an evaluation cannot follow files, which have no end; name the files that it is to read, or evaluate the "

@@ -176,7 +176,7 @@ def fingerprint(sources: Sequence[Source]) -> dict[str, str]:
     """
     whole = [source.source if isinstance(source, Subset) else source for source in sources]
     parts = [part for source in whole for part in (source.sources if isinstance(source, Chain) else [source])]
-    of_each = [_of_files(part.files) if isinstance(part, Numbered) else _any_digests(part) for part in parts]
+    of_each = [file_digests(part.files) if isinstance(part, Numbered) else _any_digests(part) for part in parts]
     found = list(itertools.chain(*of_each))
     folder = os.path.commonprefix([name for name, _ in found if "/" in name]).rpartition("/")[0]
     named: dict[str, str] = {}
@@ -202,7 +202,9 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return found or ["its files come in another order"] * (list(before) != list(now))
 
 
-def _of_files(files: Files) -> list[tuple[str, str]]:
+def file_digests(files: Files) -> list[tuple[str, str]]:
+    """Returns a checksum of the size and some kilobytes of each file, with its path."""
+
     def digest(index: int) -> str:
         size = files.sizes[index]
         starts = {part * max(0, size - _PIECE_BYTES) // (_PIECES - 1) for part in range(_PIECES)}
