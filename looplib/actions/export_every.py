@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import math
 import os
 import tempfile
@@ -66,24 +67,18 @@ class ExportGate:
         if self.metric.startswith("train/"):
             raise MetricError(f"ExportGate got the metric {self.metric!r}; expected one of an evaluator")
 
-    @property
-    def split(self) -> str:
-        """The name of the evaluator."""
-        return self.metric.partition("/")[0]
-
     def reason_against(
         self, metrics: Mapping[str, float], served: Mapping[str, float] | None = None, version: int = 0
     ) -> str:
         """Returns why a model with some metrics is not published, where a version has others; "" for nothing."""
-        name = self.metric.partition("/")[2]
+        split, _, name = self.metric.partition("/")
         check_known("ExportGate", self.metric, metrics)
-        if bad := [f"{self.split}/{one} is {value}" for one, value in metrics.items() if not math.isfinite(value)]:
+        if bad := [f"{split}/{one} is {value}" for one, value in metrics.items() if not math.isfinite(value)]:
             return bad[0]
         if served is None or gain(metrics[name], served.get(name), self.mode) >= -self.worse_by:
             return ""
-        worse = "worse" + f" by more than {self.worse_by:g}" * bool(self.worse_by)
-        now, there = metrics[name], served[name]
-        return f"{self.metric} is {now:.6g}, which is {worse}: version {version} has {there:.6g} on the same data"
+        worse = f"{self.metric} is {metrics[name]:.6g}, which is worse by more than {self.worse_by:g}"
+        return f"{worse}: version {version} has {served[name]:.6g} on the same data"
 
     def reason_against_outputs(self, parts: Parts) -> str:
         """Returns why a SavedModel is not published; "" for nothing."""
@@ -144,17 +139,17 @@ class ExportEvery(Action):
         self.writes = self.writes and not orders.current().until  # steps that are repeated write nothing elsewhere
         check_exportable(controller.loops)
         if self._gate:
-            check_reported("ExportGate", self._gate.metric, controller.loops)
-            self._check_model(_loops(controller))
+            self._check_gate(_loops(controller))
         self._began = time.monotonic()
         if self.writes and controller.is_chief:
             self._versions.claim("ExportEvery", controller, VERSION)
             if newest := self._versions.note().time:
                 self._began -= max(0.0, time.time() - newest)
 
-    def _check_model(self, loops: Loops) -> None:
-        """Refuses a gate whose evaluator does not evaluate what is exported."""
-        split = self._gate.split
+    def _check_gate(self, loops: Loops) -> None:
+        """Refuses a gate of a metric that no evaluator has, or of one that does not evaluate what is exported."""
+        check_reported("ExportGate", self._gate.metric, loops.evaluations)
+        split = self._gate.metric.partition("/")[0]
         task, (_, by, exported) = loops.evaluations[split].task, to_export(loops)
         variables = _variables(exported)
         if any(map(is_divided, variables)):
@@ -217,9 +212,11 @@ class ExportEvery(Action):
 
     def _judged(self, loops: Loops, exported: Exported, own: bool) -> tuple[Mapping[str, float], str] | None:
         """Returns the metrics of the model, and why it is not to be published; None if a signal has ended this."""
-        metrics = loops.evaluate(self._gate.split, self._gate.steps)
-        if metrics is None or (reason := self._gate.reason_against(metrics)):
-            return metrics and (metrics, reason)
+        evaluate = functools.partial(loops.evaluate, self._gate.metric.partition("/")[0], self._gate.steps)
+        if (metrics := evaluate()) is None:
+            return None
+        if reason := self._gate.reason_against(metrics):
+            return metrics, reason
         workers, parts_of = Workers(loops.strategy), loops.strategy.experimental_local_results
         copies, version, error = [parts_of(variable) for variable in _variables(exported)], 0, ""
         with values_kept([part for parts in copies for part in parts]):
@@ -229,10 +226,9 @@ class ExportEvery(Action):
                         with self._versions.fetched(str(version)) as path:
                             take_all(exported.model, path)
                             far = Parts(exported, own, None).compare(path)
-                        error = (
-                            "" if far <= self._gate.tolerance else f"with its weights, this one differs by {far:.3g}"
-                        )
-                except (ValueError, OSError, tf.errors.OpError) as found:
+                        if far > self._gate.tolerance:
+                            error = f"with its weights, this one differs by {far:.3g}"
+                except (ValueError, IndexError, OSError, tf.errors.OpError) as found:
                     error = gist(found)
             if workers.any_of(bool(error)):
                 return metrics, f"version {version}, which is served, cannot be compared with: {error}"
@@ -241,7 +237,7 @@ class ExportEvery(Action):
             for parts, value in zip(copies, workers.gather_tensors([[parts[0].read_value() for parts in copies]])[0]):
                 for part in parts:
                     part.assign(value)  # the chief's
-            served = loops.evaluate(self._gate.split, self._gate.steps)
+            served = evaluate()
         return served and (metrics, self._gate.reason_against(metrics, served, version))
 
     def state(self) -> int:

@@ -180,9 +180,8 @@ class Prequential(Action, StepAddition):
             logging.warning("Prequential begins a new window, because its evaluator returns other metrics than before")
         self._open = dataclasses.replace(opened, of=self._key, sums=sums.tolist(), step=step)
         over = step // self._steps > number
-        if self._seconds is not None:  # the chief's time; in a replay, which does not start a training, no window ends
-            gather = self._controller and self._controller.gather
-            over = bool(gather and gather(time.time() - opened.began >= self._seconds)[0])
+        if self._seconds is not None and self._controller is not None:  # else a replay, whose time is not the run's
+            over = bool(self._controller.gather(time.time() - opened.began >= self._seconds)[0])  # the chief's
         if not over:
             return {}
         found = as_numbers(self._who, self._evaluator.loop_end(self._metrics_of(sums)))

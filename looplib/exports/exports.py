@@ -95,7 +95,6 @@ def export(
 def to_export(loops: Loops) -> tuple[str, Trainer | Evaluator, Exported]:
     """Returns what is exported, and whose it is: that of the first evaluator, or else of the trainer."""
     split, task = _exporting(loops.by_name)
-    check_rows(task)
     exported = task.export().with_names()
     check_memory(exported.model)
     return split, task, exported
@@ -103,13 +102,13 @@ def to_export(loops: Loops) -> tuple[str, Trainer | Evaluator, Exported]:
 
 def _exporting(loops: Mapping[str, Loop]) -> tuple[str, Trainer | Evaluator]:
     split = next((split for split in loops if split != "train"), "train")
+    check_rows(loops[split].task)
     return split, loops[split].task
 
 
 def check_exportable(loops: Mapping[str, Loop]) -> None:
     """Raises `UsageError` if it is not known what to export; of what a program defines itself, that is seen later."""
     _, task = _exporting(loops)
-    check_rows(task)
     if not is_own(task):
         task.export().with_names()
 

@@ -15,9 +15,8 @@ from looplib.exports.samples import Inputs, ModelInputs
 
 Runner = Callable[..., Mapping[str, Any]]  # computes outputs by name, for inputs by name
 MOST_CALIBRATION = 100  # examples that decide the ranges of the numbers in the model
-# Operations that quantization-aware training puts into a model, with the ranges that it has learned.
-_FAKE = {"FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel"}
-_TRAINED = _FAKE | {"QuantizeAndDequantizeV2", "QuantizeAndDequantizeV3"}
+# How the names of the operations begin that quantization-aware training puts into a model, with learned ranges.
+_TRAINED = ("FakeQuantWithMinMax", "QuantizeAndDequantizeV")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ def has_ranges(serve: Any) -> bool:
     """Returns whether a concrete function has ranges of numbers that quantization-aware training has learned."""
     graph = serve.graph.as_graph_def()
     nodes = itertools.chain(graph.node, *(function.node_def for function in graph.library.function))
-    return any(node.op in _TRAINED for node in nodes)
+    return any(node.op.startswith(_TRAINED) for node in nodes)
 
 
 def quantize(saved_model: str, samples: ModelInputs | None, trained: bool = False) -> tuple[bytes, str, str]:
@@ -103,10 +102,8 @@ def quantize(saved_model: str, samples: ModelInputs | None, trained: bool = Fals
     """
     converter = tf.lite.TFLiteConverter.from_saved_model(saved_model)
     converter.optimizations = [tf.lite.Optimize.DEFAULT]
-    if trained:
-        return converter.convert(), "as trained", ""
-    if samples is None:
-        return converter.convert(), "dynamic range", ""
+    if trained or samples is None:
+        return converter.convert(), "as trained" if trained else "dynamic range", ""
     batches = samples.of_one_size(MOST_CALIBRATION).batches  # the converter takes no others
     if not all(_is_finite(value) for inputs in batches for value in inputs.values()):  # the converter may crash
         return (*quantize(saved_model, None)[:2], "the examples for the ranges have numbers that are not finite")

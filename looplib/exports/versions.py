@@ -77,10 +77,8 @@ class Versions:
 
     def note(self) -> VersionNote:
         """Returns the note; what is lost of it is taken from the versions that are there."""
-        found = self._decoded(VersionNote, _NOTE)
-        return dataclasses.replace(
-            found, newest=max([found.newest, *self._numbers(""), *self._numbers(REJECTED_FOLDER)])
-        )
+        found, there = self._decoded(VersionNote, _NOTE), [*self._numbers(""), *self._numbers(REJECTED_FOLDER)]
+        return dataclasses.replace(found, newest=max([found.newest, *there]))
 
     def _decoded(self, kind: Any, name: str) -> Any:
         """Returns a dataclass that a file holds; its defaults for what the file lacks."""
@@ -104,9 +102,9 @@ class Versions:
         within, number = REJECTED_FOLDER if record.reason else "", self.note().newest + 1
         self._write(_NOTE, json.dumps(strict_json(VersionNote(number, time.time()))))
         self._put(folder, f"{within}{number}", record)
-        kept = self.whole(within)[-keep:] if keep else self._numbers(within)
-        for old in set(self._numbers(within)).difference(kept):
-            self.remove(f"{within}{old}")
+        if keep:
+            for old in set(self._numbers(within)).difference(self.whole(within)[-keep:]):
+                self.remove(f"{within}{old}")
         return number
 
     def go_back(self, version: int) -> int:
@@ -202,8 +200,6 @@ class _StoredVersions(Versions):
 
 def versions_in(base: str | os.PathLike[str]) -> Versions:
     """Returns the versions in a local folder or at a URL."""
-    return (
-        _StoredVersions(os.fspath(base))
-        if files.is_remote(base)
-        else Versions(files.resolve(base, "the base of exports"))
-    )
+    if files.is_remote(base):
+        return _StoredVersions(os.fspath(base))
+    return Versions(files.resolve(base, "the base of exports"))

@@ -44,7 +44,14 @@ def take_what_fits(objects: Mapping[str, Any], path: str, rules: _Rules | None =
     Raises:
       UsageError: if nothing fits, a value fits several variables, or the checkpoint cannot be read.
     """
-    _report(_read(objects, path, rules or {}, weights), path)
+    try:
+        taken = _assign(objects, path, rules or {}, weights)
+    except UsageError:
+        raise
+    except (ValueError, IndexError, tf.errors.OpError) as error:
+        kind = WarmStartError if tf.io.gfile.exists(f"{path}.index") else NoCheckpointError
+        raise kind(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
+    _report(taken, path)
 
 
 def take_all(model: Any, path: str) -> None:
@@ -52,22 +59,12 @@ def take_all(model: Any, path: str) -> None:
 
     Raises:
       WarmStartError: if one of them is not there, or has another shape or type.
-      UsageError: if it cannot be read.
+      ValueError, IndexError, tf.errors.OpError: if it cannot be read.
     """
     place = path + _IN_SAVED_MODEL
-    taken = _read(_as_saved(model, place) if _keras.is_layer(model) else {"model": model}, place, {}, weights=True)
+    taken = _assign(_as_saved(model, place) if _keras.is_layer(model) else {"model": model}, place, {}, weights=True)
     if taken.missing or taken.misfits:
         raise WarmStartError(f"{path} is of another model ({describe_differences(taken.others)})")
-
-
-def _read(objects: Mapping[str, Any], path: str, rules: _Rules, weights: bool) -> LoadedValues:
-    try:
-        return _assign(objects, path, rules, weights)
-    except UsageError:
-        raise
-    except (ValueError, IndexError, tf.errors.OpError) as error:
-        kind = WarmStartError if tf.io.gfile.exists(f"{path}.index") else NoCheckpointError
-        raise kind(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
 
 
 def _report(taken: LoadedValues, path: str) -> None:
