@@ -231,7 +231,10 @@ class ExportEvery(Action):
                 except (ValueError, IndexError, OSError, tf.errors.OpError) as found:
                     error = gist(found)
             if workers.any_of(bool(error)):
-                return metrics, f"version {version}, which is served, cannot be compared with: {error}"
+                return metrics, (
+                    f"version {version}, which is served, cannot be compared with ({error}); if it is damaged, publish "
+                    f"an older one by python -m looplib publish {self._versions.base} VERSION"
+                )
             if not (version := workers.agree(version)):
                 return metrics, ""
             for parts, value in zip(copies, workers.gather_tensors([[parts[0].read_value() for parts in copies]])[0]):

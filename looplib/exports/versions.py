@@ -12,8 +12,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from looplib.base import files, folders
 from looplib.base.decoding import SHOWN, decode, parse_json
+from looplib.base.messages import gist
 from looplib.errors import ExportError
 from looplib.exports.new_folder import alone, make_all_durable, new_folder
 from looplib.run.report import strict_json
@@ -110,15 +113,26 @@ class Versions:
     def go_back(self, version: int) -> int:
         """Publishes a version again, as the next one, which is returned, and moves those between aside.
 
+        A version that was rejected, or moved aside, is published too; none is moved aside then.
+
         Raises:
-          ExportError: if there is no such version.
+          ExportError: if there is no such version, or it cannot be loaded.
         """
-        there = self.whole()
-        if version not in there:
-            raise ExportError(f"{self.base} has no version {version}; it has {', '.join(map(str, there)) or 'none'}")
-        with self.fetched(str(version)) as folder:
-            added = self.add(folder, self._decoded(VersionRecord, f"{version}/{_RECORD}"))
-        for later in there[there.index(version) + 1 :]:
+        there, aside = self.whole(), self.whole(REJECTED_FOLDER)
+        if version not in (*there, *aside):
+            known = ", ".join([*map(str, there), *(f"{REJECTED_FOLDER}{one}" for one in aside)])
+            raise ExportError(f"{self.base} has no version {version}; it has {known or 'none'}")
+        name = str(version) if version in there else f"{REJECTED_FOLDER}{version}"
+        with self.fetched(name) as folder:
+            try:
+                tf.saved_model.load(folder)
+            except (ValueError, OSError, tf.errors.OpError) as error:
+                raise ExportError(
+                    f"version {version} of {self.base} cannot be loaded ({gist(error)}); publish another one"
+                ) from error
+            record = dataclasses.replace(self._decoded(VersionRecord, f"{name}/{_RECORD}"), reason="")
+            added = self.add(folder, record)
+        for later in [one for one in there if version in there and one > version]:
             record = self._decoded(VersionRecord, f"{later}/{_RECORD}")
             record = dataclasses.replace(record, reason=f"version {version} was published again, as {added}")
             with self.fetched(str(later)) as folder, contextlib.suppress(FileExistsError):
@@ -157,7 +171,7 @@ class Versions:
             place = folders.make_folder(self.base, *parents)
             with alone(place):
                 if os.path.lexists(os.path.join(place, last)):
-                    raise FileExistsError(last)
+                    raise FileExistsError(f"another process has written version {last}")
                 folders.move(*os.path.split(new), place, last)
             files.make_durable(place)
 

@@ -20,7 +20,7 @@ from looplib.base import plugins
 from looplib.base.messages import gist
 from looplib.base.numbers import Progress
 from looplib.errors import MissingPartError, PluginError, SettingError, WriterError
-from looplib.report.clock import Clock, SpeedMeter
+from looplib.report.clock import Clock, SpeedMeter, observers
 from looplib.report.run_report import Page, Points, StartReport, settings_of
 from looplib.report.writers.console_writer import ConsoleWriter
 from looplib.report.writers.contract import DEFAULT_WRITERS, GROUP, Setting, Shown, Writer
@@ -174,6 +174,7 @@ def named(name: str) -> Callable[[str], Writer]:
 
 Metrics = dict[str, float]
 _MOST_WAITING = 20  # calls; media of a slow disk must not fill the memory
+_EARLY = 40.0  # seconds by which a wait for data is reported before others are, so that `status` has news
 _ON_SCREEN = "console"  # the default writer that needs no run directory
 
 
@@ -241,6 +242,7 @@ class Reporter:
           step: returns the global step.
         """
         self.ended_at = None
+        observers.append(self._while_waiting)
         try:
             with self.report.recording_start(restored_from):
                 self.writers.settings(settings_of(flags, self.report.facts.config))
@@ -249,7 +251,13 @@ class Reporter:
                 finally:
                     self.ended_at = step() if self.ended_at is None else self.ended_at
         finally:
+            observers.remove(self._while_waiting)
             self.writers.progress(None)
+
+    def _while_waiting(self, clock: Clock, phase: str, *_: float) -> None:
+        """Has the report be news for `status` while a training waits for its data."""
+        if phase == "waiting" and clock is self.clock:
+            self.report.keep_fresh(_EARLY)
 
     def say(self, sentence: str) -> None:
         """Shows the user a sentence about the run, on the console, or in the log where there is no console."""

@@ -329,10 +329,23 @@ def test_going_back_publishes_a_version_again_and_the_gate_compares_with_it(tmp_
     assert record(base / "4")["step"] == 2
     for found, expected in zip(weights_of(base / "4"), before):
         np.testing.assert_array_equal(found, expected)
-    assert cli(["publish", str(base), "3"]) == 2
-    assert "has no version 3; it has 1, 4" in capsys.readouterr().err
+    assert cli(["publish", str(base), "9"]) == 2
+    assert "has no version 9; it has 1, 4, rejected/2, rejected/3" in capsys.readouterr().err
     train(tmp_path, 8, at(8, spoil))
     assert whole(base) == [1, 4] and "version 4 has" in record(base / "rejected" / "5")["reason"]
+    moved = weights_of(base / "rejected" / "3")
+    assert cli(["publish", str(base), "3"]) == 0
+    assert whole(base) == [1, 4, 6] and record(base / "6")["reason"] == ""
+    for found, expected in zip(weights_of(base / "6"), moved):
+        np.testing.assert_array_equal(found, expected)
+    data = base / "4" / "variables" / "variables.data-00000-of-00001"
+    content = bytearray(data.read_bytes())
+    content[5] ^= 1
+    data.write_bytes(content)
+    capsys.readouterr()
+    assert cli(["publish", str(base), "4"]) == 2
+    assert "version 4 of" in (said := capsys.readouterr().err) and "publish another one" in said
+    assert whole(base) == [1, 4, 6]
 
 
 @pytest.mark.slow
@@ -374,10 +387,9 @@ def test_a_served_version_that_cannot_be_loaded_lets_nothing_in(tmp_path):
     data.write_bytes(data.read_bytes()[:20])
     train(tmp_path, 4)
     assert whole(tmp_path / "base") == [1]
-    assert (
-        "version 1, which is served, cannot be compared with: "
-        in record(tmp_path / "base" / "rejected" / "2")["reason"]
-    )
+    reason = record(tmp_path / "base" / "rejected" / "2")["reason"]
+    assert "version 1, which is served, cannot be compared with (" in reason
+    assert f"python -m looplib publish {tmp_path}/base VERSION" in reason
 
 
 class Interrupted(toy.RegressionEvaluator):

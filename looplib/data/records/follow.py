@@ -160,6 +160,7 @@ class FollowedFiles(Numbered):
             source = self._open(taken.name)
             if not is_new or self._described(taken.name, source, taken.records) == taken:
                 return source
+            self._opened.pop(taken.name, None)
             how = "was changed"
         except RecordsError as error:
             how = f"cannot be opened any more ({gist(error)})"

@@ -170,12 +170,19 @@ def test_late_empty_and_old_files_get_a_sentence(tmp_path, caplog):
     assert "day-2.txt appeared after day-3.txt, whose name follows it" in said
     write(tmp_path, "day-3.txt", range(20))
     write(tmp_path, "day-5.txt", range(32, 40))
+    write(tmp_path, "day-6.txt", range(40, 4000))
+    write(tmp_path, "day-7.txt", range(8))
+    time.sleep(0.1)
     run.train(steps=5)
+    (tmp_path / "day-7.txt").unlink()
+    time.sleep(0.1)
+    run.train(steps=499)
+    assert "day-7.txt is gone before the run has taken it" in caplog.text
     assert "day-3.txt was changed after the run had taken it; write new records to new files" in caplog.text
     run.close()
 
 
-@pytest.mark.parametrize("how", ["removed", "longer"])
+@pytest.mark.parametrize("how", ["removed", "longer", "of the same size"])
 def test_a_file_that_is_gone_before_it_is_read_is_refused_or_left_out_by_the_policy(tmp_path, how):
     files, model_dir = tmp_path / "files", str(tmp_path / "run")
     for day in range(4):
@@ -186,9 +193,12 @@ def test_a_file_that_is_gone_before_it_is_read_is_refused_or_left_out_by_the_pol
     if how == "removed":
         (files / "day-1.txt").unlink()
     else:
-        write(files, "day-1.txt", range(20, 50))
+        write(files, "day-1.txt", range(20, 50) if how == "longer" else range(60, 80))
     run, _ = controller(files, model_dir, shuffle=False)
-    with pytest.raises(looplib.UsageError, match=r"day-1.txt .*the run has not trained on all of its records"):
+    with pytest.raises(
+        looplib.UsageError,
+        match=r"day-1.txt (was changed|cannot be opened any more).*not all of its records were trained on",
+    ):
         run.train(steps=9)
     run.close()
     run, trainer = controller(files, model_dir, shuffle=False, bad_records=1)
@@ -310,6 +320,7 @@ def test_what_cannot_follow_is_refused_in_a_sentence(tmp_path):
     refused(lambda c: c.records(files, follow=True, repeat=True), "no epochs")
     refused(lambda c: c.records(files, follow=True).shuffle(10), "mixes batches")
     refused(lambda c: c.records(files, follow=True), "leave out --overfit_batch", overfit_batch=True)
+    refused(lambda c: c.records(f"{tmp_path}/**/*.txt", follow=True), "a pattern for each level")
     refused(lambda c: c.records(f"{tmp_path}/*", follow=True), "do not say one format")
     refused(lambda c: tf.data.Dataset.zip((c.records(files, follow=True), c.records(files, follow=True))), "twice")
     with pytest.raises(looplib.UsageError, match=r"Follow.newest is '7 days'"):
