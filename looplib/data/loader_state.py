@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from looplib.base import folders
 from looplib.base.decoding import MisfitError, decode, parse_json
 
 MOST_BYTES = 64 * 2**20  # of a state
@@ -135,7 +136,8 @@ class FollowedPosition:
         except ValueError as error:
             raise MisfitError(str(error)) from error
         names = {file.name for file in found.files}
-        if len(names) < len(found.files) or any(min(file.bytes, file.records) < 0 for file in found.files):
+        sound = all(map(folders.is_name, "/".join(names or "-").split("/")))  # below the folder of the pattern
+        if not sound or len(names) < len(found.files) or any(min(one.bytes, one.records) < 0 for one in found.files):
             raise MisfitError("no run has taken these files")
         return found
 

@@ -89,7 +89,7 @@ class FollowedFiles(Numbered):
 
     Attributes:
       pattern: of the files.
-      looks: how often files were looked for.
+      looks: how often it was asked for records; it grows while a run waits.
     """
 
     def __init__(self, context: InputContext, pattern: str, settings: Follow, block: int | None) -> None:
@@ -292,6 +292,7 @@ class FollowedFiles(Numbered):
         with self._opening:
             self._opened = {name: source for name, source in self._opened.items() if name in needed}
         for _ in range(_LOOKS):
+            self.looks += 1
             have = (len(self) - begin) // size
             if have < 2 * steps:  # a pipeline reads ahead of the steps
                 found = self._found(begin + 2 * steps * size) if workers.is_chief else []
@@ -329,7 +330,6 @@ class FollowedFiles(Numbered):
 
     def _found(self, enough: int) -> list[FollowedFile]:
         """Returns files to take now, as many as are there until there are enough records."""
-        self.looks += 1
         if time.monotonic() - self._listed >= self._settings.every:
             self._list()
             self._listed = time.monotonic()

@@ -13,6 +13,8 @@ from clouds import wait_for
 from conftest import more
 
 import looplib
+from looplib.base.decoding import MisfitError
+from looplib.data.loader_state import FollowedFile, FollowedPosition
 
 
 def write(folder, name, numbers):
@@ -38,7 +40,8 @@ class Mean(looplib.Evaluator):
 
 def controller(folder, model_dir=None, *, replicas=1, size=8, loop="auto", shuffle=True, bad_records=0, **settings):
     devices = [f"CPU:{number}" for number in range(replicas)]
-    strategy = tf.distribute.MirroredStrategy(devices) if replicas > 1 else tf.distribute.get_strategy()
+    one = tf.distribute.ReductionToOneDevice()  # collectives of two sizes cannot share a process
+    strategy = tf.distribute.MirroredStrategy(devices, one) if replicas > 1 else tf.distribute.get_strategy()
     follow = looplib.Follow(**{"settled": None, "every": 0.05, **settings})
     with strategy.scope():
         trainer = followed.Followed(pattern(folder), shuffle, follow)
@@ -291,6 +294,16 @@ def test_a_checkpoint_that_does_not_say_what_was_read_is_refused(tmp_path):
     with pytest.raises(looplib.UsageError, match="does not say which files"):
         run.train(steps=5)
     run.close()
+
+
+@pytest.mark.parametrize("name", ["../day-1.txt", "/etc/day-1.txt", "a//day-1.txt", ""])
+def test_a_list_of_files_from_elsewhere_names_none_outside_of_the_folder(name):
+    saved = FollowedPosition([FollowedFile("a/day-0.txt", 1, 1), FollowedFile(name, 1, 1)]).to_bytes()
+    with pytest.raises(MisfitError):
+        FollowedPosition.from_bytes(saved)
+    good = FollowedPosition([FollowedFile("a/day-0.txt", 1, 1), FollowedFile("b/day-0.txt", 1, 1)])
+    assert FollowedPosition.from_bytes(good.to_bytes()) == good
+    assert FollowedPosition.from_bytes(FollowedPosition([]).to_bytes()) == FollowedPosition([])
 
 
 def test_a_rollback_and_another_batch_size_continue_with_the_examples_that_follow(tmp_path):
