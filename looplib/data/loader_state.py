@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from looplib.base import folders
 from looplib.base.decoding import MisfitError, decode, parse_json
 
 MOST_BYTES = 64 * 2**20  # of a state
+_Position = TypeVar("_Position")
 _PLAIN = (bool, int, float, str, type(None))
 _KIND, _VALUE = "looplib", "value"  # the names in an object that stands for a value that JSON does not have
 
@@ -92,6 +93,14 @@ def _unpacked(value: Any) -> Any:
     return array if kind == "array" else array[()]
 
 
+def _decoded(kind: type[_Position], saved: bytes) -> _Position:
+    """Returns a dataclass that was saved as JSON; raises `MisfitError` for anything else."""
+    try:
+        return decode(kind, parse_json(saved), strict=True)
+    except ValueError as error:
+        raise MisfitError(str(error)) from error
+
+
 def is_position(saved: bytes) -> bool:
     """Returns whether a saved position in the data says itself what it is of: one in a loader, or in followed files."""
     for kind in (LoaderPosition, FollowedPosition):
@@ -131,10 +140,7 @@ class FollowedPosition:
     @classmethod
     def from_bytes(cls, saved: bytes) -> "FollowedPosition":
         """Returns a position that was saved; raises `MisfitError` if it is none."""
-        try:
-            found = decode(cls, parse_json(saved), strict=True)
-        except ValueError as error:
-            raise MisfitError(str(error)) from error
+        found = _decoded(cls, saved)
         names = {file.name for file in found.files}
         sound = all(map(folders.is_name, "/".join(names or "-").split("/")))  # below the folder of the pattern
         if not sound or len(names) < len(found.files) or any(min(one.bytes, one.records) < 0 for one in found.files):
@@ -173,10 +179,7 @@ class LoaderPosition:
     @classmethod
     def from_bytes(cls, saved: bytes) -> "LoaderPosition":
         """Returns a position that was saved; raises `MisfitError` if it is none."""
-        try:
-            found = decode(cls, parse_json(saved), strict=True)
-        except ValueError as error:
-            raise MisfitError(str(error)) from error
+        found = _decoded(cls, saved)
         if min(found.number, found.epoch, found.index, found.consumed - found.number) < 0:
             raise MisfitError(f"no loader is at {found}")
         return found

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from clouds import wait_for
-from conftest import more
+from conftest import make_strategy, more
 
 import looplib
 from looplib.base.decoding import MisfitError
@@ -39,9 +39,7 @@ class Mean(looplib.Evaluator):
 
 
 def controller(folder, model_dir=None, *, replicas=1, size=8, loop="auto", shuffle=True, bad_records=0, **settings):
-    devices = [f"CPU:{number}" for number in range(replicas)]
-    one = tf.distribute.ReductionToOneDevice()  # collectives of two sizes cannot share a process
-    strategy = tf.distribute.MirroredStrategy(devices, one) if replicas > 1 else tf.distribute.get_strategy()
+    strategy = make_strategy("mirrored_x2" if replicas > 1 else "default")
     follow = looplib.Follow(**{"settled": None, "every": 0.05, **settings})
     with strategy.scope():
         trainer = followed.Followed(pattern(folder), shuffle, follow)
