@@ -147,7 +147,8 @@ def test_workers_die_and_come_back_and_a_coordinator_resumes_with_every_batch_co
         assert set(cluster.codes().values()) == {0}, cluster.log("chief")[-3000:]
         both = cluster.log("chief")
     restored = int(re.search(r"restored step (\d+)", both)[1])
-    assert restored in range(stopped - 60, stopped) if killed else restored == stopped
+    # A save starts after the report of its step, and after the save before it is committed.
+    assert restored in range(stopped - 100, stopped + 1) if killed else restored == stopped
     assert f"done at step {target}" in both
     report = json.loads((run / "run.json").read_text())
     assert report["status"] == "done" and report["step"] == target and "workers: 2" in report["strategy"]
