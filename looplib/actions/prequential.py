@@ -159,7 +159,7 @@ class Prequential(Action, StepAddition):
                 "call the model with training=False, and give the evaluator metrics of its own"
             )
         vector, others = self._packer.pack(outputs, inputs)
-        if others or any(self._packer.replaced()):
+        if others or self._packer.keeps_last:
             raise MetricError(f"{self._who} returned media, a looplib.last or a looplib.each, which no window sums")
         self._key = f"{_PREFIX}{zlib.crc32(repr(self._packer.slots).encode()):08x}"
         place = tf.one_hot(self._trainer.global_step // self._steps % 2, 2, dtype=tf.float64)[:, None]

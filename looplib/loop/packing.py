@@ -25,14 +25,16 @@ class _Slot:
     """Where one metric lies in the packed vector."""
 
     name: str
-    kind: str  # "mean" takes two places, sum and weight; "total" and "last" one for each element of the value
+    # "mean" takes two places, sum and weight; "total" one for each element of the value, and "last" one more, which is
+    # 1 where a step has given a value.
+    kind: str
     shape: tuple
     integer: bool
     start: int
 
     @property
     def size(self) -> int:
-        return 2 if self.kind == "mean" else math.prod(self.shape)
+        return 2 if self.kind == "mean" else math.prod(self.shape) + (self.kind == "last")
 
 
 class Packer:
@@ -68,9 +70,15 @@ class Packer:
         """Returns the slots of the loss of a name, and of other metrics with "loss" in their names."""
         return [one for one in self.slots if one.kind != "last" and (one.name == name or "loss" in one.name.lower())]
 
-    def replaced(self) -> list[bool]:
-        """Returns for each element whether a step's value takes the place of the one before, a list of bool."""
-        return [slot.kind == "last" for slot in self.slots for _ in range(slot.size)]
+    @property
+    def keeps_last(self) -> bool:
+        """Returns whether a metric is a `looplib.last`."""
+        return any(slot.kind == "last" for slot in self.slots)
+
+    def replaced_by(self) -> list[int | None]:
+        """Returns for each element where a contribution has the 1 by which it replaces a total, or None if it adds."""
+        marks = [slot.start + slot.size - 1 if slot.kind == "last" else None for slot in self.slots]
+        return [mark for slot, mark in zip(self.slots, marks) for _ in range(slot.size)]
 
     @tf.autograph.experimental.do_not_convert
     def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Reduction | Media]]:
@@ -169,7 +177,10 @@ class Packer:
             part = totals[slot.start : slot.start + slot.size]
             if slot.kind == "mean":
                 metrics[slot.name] = float(part[0] / part[1]) if part[1] else math.nan
+            elif slot.kind == "last" and not part[-1]:
+                metrics[slot.name] = np.full(slot.shape, math.nan) if slot.shape else math.nan
             else:
+                part = part[: math.prod(slot.shape)]
                 value = part.astype(np.int64) if slot.integer else part
                 metrics[slot.name] = value[0].item() if slot.shape == () else value.reshape(slot.shape)
         for name, result in results.items():
@@ -213,8 +224,10 @@ def _sums(group: list[Reduction]) -> list[tf.Tensor]:
 
     kind, data = group[0].kind, joined([reduction.value for reduction in group])
     if kind == "last":
-        first = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return [tf.where(tf.equal(first, 0), data, tf.zeros_like(data))]
+        is_first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+        values = tf.reshape(data, [len(group), math.prod(group[0].value.shape)])
+        values = tf.concat([values, tf.ones([len(group), 1], tf.float64)], axis=1)
+        return [tf.where(is_first, values, tf.zeros_like(values))]
     if kind != "mean":
         return [data]
     axes = None if len(group) == 1 else list(range(1, data.shape.rank))

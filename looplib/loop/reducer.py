@@ -159,8 +159,9 @@ class Reducer(Accumulator):
             runtime.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
         size = self.packer.size + (1 + len(self._watched) if self.watches else 0)
         self._totals = self._make_totals(size)
-        replaced = self.packer.replaced()
-        self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
+        marks = self.packer.replaced_by() + [None] * (size - self.packer.size)
+        self._replaced = np.array([mark is not None for mark in marks]) if self.packer.keeps_last else None
+        self._marks = np.array([mark or 0 for mark in marks])
         if self._pending is not None:
             self.load(*self._pending)
 
@@ -217,7 +218,10 @@ class Reducer(Accumulator):
     @tf.autograph.experimental.do_not_convert
     def joined(self, totals: tf.Tensor, contribution: tf.Tensor) -> tf.Tensor:
         """Returns totals, float64 `[n]`, plus the contribution `[n]` of the next step or steps."""
-        kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
+        kept = totals
+        if self._replaced is not None:
+            is_given = tf.gather(contribution, self._marks) > 0  # not of a step that was skipped or had no examples
+            kept = tf.where(self._replaced & is_given, tf.zeros_like(totals), totals)
         if not self._watched:
             return kept + contribution
         return tf.where(self.finite_in(totals), kept + contribution, totals)

@@ -189,6 +189,9 @@ def total(value: Any) -> Reduction:
 def last(value: Any) -> Reduction:
     """Keeps the value of the last step on the first replica; of the first micro-batch there.
 
+    A step counts if it is not skipped by `Guards(non_finite="skip")` and that replica has examples in it. If no step of
+    a report does, the metric is NaN.
+
     Args:
       value: real tensor whose shape is fully known, often a scalar such as a learning rate.
     """

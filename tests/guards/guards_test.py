@@ -261,6 +261,13 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, place, ker
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
+def test_a_last_value_of_a_step_that_is_skipped_is_that_of_the_step_before():
+    positions, actions = [], [lambda event: positions.append(event.metrics["position"])]
+    guards = looplib.Guards(non_finite="skip")
+    run(make_strategy("mirrored_x2"), "loss", bad_steps=(9, 10, 16), guards=guards, actions=actions)
+    assert positions == [4, 7, 14, 19]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "where, keras",

@@ -117,6 +117,17 @@ def test_metrics_are_those_of_all_examples_however_they_come_in_steps_replicas_l
         }, rel=1e-12, abs=1e-12, nan_ok=True)  # fmt: skip
 
 
+def test_a_last_value_is_of_the_last_step_in_which_the_first_replica_had_examples(sums):
+    of_two, empty = sums[1], []
+    of_two.reducer.clear()
+    last = lambda: of_two.reducer.packer.unpack(*of_two.reducer.read())["last"]
+    of_two.loop([[[(1.0, 1)], empty, [(2.0, 1)], empty], [[(3.0, 1)], empty, empty, empty]])
+    of_two.loop([[empty, empty, [(4.0, 1)], empty]])
+    assert last() == 3
+    of_two.loop([[empty, empty, [(5.0, 1)], empty]])
+    assert np.isnan(last())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch, n", [(1, 3), (4, 13), *more([(4, 12), (5, 41)])])
 def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
