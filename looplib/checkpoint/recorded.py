@@ -56,7 +56,7 @@ class RecordedParts:
         record.actions = self._actions.save()
         record.engines = self.loops.engines
         record.seed, record.global_batch_size, record.loop = config.seed, config.global_batch_size, config.loop
-        record.examples, record.files = training.examples, training.fingerprint
+        record.examples, record.order, record.files = training.examples, training.order, training.fingerprint
 
     def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
         """Restores the parts of a training from the record of a checkpoint.
@@ -98,7 +98,8 @@ class RecordedParts:
             self.loops.retrace(layers)
 
     def _warn_of_other_data(self, record: RunRecord, step: int, position: bytes | None) -> None:
-        examples, files = self.loops.training.examples, self.loops.training.fingerprint
+        training = self.loops.training
+        examples, files = training.examples, training.fingerprint
         found = []
         if record.files and files:
             from looplib.data.records.reader import changes  # here, as few starts need it
@@ -114,6 +115,13 @@ class RecordedParts:
         elif None not in (examples, record.examples) and examples != record.examples:
             found.insert(0, f"it has {examples} examples, and had {record.examples}")
             order = ", in another order"
+        saved, now = ((of.seed, of.global_batch_size) for of in (record, self.loops.config))
+        if not found and saved == now and None not in (training.order, record.order) and training.order != record.order:
+            logging.warning(
+                "the examples come in another order than that of step %d (shuffle, block, name, whole_epochs and plans "
+                "of context.indices, records and resident decide it), so that some of this epoch come twice, and "
+                "others do not come", step,
+            )  # fmt: skip
         if found:
             logging.warning(
                 "the training data is not the one of step %d: %s; the steps that follow train on this data%s. If files "

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 _MOST_BATCHES = 2**62
+_PROBED = 256  # examples whose order a checksum is of
 
 
 @dataclasses.dataclass
@@ -65,6 +67,8 @@ class DatasetCall:
     batches: tf.data.Dataset | None = None  # the data set that it returned
     ids: tf.data.Dataset | None = None  # the ids of each batch, int64 `[b]`, if each example has one; else None
     sequential: bool = False  # whether the ids of each batch follow one another
+    # Finds what is read at positions in the run, int64 `[1, p]`; None where that is not known.
+    order: Callable[[tf.Tensor], Any] | None = None
     # Makes the ids in ops that XLA compiles: a function from the number of batches of this pipeline before (int64
     # scalar tensor) and how many to make, to int64 `[batches, b]`; None for other data.
     draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
@@ -85,6 +89,14 @@ class DatasetRequests:
     reader: "RecordReader | None" = None  # what reads records, once `records` was called
     loader: "LoaderReader | None" = None  # what reads a loader, once `loader` was called
     calls: list[DatasetCall] = dataclasses.field(default_factory=list)  # in their order
+
+    def order(self) -> int | None:
+        """Returns a checksum of the order of the examples that come first in a run; None where that is not known."""
+        orders = [call.order for call in self.calls if call.order is not None]
+        with tf.init_scope():
+            positions = tf.range(_PROBED, dtype=tf.int64)[tf.newaxis]
+            found = [np.asarray(part).tobytes() for order in orders for part in tf.nest.flatten(order(positions))]
+        return zlib.crc32(b"".join([str(self.epoch).encode(), *found])) if found else None
 
     @property
     def last(self) -> DatasetCall | None:
@@ -278,6 +290,7 @@ class InputContext:
         call.sequential = ordered and not self.training  # then the positions are the ids
         call.batches = (chunks if call.sequential else chunks.map(examples, **_PARALLEL)).unbatch()
         call.ids = call.batches if plan.width == 1 else None
+        call.order = found
         epoch = Epoch(plan.size, whole_epochs)
         if ordered and self.training and self.positions.sizes.full(epoch):
             call.draw = functools.partial(_draw, plan, seed, self.positions, epoch)

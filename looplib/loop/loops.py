@@ -108,6 +108,8 @@ class Loops:
             )
         for name, task in evaluators.items():
             self.evaluations[name] = make_loop(name, task, counter=self.evaluated)
+        if trainer:
+            _newest[id(trainer)] = self  # last, as a build that fails is none that anybody could close
 
     def _specification(self, split: str, task: Trainer | Evaluator, **others: Any) -> Specification:
         config = self.config
@@ -138,7 +140,6 @@ class Loops:
                 "each counts and saves its own steps only; close the other one",
                 type(trainer).__name__,
             )
-        _newest[id(trainer)] = self
 
     @property
     def by_name(self) -> dict[str, Loop]:

@@ -180,7 +180,7 @@ class TaskLoop(TrainingLoop):
         backend = backend_of(spec)
         self.data = TaskData(spec, backend)
         stream, properties = self.data.stream, self.data.stream.properties
-        self.examples = properties.examples
+        self.examples, self.order = properties.examples, properties.order
         backend.check(stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.

@@ -706,3 +706,50 @@ def test_a_resume_on_data_that_is_read_in_another_way_says_so(tmp_path, caplog):
         with toy.controller(make_strategy("default"), kind(), model_dir=tmp_path) as controller:
             controller.train(number)
         assert said in caplog.text and ("the training data is not the one" in caplog.text) == bool(said)
+
+
+_ROWS = [b"%d" % number for number in range(toy.NUM_EXAMPLES)]
+_BY_RECORDS = lambda context, **how: context.records(_ROWS, **how).map(
+    lambda rows: tf.strings.to_number(rows, tf.int64)
+)
+
+
+def _mixed(context, share):
+    mixture = looplib.Mixture({"a": toy.NUM_EXAMPLES, "b": 8}, {"a": share, "b": 1 - share})
+    return context.indices(mixture).map(lambda source, ids: ids)
+
+
+_ORDERS = {
+    "indices": lambda context: context.indices(toy.NUM_EXAMPLES),
+    "not shuffled": lambda context: context.indices(toy.NUM_EXAMPLES, shuffle=False),
+    "named": lambda context: context.indices(toy.NUM_EXAMPLES, name="inputs"),
+    "with seeds": lambda context: context.indices(toy.NUM_EXAMPLES, seeds=True).map(lambda ids, seeds: ids),
+    "mixed": lambda context: _mixed(context, 0.5),
+    "mixed otherwise": lambda context: _mixed(context, 0.7),
+    "records": lambda context: _BY_RECORDS(context, block=4),
+    "smaller blocks": lambda context: _BY_RECORDS(context, block=2),
+}
+
+
+@pytest.mark.parametrize(
+    "before, after, warns",
+    [
+        ("indices", "not shuffled", True),
+        ("indices", "named", True),
+        ("mixed", "mixed otherwise", True),
+        ("records", "smaller blocks", True),
+        ("indices", "with seeds", False),
+        ("records", "records", False),
+    ],
+)
+def test_a_resume_that_reads_its_examples_in_another_order_says_so(before, after, warns, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="absl")
+    for steps, order in ((1, before), (2, after), (3, after)):
+        trainer = toy.Regression()
+        trainer.dataset = lambda context, order=order: _ORDERS[order](context).map(
+            lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i))
+        )
+        with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
+            controller.train(steps)
+    assert caplog.text.count("the examples come in another order than that of step 1") == warns
+    assert "order than that of step 2" not in caplog.text

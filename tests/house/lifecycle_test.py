@@ -147,18 +147,24 @@ def test_a_second_controller_of_a_directory_that_is_trained_in_is_refused(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_directory_is_free_after_a_controller_whose_building_failed(tmp_path):
+def test_a_directory_and_a_trainer_are_free_after_a_controller_whose_building_failed(tmp_path, caplog):
     class Broken(toy.Regression):
-        def step_fn(self, inputs):
-            raise UsageError("broken")
+        broken = True
 
+        def step_fn(self, inputs):
+            if self.broken:
+                raise UsageError("broken")
+            return super().step_fn(inputs)
+
+    trainer = Broken()
     try:
-        build(tmp_path, Broken())
+        build(tmp_path, trainer)
     except UsageError as error:
         kept = error  # with its frames, as a notebook keeps the last error
-    with build(tmp_path) as controller:
+    trainer.broken = False
+    with build(tmp_path, trainer) as controller:
         controller.train(2)
-    assert str(kept) == "broken"
+    assert str(kept) == "broken" and "another controller" not in caplog.text
 
 
 @pytest.mark.slow

@@ -314,6 +314,7 @@ class RecordReader:
         if tolerates:
             self._tolerated = tolerant(source, context.bad_records, context.training, kept)
         positions, call = context.positions_of(plan, "records", whole_epochs, repeat, most)
+        call.order = lambda positions: picks(positions)[0]
         picked = positions.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         call.ids = picked.map(_ids).unbatch()
         if isinstance(source, Subset):
