@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import io
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -332,9 +332,17 @@ class _Element:
 
     def pack(self, records: list[Any], shape: tuple[int, ...]) -> list[np.ndarray]:
         """Returns the leaves of records, each with the leading shape of the picks."""
-        plain = isinstance(self._like, bytes)
-        columns = [records] if plain else zip(*map(tf.nest.flatten, records))
+        columns = zip(*map(self._leaves, records)) if tf.nest.is_nested(self._like) else [records]
         return [self._column(*leaf, shape) for leaf in zip(columns, self.dtypes, self._shapes)]
+
+    def _leaves(self, record: Any) -> list[Any]:
+        try:
+            return list(_parts(record, self._like))
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecordsError(
+                f"a record is {structure_of(record)}, and the first one {structure_of(self._like)}, which make no "
+                "batch; give records of one structure, or serialized ones, and parse them in dataset.map"
+            ) from error
 
     def _column(self, values: Sequence[Any], dtype: tf.DType, inner: list[int], shape: tuple[int, ...]) -> np.ndarray:
         if dtype == tf.string and not inner:
@@ -354,6 +362,21 @@ class _Element:
         """Returns the structure of records with the static shapes that are known."""
         leaves = [tf.ensure_shape(leaf, [*shape, *inner]) for leaf, inner in zip(leaves, self._shapes)]
         return tf.nest.pack_sequence_as(self._like, leaves)
+
+
+def _parts(record: Any, like: Any) -> Iterator[Any]:
+    """Yields the parts of a record in the order of `tf.nest.flatten(like)`; raises `KeyError` and others without one.
+
+    A dict may have further fields, such as a column that newer files have.
+    """
+    if isinstance(like, Mapping):
+        for name in sorted(like):
+            yield from _parts(record[name], like[name])
+    elif isinstance(like, tuple):
+        for part, like_part in zip(record, like, strict=True):
+            yield from _parts(part, like_part)
+    else:
+        yield record
 
 
 def _first_of(source: Source) -> Any:

@@ -395,6 +395,27 @@ def test_lines_records_of_one_length_and_parquet(tmp_path):
 
 
 @pytest.mark.slow
+def test_fields_of_records_are_found_by_their_names(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    newer = {"a": np.arange(8, 16), "aa": np.arange(8)}  # a column that older files do not have
+    for name, columns in {
+        "1": {"a": np.arange(8), "b": np.zeros(8)},
+        "2": {**newer, "b": np.ones(8)},
+        "3": newer,
+    }.items():
+        parquet.write_table(arrow.table(columns), tmp_path / f"{name}.parquet")
+    evaluated = lambda *names: context(8, training=False).records([str(tmp_path / f"{name}.parquet") for name in names])
+    found = [batch for batch in evaluated("1", "2").as_numpy_iterator()]
+    assert [batch.keys() for batch in found] == 2 * [{"a", "b"}]
+    assert np.concatenate([batch["a"] for batch in found]).tolist() == list(range(16))
+    assert np.concatenate([batch["b"] for batch in found]).tolist() == [0] * 8 + [1] * 8
+    said = r"a record is \{a: int64 \[\], aa: int64 \[\]\}, and the first one \{a: int64 \[\], b: float64 \[\]\}"
+    with pytest.raises(Exception, match=said):
+        list(evaluated("1", "3"))
+    with pytest.raises(Exception, match=r"a record is \(int64 \[\]\), and the first one \(int64 \[\], int64 \[\]\)"):
+        list(context(8, training=False).records([(1, 2), (1,)]))
+
+
 def test_the_page_of_records_opens_files_as_printed(tmp_path):
     import pyarrow
     import pyarrow.parquet
