@@ -263,26 +263,36 @@ def _apply(
         trainable_variables = list(trainable_variables)
     if tf.distribute.in_cross_replica_context() or _optimizers.is_summed():
         return converted(plain)(grads, trainable_variables, **kwargs)
-    if not summed:
-        grads = weighted(grads)
     if _optimizers.num_replicas() > 1:
         _make_ready(optimizer, trainable_variables)
-    others = update_tables(optimizer, grads, trainable_variables, summed=summed)
-    if others is not None:
-        grads, trainable_variables = others
-        if not grads:
-            return None
-    if not _keras.scales_loss(optimizer):
-        note_gradients(grads, trainable_variables)
+    grads, trainable_variables = _prepared(optimizer, grads, trainable_variables, summed)
+    if not grads:
+        return None
     if _optimizers.num_replicas() > 1 and not summed:
         grads = over_replicas(grads)
     with _optimizers.summed():
         return converted(plain)(grads, trainable_variables, **kwargs)
 
 
+def _prepared(
+    optimizer: Any,
+    gradients: Sequence[Gradient],
+    variables: Sequence[Any] | None,
+    summed: bool,
+    sums_itself: bool = False,
+) -> tuple[Sequence[Gradient], Sequence[Any] | None]:
+    """Weighs gradients, updates tables by theirs, and notes the others; returns these, and their variables."""
+    if not summed:
+        gradients = weighted(gradients)
+    gradients, variables = update_tables(optimizer, gradients, variables, summed=summed or sums_itself)
+    if not _keras.scales_loss(optimizer):
+        note_gradients(gradients, variables)
+    return gradients, variables
+
+
 def update_tables(
     optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any] | None, *, summed: bool = False
-) -> tuple[list[Gradient], list[Any]] | None:
+) -> tuple[Sequence[Gradient], Sequence[Any] | None]:
     """Updates rows of the tables among some variables, and notes their gradients for the guards; in replica context.
 
     Args:
@@ -292,7 +302,7 @@ def update_tables(
       summed: whether the gradients are sums over replicas, which cannot be told apart from a replica's own.
 
     Returns:
-      The gradients of the other variables, and these; None if there are no tables.
+      The gradients of the other variables, and these.
 
     Raises:
       UsageError: for an optimizer, or a gradient, that would need a whole table.
@@ -300,7 +310,7 @@ def update_tables(
     pairs = list(zip(gradients, _optimizers.variables_of(optimizer) if variables is None else variables))
     tables = [pair for pair in pairs if row_updates.is_table(pair[1])]
     if not tables:
-        return None
+        return gradients, variables
     if summed and _optimizers.num_replicas() > 1:
         raise StepError(
             f"apply_gradients got the sum over replicas of the gradient of the table {tables[0][1].name}; give it the "
@@ -384,15 +394,9 @@ def _apply_pairs(
     if tf.distribute.in_cross_replica_context() or _optimizers.is_summed():
         return converted(plain)(pairs, *args, **kwargs)
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-    if not summed:
-        gradients = weighted(gradients)
-    others = update_tables(optimizer, gradients, variables, summed=summed or sums_itself(kwargs))
-    if others is not None:
-        gradients, variables = others
-        if not gradients:
-            return None
-    if not _keras.scales_loss(optimizer):
-        note_gradients(gradients, variables)
+    gradients, variables = _prepared(optimizer, gradients, variables, summed, sums_itself(kwargs))
+    if not gradients:
+        return None
     parameters = inspect.signature(plain).parameters
     skip = {name: value for name, value in _SKIP.items() if name in parameters}
     several = _optimizers.num_replicas() > 1

@@ -9,8 +9,8 @@ Names that other rooms may use, by file:
         progress_of, rate_or_schedule, refuse_limits, scales_loss, served, sublayers, tf_variable, unlisted_metrics,
         unpacked, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner, with_mask,
         without_vocabularies
-    optimizers: accumulating, counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method,
-        Replacement, summed, updates_conditionally, variables_of
+    optimizers: accumulating, counts_while_traced, fused_update, handle_of, is_summed, leave_out_sum, num_replicas,
+        own_method, Replacement, summed, updates_conditionally, variables_of
     patches: alone, Collectives, collectives, may_join, recompute, synchronize, weighs_collectives
     places: called, graphs_called, is_installed, is_of_keras, is_ours, line_of, needed, Ops, place_of,
         place_of_function, place_of_start

@@ -230,9 +230,9 @@ def _adam(optimizer: Any, variable: Any, rate: tf.Tensor) -> Callable:
     step = tf.cast(_keras.tf_variable(optimizer.iterations) + 1, tf.float32)
     return functools.partial(
         tf.raw_ops.ResourceApplyAdam,
-        var=_handle(variable),
-        m=_handle(slot_of(optimizer, optimizer._momentums, variable)),
-        v=_handle(slot_of(optimizer, optimizer._velocities, variable)),
+        var=handle_of(variable),
+        m=handle_of(slot_of(optimizer, optimizer._momentums, variable)),
+        v=handle_of(slot_of(optimizer, optimizer._velocities, variable)),
         beta1_power=tf.pow(tf.cast(optimizer.beta_1, tf.float32), step),
         beta2_power=tf.pow(tf.cast(optimizer.beta_2, tf.float32), step),
         lr=rate,
@@ -243,13 +243,13 @@ def _adam(optimizer: Any, variable: Any, rate: tf.Tensor) -> Callable:
 
 
 def _sgd(optimizer: Any, variable: Any, rate: tf.Tensor) -> Callable:
-    handle = _handle(variable)
+    handle = handle_of(variable)
     if _keras.family(optimizer) == "keras" and not optimizer.momentum:
         return lambda grad: tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=grad)
     return functools.partial(
         tf.raw_ops.ResourceApplyKerasMomentum,
         var=handle,
-        accum=_handle(slot_of(optimizer, optimizer.momentums, variable)),
+        accum=handle_of(slot_of(optimizer, optimizer.momentums, variable)),
         lr=rate,
         momentum=tf.cast(optimizer.momentum, tf.float32),
         use_nesterov=optimizer.nesterov,
@@ -263,7 +263,8 @@ def slot_of(optimizer: Any, slots: Sequence[Any], variable: Any) -> Any:
     return slots[optimizer._index_dict[optimizer._var_key(variable)]]
 
 
-def _handle(variable: Any) -> tf.Tensor:
+def handle_of(variable: Any) -> tf.Tensor:
+    """Returns the handle of a variable of either family, for an op of a step."""
     variable = _keras.tf_variable(variable)
     variable.value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
     return variable.handle

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.compat.optimizers import slot_of
+from looplib.compat.optimizers import handle_of, slot_of
 from looplib.compat.versions import KNOWN_KERAS
 from looplib.errors import OptimizerError, StepError
 
@@ -32,11 +32,6 @@ _WHOLE = (
 )  # fmt: skip
 CHECK = "ids_of_a_table"  # the name of the op that checks ids, without which wrong ones would be looked up
 _SLOT = "add_variable_from_reference"  # the method of optimizers, of both families
-_tables: dict[int, "_Table"] = {}  # by the identity of the variable's handle
-_held: dict[int, tuple[int, ...]] = {}
-
-
-_maps: dict[int, None] = {}
 
 
 @dataclasses.dataclass
@@ -54,9 +49,18 @@ class RowOwners:
     grows: bool = False
 
 
-class _Table(NamedTuple):
-    divided: bool
-    owners: RowOwners | None
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What is known of a variable."""
+
+    is_table: bool = False  # whether it is updated row by row
+    is_divided: bool = False  # whether workers have its part, and others, of a table alone
+    owners: RowOwners | None = None  # of a table whose rows change their owners
+    knows_owners: bool = False
+    held_shape: tuple[int, ...] | None = None  # of what `held` has made
+
+
+_facts: dict[int, _Facts] = {}  # by the identity of the variable's handle
 
 
 def add_table(table: Any, divided: bool, owners: RowOwners | None = None, maps: Sequence[Any] = ()) -> None:
@@ -68,34 +72,29 @@ def add_table(table: Any, divided: bool, owners: RowOwners | None = None, maps: 
       owners: of a table whose rows change their owners.
       maps: variables that know the owners.
     """
-    _note(_tables, table, _Table(divided, owners))
+    _note(table, is_table=True, is_divided=divided, owners=owners)
     for variable in maps:
-        _note(_maps, variable)
+        _note(variable, knows_owners=True)
 
 
 def knows_owners(variable: tf.Variable) -> bool:
     """Returns whether a variable knows the owners of the rows of a table."""
-    return _handle(variable) in _maps
+    return _facts_of(variable).knows_owners
 
 
 def changes_owners(table: Any) -> bool:
     """Returns whether the rows of a variable change their owners."""
-    return _owners(table) is not None
-
-
-def _owners(table: Any) -> RowOwners | None:
-    found = _tables.get(_handle(table))
-    return found.owners if found else None
+    return _facts_of(table).owners is not None
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
     """Returns the shape of a variable, of a part of a table and its slots with the rows that another worker has."""
-    return _held.get(_handle(variable)) or tuple(variable.shape)
+    return _facts_of(variable).held_shape or tuple(variable.shape)
 
 
 def is_table(variable: Any) -> bool:
     """Returns whether a variable of either Keras family, or of TensorFlow, is updated row by row."""
-    return _handle(variable) in _tables
+    return _facts_of(variable).is_table
 
 
 def without_copy(variable: tf.Variable) -> tf.Tensor:
@@ -127,30 +126,34 @@ def held(device: str, make: Callable[[], Any], shape: tuple[int, ...]) -> Any:
             return make()
 
     variable = _tf.outside(made)
-    _note(_held, variable, shape)
+    _note(variable, held_shape=shape)
     return variable
 
 
 def is_held(variable: Any) -> bool:
     """Returns whether `held` made a variable: a part of a table, or a slot of one, that one replica holds."""
-    return _handle(variable) in _held
+    return _facts_of(variable).held_shape is not None
 
 
 def is_divided(variable: Any) -> bool:
     """Returns whether a variable is a part of a table of which each worker has some parts."""
-    table = _tables.get(_handle(variable))
-    return table is not None and table.divided
+    return _facts_of(variable).is_divided
 
 
-def _note(found: dict[int, Any], variable: Any, value: Any = None) -> None:
-    variable = _keras.tf_variable(variable)
-    for part in _parts(variable):
-        found[_tf.identity_of(part)] = value
-        weakref.finalize(variable, found.pop, _tf.identity_of(part), None)
+def any_tables() -> bool:
+    """Returns whether this process has a table."""
+    return any(facts.is_table for facts in _facts.values())
 
 
-def _handle(variable: Any) -> int:
-    return _tf.identity_of(_parts(_keras.tf_variable(variable))[0])
+def _note(variable: Any, **facts: Any) -> None:
+    found, variable = _facts_of(variable), _keras.tf_variable(variable)
+    for key in map(_tf.identity_of, _parts(variable)):
+        _facts[key] = dataclasses.replace(found, **facts)
+        weakref.finalize(variable, _facts.pop, key, None)
+
+
+def _facts_of(variable: Any) -> _Facts:
+    return _facts.get(_tf.identity_of(_parts(_keras.tf_variable(variable))[0]), _Facts())
 
 
 def _parts(variable: Any) -> Sequence[Any]:
@@ -196,11 +199,6 @@ def keep_slots_with_tables(family: str) -> None:
     setattr(adapter, _SLOT, method)
 
 
-def any_tables() -> bool:
-    """Returns whether this process has a table."""
-    return bool(_tables)
-
-
 def update(
     optimizer: Any,
     gradient: tf.IndexedSlices,
@@ -230,10 +228,9 @@ def _update(
 
     def rows_of(held: Any) -> _TouchedRows:
         variable = local(_keras.tf_variable(held))
-        variable.value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
-        return _TouchedRows(variable.handle, ids, variable.dtype)
+        return _TouchedRows(handle_of(variable), ids, variable.dtype)
 
-    owners = _owners(table)
+    owners = _facts_of(table).owners
     new = None if owners is None else _of_new_owners(owners, rows_of, table)
 
     def slot(slots: Sequence[Any], initial: float = 0.0) -> _TouchedRows:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import google_crc32c
@@ -103,21 +103,7 @@ class LoaderReader:
 
     def dataset(self) -> tf.data.Dataset:
         """Makes a data set of the batches."""
-        own = self._format
-
-        def following(entry: tf.Tensor) -> list[tf.Tensor]:
-            parts = tf.numpy_function(self._following, [entry], own.types)
-            return [tf.ensure_shape(part, spec.shape) for part, spec in zip(parts, own.specs)]
-
-        read = mapped_in_turn(following, tf.TensorSpec([], tf.int64))
-
-        @tf.autograph.experimental.do_not_convert
-        def batches(_: tf.Tensor) -> tf.data.Dataset:
-            return read(
-                tf.data.Dataset.from_tensors(tf.numpy_function(self._enter, [], tf.int64)).repeat(), own.structure
-            )
-
-        made = tf.data.Dataset.from_tensors(0).flat_map(batches)
+        made = read_in_turn(self._enter, self._following, self._format.specs, self._format.structure)
         return (made.apply(ENDLESS) if self.endless else made).prefetch(2)
 
     def begin_at(self, saved: bytes | None) -> None:
@@ -406,32 +392,41 @@ class LoaderReader:
             self._taking += time.perf_counter() - began
 
 
-def mapped_in_turn(
-    function: Callable[[tf.Tensor], list[tf.Tensor]], spec: tf.TensorSpec
-) -> Callable[[tf.data.Dataset, Any], tf.data.Dataset]:
-    """Returns what maps data sets by a function, in the thread that asks for the element.
+def read_in_turn(
+    enter: Callable[[], np.int64],
+    following: Callable[[np.int64], list[np.ndarray]],
+    specs: Sequence[tf.TensorSpec],
+    structure: Any,
+) -> tf.data.Dataset:
+    """Makes a data set of unknown length that Python reads, in the thread that asks for the element.
 
     `Dataset.map` calls its function on other threads. To hand over to them takes longer than many batches, and they are
     few: one that waits for long would be missing to steps and evaluations.
 
     Args:
-      function: from an element to the parts of a new one.
-      spec: of the elements.
-
-    Returns:
-      Function from a data set and the structure of specs of the new elements to a data set of unknown length.
+      enter: begins to read; returns what identifies an iterator.
+      following: returns the parts of the next element of an iterator; raises `StopIteration` at the end.
+      specs: of the parts.
+      structure: of specs, of the elements.
     """
-    traced = tf.function(function, input_signature=[spec], autograph=False).get_concrete_function()
 
-    def mapped(dataset: tf.data.Dataset, structure: Any) -> tf.data.Dataset:
+    def read(entry: tf.Tensor) -> list[tf.Tensor]:
+        parts = tf.numpy_function(following, [entry], [spec.dtype for spec in specs])
+        return [tf.ensure_shape(part, spec.shape) for part, spec in zip(parts, specs)]
+
+    traced = tf.function(read, input_signature=[tf.TensorSpec([], tf.int64)], autograph=False).get_concrete_function()
+
+    @tf.autograph.experimental.do_not_convert
+    def elements(_: tf.Tensor) -> tf.data.Dataset:
+        entries = tf.data.Dataset.from_tensors(tf.numpy_function(enter, [], tf.int64)).repeat()
         made = tf.raw_ops.MapDataset(
-            input_dataset=tf.data.experimental.to_variant(dataset), other_arguments=[], f=traced,
-            output_types=[part.dtype for part in traced.outputs], output_shapes=[part.shape for part in traced.outputs],
+            input_dataset=tf.data.experimental.to_variant(entries), other_arguments=[], f=traced,
+            output_types=[spec.dtype for spec in specs], output_shapes=[spec.shape for spec in specs],
             use_inter_op_parallelism=False, preserve_cardinality=False,
         )  # fmt: skip
         return tf.data.experimental.from_variant(made, structure)
 
-    return mapped
+    return tf.data.Dataset.from_tensors(0).flat_map(elements)
 
 
 def _digest(parts: list[np.ndarray]) -> int:

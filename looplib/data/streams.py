@@ -359,28 +359,23 @@ class HostStream(Stream):
     @property
     def ahead(self) -> bool:
         """See `Stream`. No fetch is left over at the end of a call, so that the iterator's state is the position."""
-        return bool(self.devices) and (self.properties.infinite or self._fillers is not None)
+        return bool(self.devices) and (self.properties.infinite or self._all_dense)
 
     @functools.cached_property
-    def _fillers(self) -> Callable[[int], Any] | None:
-        """Makes a batch of zeros with some examples; None if the elements are not all dense tensors of known rank."""
-        specs = tf.nest.flatten(self.dataset.element_spec)
-        if not all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs):
-            return None
-        sizes = [spec.shape.as_list() for spec in specs]
-        return lambda examples: tf.nest.pack_sequence_as(
-            self.dataset.element_spec,
-            [
-                tf.zeros([one or (0 if i else examples) for i, one in enumerate(shape)], spec.dtype)
-                for shape, spec in zip(sizes, specs)
-            ],
+    def _all_dense(self) -> bool:
+        return all(map(_is_dense, tf.nest.flatten(self.dataset.element_spec)))
+
+    def _zeros(self, examples: int) -> Any:
+        """Makes a batch of dense tensors with a number of examples, where their size is not in the spec."""
+        return tf.nest.map_structure(
+            lambda spec: _zeros(spec, spec.shape[0] or examples if spec.shape.rank else 0), self.dataset.element_spec
         )
 
     def copy_seconds(self) -> float:
         """See `Stream`."""
-        if not self.devices or self._fillers is None:
+        if not self.devices or not self._all_dense:
             return 0.0
-        batches = [self._fillers(self.properties.batch_size) for _ in self.devices]
+        batches = [self._zeros(self.properties.batch_size) for _ in self.devices]
         started = time.perf_counter()
         for leaf in tf.nest.flatten(self._placed(batches)):
             tf.reshape(leaf, [-1])[:1].numpy()  # waits for the copy
@@ -399,7 +394,7 @@ class HostStream(Stream):
         if self.properties.infinite:
             return self._placed([next(iterator) for _ in range(self._local_replicas)]), tf.constant(True)
         optionals, more = self._next_as_optional(iterator)
-        batches = tf.cond(more, lambda: self._values(optionals), lambda: tuple(self._fillers(0) for _ in optionals))
+        batches = tf.cond(more, lambda: self._values(optionals), lambda: tuple(self._zeros(0) for _ in optionals))
         return self._placed(batches), more
 
     def _next_as_optional(self, iterator: tf.data.Iterator) -> tuple[tuple[tf.experimental.Optional, ...], tf.Tensor]:
@@ -493,14 +488,23 @@ class HostStream(Stream):
             )
 
 
+def _is_dense(spec: tf.TypeSpec) -> bool:
+    return isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None
+
+
+def _zeros(spec: tf.TensorSpec, rows: int) -> tf.Tensor:
+    """Makes a tensor of a spec of known rank with some rows; other dimensions that are not known have size 0."""
+    return tf.zeros([rows, *(size or 0 for size in spec.shape[1:])] if spec.shape.rank else [], spec.dtype)
+
+
 def _no_rows(who: str, spec: tf.TypeSpec) -> tf.Tensor | tf.SparseTensor:
     """Makes a tensor of a spec `[b, ...]` with no row."""
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [size or 0 for size in spec.shape.as_list()]
         values = tf.zeros([0], spec.dtype)
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), values, [0, *shape[1:]])
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None:
-        return tf.zeros([0, *(size or 0 for size in spec.shape.as_list()[1:])] if spec.shape.rank else [], spec.dtype)
+    if _is_dense(spec):
+        return _zeros(spec, 0)
     raise DatasetError(
         f"{who}.dataset has elements {spec}; several workers can evaluate dense tensors of known rank and sparse ones, "
         "because a worker whose share has ended continues with empty batches"

@@ -11,14 +11,14 @@ from looplib.base.messages import whole_number
 from looplib.cluster import updates
 from looplib.cluster.holders import joined
 from looplib.compat import keras as _keras
-from looplib.compat.optimizers import num_replicas
+from looplib.compat.optimizers import handle_of, num_replicas
 from looplib.compat.patches import may_join
 from looplib.compat.row_updates import RowOwners, add_table
+from looplib.data.order import mix
 from looplib.errors import SettingError, StepError
 from looplib.task.sharded_embedding import Ids, ShardedEmbedding, _asserted, _checked
 
 _NEVER = -1  # the step of the last sight of a row that nobody has had
-_FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)  # of the generator SplitMix64
 _ODD = 0x9E3779B97F4A7C15
 
 
@@ -199,7 +199,7 @@ class DynamicEmbedding(ShardedEmbedding):
             )
         self._owners.grows = True
         for variable in self.weights:
-            _keras.tf_variable(variable).value()  # unused, but the trace then counts it as one of the step's
+            handle_of(variable)  # so that the trace counts it as one of the step's
         every, counts = _of_all_replicas(keys, counts)
         rows, now = self._map.find(every), _value(self.steps)[0]
         _write(self._map.seen, tf.boolean_mask(rows, rows >= 0), now)
@@ -352,7 +352,7 @@ class _PlaceMap:
 
     def _first(self, ids: tf.Tensor) -> tf.Tensor:
         """Returns where in the index to look for ids first."""
-        return tf.bitcast(_right(_mixed(tf.bitcast(ids, tf.uint64)), 1), tf.int64) % self._index.shape[0]
+        return tf.bitcast(_right(mix(tf.bitcast(ids, tf.uint64)), 1), tf.int64) % self._index.shape[0]
 
     def _next(self, at: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return (at + step) % self._index.shape[0]  # by 1, 2, 3...: this comes to each entry of a power of two
@@ -411,13 +411,6 @@ def _unsigned(*numbers: int) -> tf.Tensor:
     return tf.constant(np.array([number % 2**64 for number in numbers], np.uint64))
 
 
-def _mixed(numbers: tf.Tensor) -> tf.Tensor:
-    """Returns 64 bits of each of some uint64 that depend on all bits of it."""
-    for shift, factor in _FACTORS:
-        numbers = tf.bitwise.bitwise_xor(numbers, _right(numbers, shift)) * _unsigned(factor)
-    return tf.bitwise.bitwise_xor(numbers, _right(numbers, 31))
-
-
 def _right(numbers: tf.Tensor, shift: int) -> tf.Tensor:
     return tf.bitwise.right_shift(numbers, _unsigned(shift))
 
@@ -427,9 +420,9 @@ def _initial(initializer: Any, ids: tf.Tensor, dim: int, dtype: tf.DType) -> tf.
     config = initializer.get_config()
     if "seed" not in config:
         return tf.repeat(tf.convert_to_tensor(initializer((1, dim), dtype=dtype)), tf.size(ids), axis=0)
-    seeds = _mixed(tf.bitwise.bitwise_xor(tf.bitcast(ids, tf.uint64), _mixed(_unsigned(config["seed"]))))
+    seeds = mix(tf.bitwise.bitwise_xor(tf.bitcast(ids, tf.uint64), mix(_unsigned(config["seed"]))))
     columns = _unsigned(*((column + 1) * _ODD for column in range(dim)))
-    bits = tf.bitcast(_right(_mixed(seeds[:, tf.newaxis] + columns), 11), tf.int64)
+    bits = tf.bitcast(_right(mix(seeds[:, tf.newaxis] + columns), 11), tf.int64)
     uniform = (tf.cast(bits, tf.float64) + 0.5) / 2.0**53
     if "minval" in config:
         values = config["minval"] + uniform * (config["maxval"] - config["minval"])

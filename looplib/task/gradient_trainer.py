@@ -461,7 +461,7 @@ class GradientTrainer(Trainer):
                 ]
             accumulating = [] if self.averages is None else _optimizers.accumulating(optimizer)
             before = [tf.identity(one.iterations) for one, _ in accumulating]  # which counts updates
-            others = updates.update_tables(optimizer, own, variables) or (own, variables)
+            others = updates.update_tables(optimizer, own, variables)
             if others[0]:
                 self.apply_gradients(optimizer, zip(*others), summed=True)
             if self.averages is not None:

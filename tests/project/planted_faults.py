@@ -183,7 +183,7 @@ FAULTS = [
     Fault("an optimizer that the trainer does not hold updates no table", "cluster/updates.py",
           "if not several and not any(map(row_updates.is_table, variables)):", "if not several:", "sharded_embedding"),
     Fault("files that appear come in the order of their names", "data/records/follow.py",
-          "self._waiting = sorted(sizes.keys() - taken.keys())", "self._waiting = [*(sizes.keys() - taken.keys())]", "follow"),
+          "names = sorted(sizes.keys() - taken.keys())", "names = [*(sizes.keys() - taken.keys())]", "follow"),
     Fault("a file that was replaced before it was read is found", "data/records/follow.py",
           "self._described(taken.name, source, taken.records) == taken", "True", "follow"),
     Fault("each batch that is there is located once", "data/records/follow.py",

@@ -1,6 +1,7 @@
 """Files of records and mixtures of them: read ahead, measured, in a given order.
 
 Names that other rooms may use, by file:
+    blocks: none
     files: none
     follow: Follow
     formats: none

@@ -1,10 +1,12 @@
 """Files of records that appear while a run trains: each is trained on once, in an order that checkpoints hold."""
 
+import collections
 import contextlib
 import dataclasses
 import datetime
 import functools
 import glob
+import math
 import os
 import threading
 import time
@@ -21,20 +23,19 @@ from looplib.base.messages import duration, gist, is_utf8, shown, whole_number
 from looplib.cluster.collectives import Workers
 from looplib.cluster.preemption import notice
 from looplib.data.context import DatasetCall, InputContext
-from looplib.data.loader import ENDLESS, mapped_in_turn
+from looplib.data.loader import ENDLESS, read_in_turn
 from looplib.data.loader_state import FollowedFile, FollowedPosition
 from looplib.data.order import Batches, Epoch, Ids, Positions, seeds_at
+from looplib.data.records.blocks import RecordSelection, Stretch, block_picks
 from looplib.data.records.files import Files
 from looplib.data.records.index import BadRecordError, Numbered
-from looplib.data.records.plans import RecordSelection, Stretch, block_picks
 from looplib.data.records.reader import RecordReader, as_batches, default_block, file_digests, leave_out, tolerant
 from looplib.data.records.reading import RecordReads, read_records
-from looplib.data.records.sources import Source, format_by_name, items, named, open_records
+from looplib.data.records.sources import Source, format_by_name, named, of_parts, open_records
 from looplib.errors import DatasetError, OrderError, RecordsError, StoreError
 from looplib.stores.stores import Store
 
 _SLICE, _LOOKS = 0.2, 50  # seconds of a wait, after which a signal is looked for; and how often, for one `ready`
-_EMPTY = "is empty, and is taken once it has records"
 _SILENT = 60.0  # seconds between two lines of the log that say that a run waits
 _LATE_NEWS = 10.0  # seconds that a worker waits until it sees a file which the chief has seen
 _LEAST_BLOCKS = 2  # of a lane, of one file, which is smaller than a data set
@@ -64,15 +65,6 @@ class Follow:
     def __post_init__(self) -> None:
         for name in ("settled", "newest", "every"):
             object.__setattr__(self, name, duration(f"Follow.{name}", getattr(self, name)) or 0.0)
-
-
-@dataclasses.dataclass
-class _Sight:
-    """A file that was seen and is not taken yet: its bytes and its time of change, and since when these hold."""
-
-    bytes: int
-    changed: float
-    since: float
 
 
 class FollowedFiles(Numbered):
@@ -109,8 +101,10 @@ class FollowedFiles(Numbered):
         self._grown = threading.Condition()
         self._opened: dict[str, Numbered] = {}  # by the name of the file
         self._opening = threading.Lock()
-        self._seen: dict[str, _Sight] = {}
-        self._waiting: list[str] = []  # names of files that are not taken yet, in their order
+        # Names and bytes of files that are not taken yet, in their order; of those that were looked at, bytes and time
+        # of change, and since when these hold.
+        self._waiting: collections.deque[tuple[str, int]] = collections.deque()
+        self._seen: dict[str, tuple[tuple[int, float], float]] = {}
         self._told: set[tuple[str, str]] = set()  # sentences, by the names of the files
         self._listed = self._spoke = float("-inf")
 
@@ -123,14 +117,7 @@ class FollowedFiles(Numbered):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """See `Numbered`."""
-        numbers = np.asarray(numbers, np.int64)
-        files, found = np.searchsorted(self._firsts, numbers, "right") - 1, [None] * len(numbers)
-        for file in np.unique(files).tolist():
-            places = np.flatnonzero(files == file)
-            records = items(self._source(file), numbers[places] - self._firsts[file])
-            for place, record in zip(places.tolist(), records):
-                found[place] = record
-        return found
+        return of_parts(self._firsts, numbers, self._source)
 
     def named(self, number: int) -> str:
         """See `Numbered`."""
@@ -194,10 +181,8 @@ class FollowedFiles(Numbered):
             self._next[self._entries] = number
             return np.int64(self._entries)
 
-    def following(self, entry: np.int64, places: Positions) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the positions int64 `[k, b]` of the next batches of an iterator, and their `stretches`.
-
-        It waits until the records of one are there.
+    def following(self, places: Positions, entry: np.int64) -> list[np.ndarray]:
+        """Returns the positions int64 `[k, b]` of the next batches of an iterator; waits for the records of one.
 
         Raises:
           UsageError: if the iterator was closed.
@@ -212,7 +197,7 @@ class FollowedFiles(Numbered):
                 raise RecordsError("the data of the run was closed")
             positions = positions[positions[:, -1] < self._firsts[-1]]
             self._next[entry] += len(positions)
-        return positions, self.stretches(positions)
+        return [positions]
 
     def stretches(self, positions: np.ndarray) -> np.ndarray:
         """Returns the `Stretch`es of positions in the run, int64 `[k, b]`, ascending, as int64 `[4, k, b]`."""
@@ -249,13 +234,16 @@ class FollowedFiles(Numbered):
                 "would train on all of them again; continue with the data that it was trained on, or start a new run "
                 "from the weights (--warm_start)"
             )
-        # A process that has gone further, and went back, keeps its list.
-        self._set(self._files if files == self._files[: len(files)] else files, agreed=False)
+        if files == self._files[: len(files)]:  # of a process that has gone further, and went back
+            files = self._files
+        self._set(files, agreed=False)
 
-    def _set(self, files: list[FollowedFile], agreed: bool = True) -> None:
+    def _set(self, files: list[FollowedFile], after: int = 0, agreed: bool = True) -> None:
+        """Puts files behind the first ones of the list, in place of the others."""
         with self._grown:
-            self._files, self._agreed = files, agreed
-            self._firsts = np.cumsum([0, *(file.records for file in files)])
+            self._files, self._agreed = [*self._files[:after], *files], agreed
+            ends = self._firsts[after] + np.cumsum([file.records for file in files], dtype=np.int64)
+            self._firsts = np.concatenate([self._firsts[: after + 1], ends])
             self._grown.notify_all()
 
     def close(self) -> None:
@@ -297,7 +285,7 @@ class FollowedFiles(Numbered):
             if have < 2 * steps:  # a pipeline reads ahead of the steps
                 found = self._found(begin + 2 * steps * size) if workers.is_chief else []
                 if new := _of_chief(workers, found):
-                    self._set([*self._files, *new])
+                    self._set(new, after=len(self._files))
                 have = (len(self) - begin) // size
             if have > 0:
                 return min(have, steps)
@@ -335,15 +323,12 @@ class FollowedFiles(Numbered):
             self._listed = time.monotonic()
         new, total = [], len(self)
         while self._waiting and total < enough:
-            name = self._waiting[0]
-            try:
-                file = self._looked_at(name)
-            except FileNotFoundError:
-                file = None
-            except _NotWholeError:
+            name, size = self._waiting[0]
+            if (whole := self._whole(name, size)) is None:
                 break  # those after it wait too, so that the order is that of the names
-            self._waiting.pop(0)
-            if file is not None:
+            self._waiting.popleft()
+            self._seen.pop(name, None)
+            if (file := self._looked_at(name, *whole)) is not None:
                 new.append(file)
                 total += file.records
         return new
@@ -367,53 +352,51 @@ class FollowedFiles(Numbered):
             self._tell("", f"{self.pattern} cannot be listed, and is looked at again: {error}")
             return
         taken = {file.name: file.bytes for file in self._files}
-        for name in self._waiting:
+        for name, _ in self._waiting:
             if name not in sizes:
                 self._tell(name, "is gone before the run has taken it, so that its records are not trained on")
-        self._waiting = sorted(sizes.keys() - taken.keys())
-        if bad := next((name for name in self._waiting if not is_utf8(name)), None):
+        names = sorted(sizes.keys() - taken.keys())
+        self._waiting = collections.deque((name, sizes[name]) for name in names)
+        if bad := next((name for name in names if not is_utf8(name)), None):
             raise RecordsError(f"{self.pattern!r} matches {shown(bad)}, whose name is not UTF-8; rename it")
         for name in sizes.keys() & taken.keys():
             if sizes[name] != taken[name]:
                 self._tell(name, "was changed after the run had taken it; write new records to new files")
         last = max(taken, default="")
-        for name in self._waiting:
+        for name in names:
             if name < last:
                 self._tell(name, f"appeared after {last}, whose name follows it; it is taken now, out of the order")
 
-    def _looked_at(self, name: str) -> FollowedFile | None:
-        """Returns a file that is whole; None for one that is left where it is.
-
-        Raises:
-          FileNotFoundError: if it is gone.
-          _NotWholeError: if it may still be written.
-          UsageError: if it is damaged.
-        """
-        path, now, settings = self._folder + name, time.time(), self._settings
-        found = os.stat(path) if self._store is None else None
-        changed = found.st_mtime if found else self._store.changed(name) if settings.newest else now
-        if settings.newest and now - changed > settings.newest:
-            self._tell(name, "is left out, because it is older than Follow.newest")
-            return FollowedFile(name, self._sizes().get(name, 0), 0)
-        if found:
-            seen = self._seen.get(name)
-            if seen is None or (seen.bytes, seen.changed) != (found.st_size, found.st_mtime):
-                seen = self._seen[name] = _Sight(found.st_size, found.st_mtime, time.monotonic())
-            # The clock of a file server may be another one, so that what was seen counts too.
-            if max(now - changed, time.monotonic() - seen.since) < settings.settled:
-                raise _NotWholeError
-            if not found.st_size:
-                self._tell(name, _EMPTY)
-                return None
-        self._seen.pop(name, None)
+    def _whole(self, name: str, listed: int) -> tuple[int, float] | None:
+        """Returns bytes and time of change of a file that is whole; None if it may still be written, or is gone."""
+        if self._store is not None:  # whose objects appear whole
+            return listed, self._store.changed(name) if self._settings.newest else math.inf
         try:
-            source = self._open(name)
+            found = os.stat(self._folder + name)
+        except OSError:  # which the next list says
+            return None
+        whole = found.st_size, found.st_mtime
+        before, since = self._seen.get(name, (None, 0.0))
+        if whole != before:
+            since = time.monotonic()
+            self._seen[name] = whole, since
+        # The clock of a file server may be another one, so that what was seen counts too.
+        unchanged = max(time.time() - found.st_mtime, time.monotonic() - since)
+        return whole if unchanged >= self._settings.settled else None
+
+    def _looked_at(self, name: str, size: int, changed: float) -> FollowedFile | None:
+        """Returns a file; None for one that is left where it is. Raises `UsageError` if it is damaged."""
+        if self._settings.newest and time.time() - changed > self._settings.newest:
+            self._tell(name, "is left out, because it is older than Follow.newest")
+            return FollowedFile(name, size, 0)
+        try:
+            source = self._open(name) if size else ()
         except RecordsError as error:
             self._leave_out(name, error)
-            return FollowedFile(name, self._sizes().get(name, 0), 0)
+            return FollowedFile(name, size, 0)
         if not len(source):
-            del self._opened[name]
-            self._tell(name, _EMPTY)
+            self._opened.pop(name, None)
+            self._tell(name, "is empty, and is taken once it has records")
             return None
         return self._described(name, source, len(source))
 
@@ -429,10 +412,6 @@ class FollowedFiles(Numbered):
             logging.warning("%s", f"{self._folder}{name} {sentence}" if name else sentence)
 
 
-class _NotWholeError(Exception):
-    """A file may still be written."""
-
-
 def _of_chief(workers: Workers, files: list[FollowedFile]) -> list[FollowedFile]:
     """Waits for the other workers; returns the chief's list."""
     if workers.count == 1:
@@ -441,11 +420,10 @@ def _of_chief(workers: Workers, files: list[FollowedFile]) -> list[FollowedFile]
     return FollowedPosition.from_bytes(rows[0][0].numpy()).files
 
 
-def batches(
-    reader: RecordReader, context: InputContext, pattern: Any, follow: bool | Follow, *,
-    block: int | None, shuffle: bool, seeds: bool, name: str | None,
-) -> tf.data.Dataset:  # fmt: skip
-    """Makes the batches of files that are followed; see `InputContext.records`."""
+def _followed(
+    reader: RecordReader, context: InputContext, pattern: Any, follow: bool | Follow, block: int | None
+) -> FollowedFiles:
+    """Returns the files of a run; raises `UsageError` where it cannot follow them."""
     if not isinstance(pattern, str):
         raise RecordsError(
             f"context.records(follow=...) was given {shown(pattern)}; expected one pattern, such as "
@@ -466,8 +444,7 @@ def batches(
     if any(isinstance(reads.source, FollowedFiles) for reads in reader.reads):
         raise OrderError("dataset() follows files twice; follow one pattern, and read the other files by name")
     pattern = pattern if is_remote(pattern) else resolve(pattern, "the pattern of context.records(follow=...)")
-    files = context.memory.followed
-    if files is None:
+    if (files := context.memory.followed) is None:
         settings = follow if isinstance(follow, Follow) else Follow()
         block = None if block is None else whole_number("block of context.records", block)
         files = context.memory.followed = FollowedFiles(context, pattern, settings, block)
@@ -475,47 +452,38 @@ def batches(
         raise RecordsError(
             f"dataset() follows {pattern}, and followed {files.pattern} before; expected one pattern during a run"
         )
-    seed, size = context.order_seed(Ids(0), name), context.positions.sizes.original
-    places, only = context.positions, context.positions.only
-    positions = places.training_batches(Epoch(1), 1)
-    if only is not None:
-        positions = tf.data.Dataset.from_tensor_slices(only[:, None, None])
-    call = DatasetCall(positions=positions, steps=None)
+    return files
+
+
+def batches(
+    reader: RecordReader, context: InputContext, pattern: Any, follow: bool | Follow, *,
+    block: int | None, shuffle: bool, seeds: bool, name: str | None,
+) -> tf.data.Dataset:  # fmt: skip
+    """Makes the batches of files that are followed; see `InputContext.records`."""
+    files, places = _followed(reader, context, pattern, follow, block), context.positions
+    seed, size = context.order_seed(Ids(0), name), places.sizes.original
+    call = DatasetCall(positions=places.training_batches(Epoch(1), 1), steps=None)
     context.requests.positioned = context.requests.part = True
     context.requests.calls.append(call)
 
     @tf.autograph.experimental.do_not_convert
-    def picks(positions: tf.Tensor, places: tf.Tensor) -> tuple[Any, ...]:
-        flat, stretch = tf.reshape(positions, [-1]), Stretch(*tf.unstack(tf.reshape(places, [4, -1])))
-        found = [flat, flat, flat + 1]
+    def picks(positions: tf.Tensor) -> tuple[Any, ...]:
+        picked = RecordSelection(positions, positions, positions + 1)
         if shuffle:
-            found = [part + stretch.start for part in block_picks(flat, stretch, seed, size)]
-        shaped = (tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found)
-        return RecordSelection(*shaped), *([seeds_at(positions, seed, True)] if seeds else [])
+            found = tf.numpy_function(files.stretches, [positions], tf.int64)
+            stretch = Stretch(*tf.unstack(tf.ensure_shape(found, [4, *positions.shape])))
+            within = block_picks(positions, stretch, seed, size)
+            picked = RecordSelection(*(part + stretch.start for part in within))
+        return picked, *([seeds_at(positions, seed, True)] if seeds else [])
 
-    def following(entry: tf.Tensor) -> list[tf.Tensor]:
-        found = tf.numpy_function(lambda entry: files.following(entry, places), [entry], (tf.int64, tf.int64))
-        return [tf.ensure_shape(part, spec.shape) for part, spec in zip(found, specs)]
-
-    @tf.autograph.experimental.do_not_convert
-    def entered(_: tf.Tensor) -> tf.data.Dataset:
-        first = places.start_step * places.replicas_per_pipeline
-        entry = tf.numpy_function(functools.partial(files.enter, first), [], tf.int64)
-        return read(tf.data.Dataset.from_tensors(entry).repeat(), specs)
-
-    @tf.autograph.experimental.do_not_convert
-    def located(positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        found = tf.numpy_function(files.stretches, [positions], tf.int64)
-        return positions, tf.ensure_shape(found, [4, *positions.shape])
-
-    if only is None:
-        shape = [None, context.per_replica_batch_size]
-        specs = tf.TensorSpec(shape, tf.int64), tf.TensorSpec([4, *shape], tf.int64)
-        read = mapped_in_turn(following, tf.TensorSpec([], tf.int64))
-        placed = tf.data.Dataset.from_tensors(0).flat_map(entered).apply(ENDLESS).prefetch(_AHEAD)
+    if places.only is None:
+        spec = tf.TensorSpec([None, context.per_replica_batch_size], tf.int64)
+        enter = functools.partial(files.enter, places.start_step * places.replicas_per_pipeline)
+        positions = read_in_turn(enter, functools.partial(files.following, places), [spec], spec)
+        positions = positions.apply(ENDLESS).prefetch(_AHEAD)
     else:
-        placed = positions.map(located)
-    picked = placed.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        positions = tf.data.Dataset.from_tensor_slices(places.only[:, None, None])
+    picked = positions.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     call.ids = picked.map(lambda picks, *_: picks.ids).unbatch()
     reads = RecordReads(files, shuffle, shuffle)
     reader.reads.append(reads)

@@ -17,9 +17,10 @@ from looplib.base import files, folders
 from looplib.base.messages import join_names, whole_number, with_cure
 from looplib.data.context import BadRecords, InputContext
 from looplib.data.order import Ids, Plan, as_plan, seeds_at
+from looplib.data.records.blocks import BlockOrder, RecordSelection, lanes_of
 from looplib.data.records.files import Files, in_threads
 from looplib.data.records.index import BadRecordError, Numbered
-from looplib.data.records.plans import BlockOrder, Kept, RecordPlan, RecordSelection, lanes_of
+from looplib.data.records.plans import Kept, RecordPlan
 from looplib.data.records.reading import Call, RecordReads, read_records
 from looplib.data.records.sources import Blocked, Chain, Source, Subset, items, mean_bytes, named, opened
 from looplib.errors import OrderError, RecordsError, UsageError
@@ -297,13 +298,9 @@ class RecordReader:
         def picks(positions: tf.Tensor) -> tuple[Any, ...]:
             if order is None:
                 ids, *known = to_read(found(positions))
-                picked, known = RecordSelection(ids, ids, ids + 1), tuple(known)
+                picked = RecordSelection(ids, ids, ids + 1)
             else:
-                parts = order.picks(tf.reshape(positions, [-1]))
-                picked = RecordSelection(
-                    *(tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in parts)
-                )
-                known = ()
+                picked, known = order.picks(positions), []
             return picked, *known, *([seeds_at(positions, seed, context.training)] if seeds else [])
 
         reads = RecordReads(source, order is not None, may_be_by_pieces)

@@ -17,9 +17,9 @@ from absl import logging
 from looplib.base import files
 from looplib.base.messages import join_names, with_cure
 from looplib.data.arrays import without_lists
+from looplib.data.records.blocks import RecordSelection
 from looplib.data.records.files import THREADS, new_pool
 from looplib.data.records.index import Numbered
-from looplib.data.records.plans import RecordSelection
 from looplib.data.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
 from looplib.errors import RecordsError
 

@@ -171,15 +171,7 @@ class Chain:
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""
-        places: dict[int, list[int]] = {}
-        for place, number in enumerate(numbers):
-            places.setdefault(bisect.bisect_right(self.firsts, number) - 1, []).append(place)
-        found: list[Any] = [None] * len(numbers)
-        for index, there in places.items():
-            first = self.firsts[index]
-            for place, record in zip(there, items(self.sources[index], [numbers[place] - first for place in there])):
-                found[place] = record
-        return found
+        return of_parts(self.firsts, numbers, self.sources.__getitem__)
 
 
 class Subset:
@@ -217,6 +209,23 @@ def named(source: Source, number: int) -> str:
     if isinstance(source, Subset):
         return named(source.source, int(source.ids[number]))
     return source.named(number) if isinstance(source, Numbered) else f"record {number} of the {type(source).__name__}"
+
+
+def of_parts(firsts: Sequence[int], numbers: Sequence[int], source: Callable[[int], Source]) -> list[Any]:
+    """Returns records of sources that are numbered through.
+
+    Args:
+      firsts: the number of the first record of each source, and behind it how many there are.
+      numbers: of the records.
+      source: returns a source by its place.
+    """
+    numbers, found = np.asarray(numbers, np.int64), [None] * len(numbers)
+    parts = np.searchsorted(firsts, numbers, "right") - 1
+    for part in np.unique(parts).tolist():
+        places = np.flatnonzero(parts == part).tolist()
+        for place, record in zip(places, items(source(part), numbers[places] - firsts[part])):
+            found[place] = record
+    return found
 
 
 def items(source: Source, numbers: Sequence[int]) -> list[Any]:

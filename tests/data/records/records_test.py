@@ -16,7 +16,7 @@ from conftest import more, repetitions
 import looplib
 from looplib.data import causes
 from looplib.data.context import BadRecords
-from looplib.data.records import plans as orders
+from looplib.data.records import blocks
 from looplib.errors import DataError, RecordsError
 
 ROOT = pathlib.Path(__file__).absolute().parents[3]
@@ -113,14 +113,14 @@ def test_any_position_is_entered_with_the_same_seeds(files, block):
 @pytest.mark.slow(spread=2)
 @pytest.mark.parametrize("total, batch, block", [(1000, 64, 10), (1003, 60, 16), (37, 16, 5), (997, 200, 7), (5, 2, 9)])
 def test_blocks_are_read_whole_by_one_lane_after_another(total, batch, block):
-    order = orders.BlockOrder(total, 7, block, batch)
-    assert batch % orders.lanes_of(batch) == 0 and orders.lanes_of(batch) <= 64
+    order = blocks.BlockOrder(total, 7, block, batch)
+    assert batch % blocks.lanes_of(batch) == 0 and blocks.lanes_of(batch) <= 64
     picks = [part.numpy() for part in order.picks(tf.range(4 * total, dtype=tf.int64))]
     for epoch in range(4):
         lanes = collections.defaultdict(list)  # by a plain loop over the positions: the pieces and ids of each lane
         for position in range(epoch * total, (epoch + 1) * total):
             slot = position % batch
-            lanes[slot // (batch // orders.lanes_of(batch))].append(tuple(int(part[position]) for part in picks))
+            lanes[slot // (batch // blocks.lanes_of(batch))].append(tuple(int(part[position]) for part in picks))
         ids = [pick[0] for lane in lanes.values() for pick in lane]
         assert sorted(ids) == list(range(total))
         for lane in lanes.values():
@@ -133,7 +133,7 @@ def test_blocks_are_read_whole_by_one_lane_after_another(total, batch, block):
 
 def test_pieces_and_blocks_are_shuffled_evenly():
     size, trials = 60, 3000
-    picks = orders.BlockOrder(size, 7, size, 1).picks(tf.range(size * trials, dtype=tf.int64))
+    picks = blocks.BlockOrder(size, 7, size, 1).picks(tf.range(size * trials, dtype=tf.int64))
     ids = picks.ids.numpy().reshape(trials, size)
     for column in (ids[:, 0], ids[:, 37], (ids[:, 5] - ids[:, 4]) % size, (ids[:, 11] - ids[:, 3]) % size):
         counts = np.bincount(column, minlength=size)
