@@ -174,10 +174,7 @@ class BatchFormat:
             raise DatasetError(f"{who} has single examples or numbers; expected batches, whose arrays have a row each")
         sizes = [zip(*(part.shape for part in parts)) for parts in zip(*arrays)]
         shapes = [[dims[0] if len(set(dims)) == 1 else None for dims in each] for each in sizes]
-        self.specs = [
-            tf.TensorSpec([None, *shape[1:]], tf.string if array.dtype.kind in "SUO" else array.dtype)
-            for shape, array in zip(shapes, arrays[0])
-        ]
+        self.specs = [tf.TensorSpec([None, *shape[1:]], type_of(array)) for shape, array in zip(shapes, arrays[0])]
         self.types = [spec.dtype for spec in self.specs]
         self.structure = tf.nest.map_structure(
             lambda spec: tf.type_spec_from_value(None) if spec is None else spec, self._blanks.restore(self.specs)
@@ -193,7 +190,8 @@ class BatchFormat:
           UsageError: if it is not like the first ones.
         """
         arrays = self._arrays(self._structured(batch))
-        if len(arrays) != len(self.specs) or not all(map(_has_spec, arrays, self.specs)):
+        specs = [tf.TensorSpec(array.shape, type_of(array)) for array in arrays]
+        if len(specs) != len(self.specs) or not all(map(tf.TensorSpec.is_compatible_with, self.specs, specs)):
             found = [f"{array.dtype} {list(array.shape)}" for array in arrays]
             known = [f"{spec.dtype.name} {spec.shape.as_list()}" for spec in self.specs]
             raise DatasetError(
@@ -237,6 +235,6 @@ class BatchFormat:
         return [array if keep else array.copy() for array, keep in zip(arrays, kept)]
 
 
-def _has_spec(array: np.ndarray, spec: tf.TensorSpec) -> bool:
-    kind = tf.string if array.dtype.kind in "SUO" else tf.as_dtype(array.dtype)
-    return kind == spec.dtype and spec.shape.is_compatible_with(array.shape)
+def type_of(array: np.ndarray) -> tf.DType:
+    """Returns the type that an array has as a tensor."""
+    return tf.string if array.dtype.kind in "SUO" else tf.as_dtype(array.dtype)

@@ -1,5 +1,6 @@
 """The state of a loader as a text, and the positions in loaders and in followed files that a checkpoint holds."""
 
+import abc
 import base64
 import contextlib
 import dataclasses
@@ -14,7 +15,7 @@ from looplib.base import folders
 from looplib.base.decoding import MisfitError, decode, parse_json
 
 MOST_BYTES = 64 * 2**20  # of a state
-_Position = TypeVar("_Position")
+_Kind = TypeVar("_Kind", bound="_Position")
 _PLAIN = (bool, int, float, str, type(None))
 _KIND, _VALUE = "looplib", "value"  # the names in an object that stands for a value that JSON does not have
 
@@ -93,14 +94,6 @@ def _unpacked(value: Any) -> Any:
     return array if kind == "array" else array[()]
 
 
-def _decoded(kind: type[_Position], saved: bytes) -> _Position:
-    """Returns a dataclass that was saved as JSON; raises `MisfitError` for anything else."""
-    try:
-        return decode(kind, parse_json(saved), strict=True)
-    except ValueError as error:
-        raise MisfitError(str(error)) from error
-
-
 def is_position(saved: bytes) -> bool:
     """Returns whether a saved position in the data says itself what it is of: one in a loader, or in followed files."""
     for kind in (LoaderPosition, FollowedPosition):
@@ -108,6 +101,31 @@ def is_position(saved: bytes) -> bool:
             kind.from_bytes(saved)
             return True
     return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Position(abc.ABC):
+    """A position that a checkpoint holds as JSON."""
+
+    @property
+    @abc.abstractmethod
+    def is_possible(self) -> bool:
+        """Whether a run can be there; for values from a file."""
+
+    def to_bytes(self) -> bytes:
+        """Returns the position for a checkpoint."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls: type[_Kind], saved: bytes) -> _Kind:
+        """Returns a position that was saved; raises `MisfitError` if it is none."""
+        try:
+            found = decode(cls, parse_json(saved), strict=True)
+        except ValueError as error:
+            raise MisfitError(str(error)) from error
+        if not found.is_possible:
+            raise MisfitError(f"no run is at {found!r:.200}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,28 +146,21 @@ class FollowedFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class FollowedPosition:
+class FollowedPosition(_Position):
     """The files that a run has taken, in their order; the step says how many of their records it has trained on."""
 
     files: list[FollowedFile]
 
-    def to_bytes(self) -> bytes:
-        """Returns the position for a checkpoint."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
-
-    @classmethod
-    def from_bytes(cls, saved: bytes) -> "FollowedPosition":
-        """Returns a position that was saved; raises `MisfitError` if it is none."""
-        found = _decoded(cls, saved)
-        names = {file.name for file in found.files}
-        sound = all(map(folders.is_name, "/".join(names or "-").split("/")))  # below the folder of the pattern
-        if not sound or len(names) < len(found.files) or any(min(one.bytes, one.records) < 0 for one in found.files):
-            raise MisfitError("no run has taken these files")
-        return found
+    @property
+    def is_possible(self) -> bool:
+        """See `_Position`."""
+        names = {file.name for file in self.files}
+        below = all(map(folders.is_name, "/".join(names or "-").split("/")))  # the folder of the pattern
+        return below and len(names) == len(self.files) and all(min(one.bytes, one.records) >= 0 for one in self.files)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoaderPosition:
+class LoaderPosition(_Position):
     """A position in the batches of a loader, those of one input pipeline.
 
     Attributes:
@@ -172,14 +183,7 @@ class LoaderPosition:
     state: str | None
     digests: list[int]
 
-    def to_bytes(self) -> bytes:
-        """Returns the position for a checkpoint."""
-        return json.dumps(dataclasses.asdict(self)).encode()
-
-    @classmethod
-    def from_bytes(cls, saved: bytes) -> "LoaderPosition":
-        """Returns a position that was saved; raises `MisfitError` if it is none."""
-        found = _decoded(cls, saved)
-        if min(found.number, found.epoch, found.index, found.consumed - found.number) < 0:
-            raise MisfitError(f"no loader is at {found}")
-        return found
+    @property
+    def is_possible(self) -> bool:
+        """See `_Position`."""
+        return min(self.number, self.epoch, self.index, self.consumed - self.number) >= 0

@@ -110,9 +110,11 @@ class Pipelines:
         context, newest = self._built[0].context, self._built[-1]
         properties = self._properties(context.requests, newest.sized, newest.sequential and on_cpus)
         stream, arrays = Stream, context.requests.arrays
+        in_blocks = self.in_blocks and self.training and self._workers.count == 1
+        in_blocks = in_blocks and context.memory.followed is None  # which does not wait for batches of several steps
         if self.remote is not None:
             stream = functools.partial(self.remote, make=self.build_on_worker)
-        elif self._on_host and self._in_blocks(context) and on_cpus:
+        elif self._on_host and in_blocks and on_cpus:
             stream, dataset, arrays = _of_blocks(dataset, context, self._batch_size)
         elif self._on_host:
             stream = functools.partial(HostStream, devices=() if on_cpus else self._local)
@@ -127,10 +129,6 @@ class Pipelines:
             skipped=newest.skipped * max(1, self._replicas // self._workers.count),
             arrays=arrays,
         )
-
-    def _in_blocks(self, context: InputContext) -> bool:
-        """Returns whether batches are read by several steps at once, for which files that are followed do not wait."""
-        return self.in_blocks and self.training and self._workers.count == 1 and context.memory.followed is None
 
     def _make(self) -> tf.data.Dataset | tf.distribute.DistributedDataset:
         if self.remote is not None:  # each worker builds its own; the coordinator looks at one
@@ -159,10 +157,11 @@ class Pipelines:
         training, replicas = context.training, context.replicas_per_pipeline
         call = context.requests.last
         sequential = call is not None and call.sequential and dataset is call.ids and not self._whole
-        fixed = have_size(dataset, context.per_replica_batch_size)
-        sized = True
+        size, sized = context.per_replica_batch_size, True
+        shapes = [part.shape for part in rows.parts(dataset.element_spec)]
+        fixed = all(shape.rank is not None and shape[0] == size for shape in shapes)
         if training and not self.task.batch_size_varies:
-            sized = _check_batch_size(self._who, dataset, context.per_replica_batch_size)
+            sized = _check_batch_size(self._who, shapes, size)
         _check_resident(self._who, context, dataset)
         share = int(dataset.cardinality())
         if training and not self._on_host and self._workers.count > 1:
@@ -412,9 +411,8 @@ def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dat
     return first.cache().repeat()
 
 
-def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:
+def _check_batch_size(who: str, shapes: Sequence[tf.TensorShape], expected: int) -> bool:
     """Refuses batches of another size, which would scale means and gradients wrongly; returns whether it is known."""
-    shapes = [spec.shape for spec in rows.parts(dataset.element_spec)]
     sizes = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
     if sizes and expected not in sizes:
         raise BatchSizeError(
@@ -519,11 +517,6 @@ def _of_static_size(part: rows.Tensor, whole: rows.Tensor, replicas: int) -> row
     if not isinstance(whole, tf.Tensor) or not whole.shape.rank or not whole.shape[0] or whole.shape[0] % replicas:
         return part
     return tf.ensure_shape(part, [whole.shape[0] // replicas, *whole.shape[1:]])
-
-
-def have_size(dataset: tf.data.Dataset, size: int) -> bool:
-    """Returns whether the specs say that all batches have a size."""
-    return all(part.shape.rank is not None and part.shape[0] == size for part in rows.parts(dataset.element_spec))
 
 
 _SMALL = 2**14  # bytes of a step; rows of resident arrays are gathered ahead of it up to this size

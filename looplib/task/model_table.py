@@ -1,8 +1,7 @@
 """The table of what a trainer trains: each of its variables, for the log and `run.json`."""
 
-import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -18,71 +17,39 @@ from looplib.task.trainer import Trainer
 _SHOWN = 40  # rows in the log
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One variable.
-
-    Attributes:
-      name: its name.
-      shape: its shape.
-      trainable: whether it is trained.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    trainable: bool
-
-    @property
-    def parameters(self) -> int:
-        """The number of its elements."""
-        return math.prod(self.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelTable:
-    """The variables of a trainer's layers, and its own floating-point ones; without the optimizers' variables.
-
-    Attributes:
-      rows: the variables, in order.
-    """
-
-    rows: list[Row]
-
-    def count(self, trainable_only: bool = False) -> int:
-        """Returns the number of parameters."""
-        return sum(row.parameters for row in self.rows if row.trainable or not trainable_only)
-
-    @property
-    def noted(self) -> Model:
-        """The table for `run.json`."""
-        rows = [Variable(row.name, [*row.shape], row.parameters, row.trainable) for row in self.rows]
-        return Model(self.count(), self.count(True), rows)
-
-    def __str__(self) -> str:
-        """Returns the counts as a line, and the first rows as a table."""
-        lines = [f"the trainer has {self.count():,} parameters, of which {self.count(True):,} are trained"]
-        shown, others = self.rows[:_SHOWN], len(self.rows) - _SHOWN
-        width = max((len(row.name) for row in shown), default=0)
-        for row in shown:
-            note = "" if row.trainable else "  not trained"
-            lines.append(f"  {row.name:{width}}  {str(list(row.shape)):20}{row.parameters:>14,}{note}")
-        return "\n".join(lines + [f"  and {others} more variables, which run.json lists"] * (others > 0))
-
-
 def note(trainer: Trainer) -> Model:
     """Logs the table of a trainer, and returns it for `run.json`; see `describe`."""
     table = describe(trainer)
-    logging.info("%s", table)
-    return table.noted
+    logging.info("%s", text_of(table))
+    return table
 
 
-def describe(trainer: Trainer) -> ModelTable:
-    """Returns the table of a trainer, once its variables exist."""
+def describe(trainer: Trainer) -> Model:
+    """Returns the table of a trainer, once its variables exist.
+
+    It has the variables of the layers, and the trainer's own floating-point ones; not those of the optimizers.
+    """
     rows = []
     for name, variable, trained in variables(trainer):
         known = variable.shape.is_fully_defined()
-        rows.append(Row(name, shape_of(variable) if known else tuple(variable.read_value().shape), trained))
-    return ModelTable(rows)
+        shape = shape_of(variable) if known else tuple(variable.read_value().shape)
+        rows.append(Variable(name, [*shape], math.prod(shape), trained))
+    return Model(_count(rows), _count(row for row in rows if row.trainable), rows)
+
+
+def _count(rows: Iterable[Variable]) -> int:
+    return sum(row.parameters for row in rows)
+
+
+def text_of(table: Model) -> str:
+    """Returns the counts as a line, and the first rows as a table."""
+    counts = f"{table.parameters:,} parameters, of which {table.trainable_parameters:,} are trained"
+    lines, shown, others = [f"the trainer has {counts}"], table.variables[:_SHOWN], len(table.variables) - _SHOWN
+    width = max((len(row.name) for row in shown), default=0)
+    for row in shown:
+        note = "" if row.trainable else "  not trained"
+        lines.append(f"  {row.name:{width}}  {str(row.shape):20}{row.parameters:>14,}{note}")
+    return "\n".join(lines + [f"  and {others} more variables, which run.json lists"] * (others > 0))
 
 
 def variables(trainer: Trainer) -> list[tuple[str, tf.Variable, bool]]:

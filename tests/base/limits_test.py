@@ -19,6 +19,7 @@ import looplib
 from looplib.base.messages import duration
 from looplib.cluster.preemption import notice
 from looplib.errors import EmptyDataError, SettingError
+from looplib.run.report import Model, Variable
 from looplib.task import model_table
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -239,20 +240,20 @@ class Parts(toy.Regression):
 def test_the_table_has_every_variable_once_with_its_shape_and_whether_it_is_trained(keras):
     table = model_table.describe(Parts(keras))
     rows = {row.name.rpartition(": ")[2].rpartition("/")[0].rpartition("/")[2] + "/" + row.name.rpartition("/")[2]:
-            (row.shape, row.parameters, row.trainable) for row in table.rows}  # fmt: skip
+            (row.shape, row.parameters, row.trainable) for row in table.variables}  # fmt: skip
     normalization = next(name.partition("/")[0] for name in rows if "gamma" in name)
     assert {name: row for name, row in rows.items() if "scale" not in name} == {
-        "frozen/kernel": ((5, 4), 20, False),
-        "frozen/bias": ((4,), 4, False),
-        f"{normalization}/gamma": ((4,), 4, True),
-        f"{normalization}/beta": ((4,), 4, True),
-        f"{normalization}/moving_mean": ((4,), 4, False),
-        f"{normalization}/moving_variance": ((4,), 4, False),
-        "head/kernel": ((4, 3), 12, True),
-        "head/bias": ((3,), 3, True),
+        "frozen/kernel": ([5, 4], 20, False),
+        "frozen/bias": ([4], 4, False),
+        f"{normalization}/gamma": ([4], 4, True),
+        f"{normalization}/beta": ([4], 4, True),
+        f"{normalization}/moving_mean": ([4], 4, False),
+        f"{normalization}/moving_variance": ([4], 4, False),
+        "head/kernel": ([4, 3], 12, True),
+        "head/bias": ([3], 3, True),
     }
-    assert [row.shape for row in table.rows if row.name == "scale: scale"] == [()]
-    assert table.count() == 20 + 4 + 16 + 15 + 1 and table.count(trainable_only=True) == 8 + 15 + 1
+    assert [row.shape for row in table.variables if row.name == "scale: scale"] == [[]]
+    assert (table.parameters, table.trainable_parameters) == (20 + 4 + 16 + 15 + 1, 8 + 15 + 1)
 
 
 @pytest.mark.slow(spread=1)
@@ -273,8 +274,8 @@ def test_the_log_and_run_json_have_the_table(name, tmp_path, caplog):
 
 
 def test_a_long_table_is_cut_in_the_log():
-    rows = [model_table.Row(f"layer_{i}/kernel", (10, i), i % 2 == 0) for i in range(100)]
-    lines = str(model_table.ModelTable(rows)).splitlines()
+    rows = [Variable(f"layer_{i}/kernel", [10, i], 10 * i, i % 2 == 0) for i in range(100)]
+    lines = model_table.text_of(Model(49_500, 24_500, rows)).splitlines()
     assert len(lines) == 42 and lines[0] == "the trainer has 49,500 parameters, of which 24,500 are trained"
     assert lines[-1] == "  and 60 more variables, which run.json lists"
     assert lines[2].split() == ["layer_1/kernel", "[10,", "1]", "10", "not", "trained"]

@@ -8,7 +8,7 @@ import tensorflow as tf
 from looplib.data.order import mix
 
 # Places of the data that a batch mixes, at most, if it is read by blocks. It must not depend on the number of replicas.
-_MOST_LANES = 64
+MOST_LANES = 64
 # What a key is for: the order of an epoch's blocks, and of the records of the piece that starts at a place.
 _BLOCKS, _PIECES = 0, 1
 _HALF_ROUNDS = 8  # of the network that shuffles blocks and pieces
@@ -75,7 +75,7 @@ class Stretch(NamedTuple):
 
 def lanes_of(batch_size: int) -> int:
     """Returns the number of lanes of a global batch: its largest divisor up to a limit."""
-    return next(lanes for lanes in range(_MOST_LANES, 0, -1) if batch_size % lanes == 0)
+    return next(lanes for lanes in range(MOST_LANES, 0, -1) if batch_size % lanes == 0)
 
 
 def block_picks(positions: tf.Tensor, stretch: Stretch, seed: int, batch_size: int) -> RecordSelection:

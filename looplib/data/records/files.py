@@ -244,10 +244,6 @@ class _RangeFile(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence, self._files.sizes[self._index])
         return self._at
 
-    def tell(self) -> int:
-        """See `io.IOBase`."""
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`."""
         stop = max(self._at, min(self._at + len(buffer), self._files.sizes[self._index]))

@@ -16,8 +16,8 @@ from absl import logging
 
 from looplib.base import files
 from looplib.base.messages import join_names, with_cure
-from looplib.data.arrays import without_lists
-from looplib.data.records.blocks import RecordSelection
+from looplib.data.arrays import type_of, without_lists
+from looplib.data.records.blocks import MOST_LANES, RecordSelection
 from looplib.data.records.files import THREADS, new_pool
 from looplib.data.records.index import Numbered
 from looplib.data.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
@@ -89,7 +89,6 @@ class RecordSupply:
     Args:
       source: the records.
       reads: says whether neighbouring records are read at once; counts the calls.
-      lanes: how many pieces a batch takes records from, at most.
       may_lack: see `read_records`.
       like: see `read_records`.
 
@@ -99,12 +98,12 @@ class RecordSupply:
     """
 
     def __init__(
-        self, source: Source, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False, like: Source | None = None
+        self, source: Source, reads: RecordReads, *, may_lack: bool = False, like: Source | None = None
     ) -> None:
         self._source, self._reads, self._may_lack = source, reads, may_lack
         self.element = _Element(source if like is None else like)
         self.types = self.element.dtypes + [tf.bool] * may_lack
-        self._pieces = _Pieces(source, lanes) if reads.by_pieces else None
+        self._pieces = _Pieces(source) if reads.by_pieces else None
 
     def announce(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """Starts to read pieces int64 `[k, b]`; returns `starts`."""
@@ -136,7 +135,6 @@ def read_records(
     picks: tf.data.Dataset,
     reads: RecordReads,
     *,
-    lanes: int = 64,
     may_lack: bool = False,
     like: Source | None = None,
     call: Call | None = None,
@@ -147,7 +145,6 @@ def read_records(
       source: the records.
       picks: chunks of batches: (`RecordSelection` of int64 `[k, b]`, and anything else, which is passed on).
       reads: says whether neighbouring records are read at once, as the picks say; counts the calls.
-      lanes: how many pieces a batch takes records from, at most.
       may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
       like: a source whose records have the structure of all; None for `source` itself.
       call: calls the `RecordSupply` of another process; None for this one.
@@ -156,7 +153,7 @@ def read_records(
       A data set of (records, and anything else): strings `[k, b]`, or a structure of arrays `[k, b, ...]`; of records
       alone if there is nothing else.
     """
-    supply = RecordSupply(source, reads, lanes=lanes, may_lack=may_lack, like=like)
+    supply = RecordSupply(source, reads, may_lack=may_lack, like=like)
 
     def call_here(method: Callable[..., Any], inputs: list[tf.Tensor], types: Any) -> Any:
         return tf.numpy_function(functools.partial(method, supply), inputs, types)
@@ -261,8 +258,8 @@ class _Pieces:
     given. Those that a run entered in the middle never come to that, and are dropped when there are many newer ones.
     """
 
-    def __init__(self, source: Source, lanes: int) -> None:
-        self._source, self._spare = source, lanes
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._found: dict[_Piece, concurrent.futures.Future] = {}  # the one that was used last comes last
         self._waiting: collections.Counter[_Piece] = collections.Counter()  # chunks that were announced, of each piece
         self._given: collections.Counter[_Piece] = collections.Counter()  # records, of each piece
@@ -296,7 +293,7 @@ class _Pieces:
                 if self._given[piece] >= piece[1] - piece[0]:
                     self._drop(piece)
             unused = [piece for piece in self._found if self._waiting[piece] <= 0]
-            for piece in unused[: -self._spare]:
+            for piece in unused[:-MOST_LANES]:
                 self._drop(piece)
         return [read[piece][at] for piece, at in zip(pieces, (ids - starts).tolist())]
 
@@ -327,7 +324,7 @@ class _Element:
                 "and parse them in dataset.map"
             )
         leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(self._like)]
-        self.dtypes = [_dtype(leaf) for leaf in leaves]
+        self.dtypes = [type_of(leaf) for leaf in leaves]
         self._shapes = [list(leaf.shape) for leaf in leaves]
 
     def pack(self, records: list[Any], shape: tuple[int, ...]) -> list[np.ndarray]:
@@ -388,13 +385,9 @@ def _first_of(source: Source) -> Any:
     return record
 
 
-def _dtype(leaf: np.ndarray) -> tf.DType:
-    return tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(leaf.dtype)
-
-
 def _text(leaf: np.ndarray) -> str:
     nothing = leaf.dtype == object and not leaf.ndim and leaf[()] is None
-    return "None" if nothing else f"{_dtype(leaf).name} {list(leaf.shape)}"
+    return "None" if nothing else f"{type_of(leaf).name} {list(leaf.shape)}"
 
 
 def structure_of(record: Any) -> str:
