@@ -212,7 +212,7 @@ def adapts(layer: Any) -> bool:
 def finalizes(layer: Any) -> bool:
     """Returns whether a layer computes with constants that its `finalize_state` makes of its variables."""
     own = getattr(type(layer), "finalize_state", None)
-    return own is not getattr(sys.modules[family(layer)].layers.Layer, "finalize_state", None)
+    return own is not getattr(module_of(layer).layers.Layer, "finalize_state", None)
 
 
 def given_constants(layer: Any) -> list[Any]:
@@ -451,14 +451,9 @@ def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> No
     sys.meta_path.insert(0, Finder())
 
 
-def progress_of(model: Any, batches: int | None, verbose: int) -> Any:
-    """Returns the progress bar of a model's family, for a number of batches; None if it is not known."""
-    return sys.modules[family(model)].utils.Progbar(batches, verbose=verbose)
-
-
-def callbacks_of(model: Any) -> types.ModuleType:
-    """Returns the module of callbacks of a model's family."""
-    return sys.modules[family(model)].callbacks
+def module_of(value: Any) -> Any:
+    """Returns the module of the family of an object: `keras` or `tf_keras`."""
+    return sys.modules[family(value)]
 
 
 def refuse_limits(model: Any) -> None:
@@ -534,7 +529,7 @@ def check_stateful_batch(model: Any, size: float | None) -> None:
 
 def unpacked(model: Any, batch: Any) -> tuple[Any, Any, Any]:
     """Returns the inputs, targets and sample weights of a batch; None for what it does not have."""
-    return sys.modules[family(model)].utils.unpack_x_y_sample_weight(batch)
+    return module_of(model).utils.unpack_x_y_sample_weight(batch)
 
 
 @runtime_checkable
@@ -556,11 +551,6 @@ def preprocessing(model: Any) -> Callable[..., Any] | None:
 def served(model: Any) -> Any:
     """Returns the model to export of one that is trained: the student of a `keras.distillation.Distiller`."""
     return model.student if is_a(model, "distillation", "Distiller") else model
-
-
-def float_type(model: Any) -> str:
-    """Returns the name of the type of floating-point numbers that the family of a model computes with by default."""
-    return sys.modules[family(model)].backend.floatx()
 
 
 versions.check_legacy(tf.__version__)

@@ -100,7 +100,7 @@ def running(model: Any, callbacks: Sequence[Any], observes_batches: bool) -> tup
             needs[type(callback).__name__] = need
             logging.info("the callback %s is not called: %s does its work, %s", type(callback).__name__, need, how)
             continue
-        _check(keras.callbacks_of(model).Callback, callback, observes_batches)
+        _check(keras.module_of(model).callbacks.Callback, callback, observes_batches)
         if writes_models(callback) and orders.current().until:
             continue  # steps are repeated, and write nothing elsewhere
         found.append(callback)
@@ -140,7 +140,7 @@ def check_replaced(needs: dict[str, str], controller: Any) -> None:
 
 
 def _check_family(model: Any, callback: Any) -> None:
-    base = keras.callbacks_of(model).Callback
+    base = keras.module_of(model).callbacks.Callback
     if isinstance(callback, (list, tuple)):
         raise CallbackError(
             f"callbacks has {callback!r:.200} among its entries; expected a flat list of callbacks, each alone"

@@ -154,7 +154,7 @@ class KerasCallbacks(Action):
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
         self._rate: float | None = None  # the learning rate that the training began with; None for a schedule
-        self._memories = Memories(self._callbacks, vars(_keras.callbacks_of(self._model).Callback()))
+        self._memories = Memories(self._callbacks, vars(_keras.module_of(self._model).callbacks.Callback()))
         self._best = self.keeps = BestWeights()
         self._stopped: dict[str, Any] | None = None  # the state before the end of the epoch that ended the training
 

@@ -54,7 +54,7 @@ class KerasData:
         sample_weight: Any,
         class_weight: Mapping[int, float] | None,
     ) -> None:
-        self._float_type, self._preprocess = keras.float_type(model), keras.preprocessing(model)
+        self._float_type, self._preprocess = keras.module_of(model).backend.floatx(), keras.preprocessing(model)
         if x is None:
             raise DatasetError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
         if isinstance(x, Iterator):

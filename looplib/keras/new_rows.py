@@ -221,7 +221,7 @@ class Predictor:
         taken: list[list[tf.Tensor]] = []
         iterator, done = stream.iterate(), 0
         batches = steps or self._rows.data.steps_per_epoch(config.global_batch_size, count=False)
-        progress = _keras.progress_of(self._model, batches, verbose)
+        progress = _keras.module_of(self._model).utils.Progbar(batches, verbose=verbose)
         try:
             with loops.borrowing() if loops else contextlib.nullcontext():
                 call = self._on_replicas if config.loop == "eager" else self._function(stream.element_spec)

@@ -1,6 +1,5 @@
 """Batches that Python makes: a `PyDataset`, a loader as PyTorch has them, and what generators give."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
@@ -123,7 +122,7 @@ class PyDatasetBatches:
 
     def __init__(self, data: Any, float_type: str) -> None:
         kind = type(data).__name__
-        base = sys.modules[_keras.family(data)].utils.Sequence
+        base = _keras.module_of(data).utils.Sequence
         for hook in ("on_epoch_begin", "on_epoch_end"):
             if getattr(type(data), hook, None) is not getattr(base, hook, None):
                 raise DatasetError(

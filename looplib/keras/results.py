@@ -1,7 +1,6 @@
 """Results of a step of a compiled model: the numbers that it returns, under the names that they have in `fit`."""
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -448,7 +447,7 @@ class _Summed:
     def __init__(self, model: Any, name: str) -> None:
         self.value: Recomputed | None = None
 
-        class OfOthers(sys.modules[_keras.family(model)].metrics.Metric):
+        class OfOthers(_keras.module_of(model).metrics.Metric):
             @tf.autograph.experimental.do_not_convert
             def update_state(own, *_: Any, **__: Any) -> None:  # noqa: N805
                 """Leaves this to the metrics."""

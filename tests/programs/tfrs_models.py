@@ -12,17 +12,13 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_recommenders as tfrs
 import tf_keras as keras
+from recommenders import BATCH, CLICKS, DIM, EXAMPLES, ITEM, ITEMS, RANDOM, USER, USERS
 
 import looplib
 
-USERS, ITEMS, EXAMPLES, BATCH, STEPS, DIM = 30, 20, 256, 32, 12, 4
-RANDOM = np.random.default_rng(0)
-DATA = {
-    "user": RANDOM.integers(0, USERS, EXAMPLES),
-    "item": RANDOM.integers(0, ITEMS, EXAMPLES),
-    "rating": RANDOM.normal(size=(EXAMPLES, 1)).astype("float32"),
-    "click": RANDOM.integers(0, 2, (EXAMPLES, 1)).astype("float32"),
-}
+STEPS = 12
+RATING = RANDOM.normal(size=(EXAMPLES, 1)).astype("float32")
+DATA = {"user": USER, "item": ITEM, "rating": RATING, "click": CLICKS}
 
 
 def tower(rows, seed):

@@ -1,26 +1,18 @@
 """Layers, losses and metrics of KerasRS with `ShardedEmbedding`: as a loop by hand, on one and on two replicas."""
 
-import json
-import os
-import subprocess
-import sys
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from paths import PYTHONPATH
+from recommenders import BATCH, CLICKS, DIM, EXAMPLES, ITEM, ITEMS, RANDOM, USER, USERS, losses_on_servers
 
 import looplib
 from looplib.errors import LossError
 
 rs = pytest.importorskip("keras_rs")
 
-USERS, ITEMS, EXAMPLES, BATCH, STEPS, DIM, LIST = 30, 20, 256, 32, 10, 4, 5
-RANDOM = np.random.default_rng(0)
-USER, ITEM = RANDOM.integers(0, USERS, EXAMPLES), RANDOM.integers(0, ITEMS, EXAMPLES)
+STEPS, LIST = 10, 5
 LISTS = RANDOM.integers(0, ITEMS, (EXAMPLES, LIST))
-CLICKS = RANDOM.integers(0, 2, (EXAMPLES, 1)).astype("float32")
 RELEVANCE = RANDOM.integers(0, 4, (EXAMPLES, LIST)).astype("float32")
 SHARE = (np.bincount(ITEM, minlength=ITEMS) / EXAMPLES).astype("float32")
 BOTH = pytest.mark.parametrize("strategy", ["one_device", "mirrored_x2"], indirect=True)
@@ -238,16 +230,7 @@ def test_a_mean_of_the_batch_is_refused():
 
 @pytest.mark.slow
 def test_a_ranking_trains_on_parameter_servers(tmp_path):
-    tool = [sys.executable, "-m", "looplib", "launch", "--workers=2", "--parameter_servers=2", "--"]
-    flags = [f"--model_dir={tmp_path}", "--train_steps=60", "--strategy=parameter_server"]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(
-        [*tool, sys.executable, __file__, *flags],
-        env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line.get("split") == "train"]
+    losses = losses_on_servers(__file__, tmp_path)
     assert losses[-1] < losses[0] - 0.005
 
 
