@@ -437,11 +437,11 @@ def _drop_incomplete_steps(dataset: tf.data.Dataset, replicas: int) -> tf.data.D
     A replica that trains on no example has a batch normalization of NaN, which the other replicas would share.
     """
 
-    def zip_again(*windows: Any) -> tf.data.Dataset:
-        windows = windows if type(dataset.element_spec) is tuple else windows[0]
+    def zip_again(windows: Any) -> tf.data.Dataset:
         return tf.data.Dataset.zip(windows) if tf.nest.is_nested(windows) else windows
 
-    return dataset.window(replicas, drop_remainder=True).flat_map(zip_again)
+    windows = dataset.window(replicas, drop_remainder=True)
+    return windows.flat_map(rows.of_whole(zip_again, dataset.element_spec))
 
 
 def _forget_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -456,11 +456,7 @@ def _forget_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
             return tensor
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
-    def forget_all(*element: Any) -> Any:  # tf.data unpacks tuples, and only those
-        element = element if type(dataset.element_spec) is tuple else element[0]
-        return rows.map_parts(forget, element)
-
-    return dataset.map(forget_all)
+    return dataset.map(rows.of_whole(functools.partial(rows.map_parts, forget), dataset.element_spec))
 
 
 def to_replicas(
@@ -478,9 +474,7 @@ def to_replicas(
     if not uneven:
         rows.check_even(who, rows.parts(spec))
 
-    @tf.autograph.experimental.do_not_convert
-    def divide(*element: Any) -> tf.data.Dataset:
-        batch = element if type(spec) is tuple else element[0]  # tf.data unpacks tuples, and only those
+    def divide(batch: Any) -> tf.data.Dataset:
         sizes = [rows.count(part) for part in rows.parts(batch)]
         if shares:
             with tf.control_dependencies(rows.assert_even(who, sizes, replicas if uneven else None)):
@@ -501,7 +495,7 @@ def to_replicas(
 
         return tf.data.Dataset.range(first, first + count).map(part)
 
-    divided = dataset.flat_map(divide)
+    divided = dataset.flat_map(rows.of_whole(divide, spec))
     if cardinality == tf.data.UNKNOWN_CARDINALITY:
         return divided
     endless = cardinality == tf.data.INFINITE_CARDINALITY

@@ -57,6 +57,16 @@ def _has_composites(part: tf.experimental.ExtensionType) -> bool:
     )
 
 
+def of_whole(function: Callable[[Any], Any], spec: Any) -> Callable[..., Any]:
+    """Returns what calls a function with whole elements of a spec in a `map`: tf.data unpacks tuples, only those."""
+
+    @tf.autograph.experimental.do_not_convert
+    def of_parts(*parts: Any) -> Any:
+        return function(parts if type(spec) is tuple else parts[0])
+
+    return of_parts
+
+
 @tf.autograph.experimental.do_not_convert
 def count(part: Tensor) -> tf.Tensor:
     """Returns the number of rows of a tensor of any kind, int64 scalar."""

@@ -16,7 +16,7 @@ from looplib.data.context import InputContext
 from looplib.data.loader import LoaderReader
 from looplib.data.records.reading import structure_of
 from looplib.data.records.sources import items
-from looplib.data.rows import SPECS
+from looplib.data.rows import SPECS, of_whole
 from looplib.errors import BatchSizeError, DatasetError
 from looplib.keras import python_data, rows
 from looplib.task.plain import checksum_of
@@ -294,13 +294,11 @@ class KerasData:
         if all(isinstance(part, SPECS) for part in tf.nest.flatten(spec)):
             return dataset
 
-        @tf.autograph.experimental.do_not_convert
-        def without_none(*parts: Any) -> tuple:
-            batch = parts if type(spec) is tuple else parts[0]  # tf.data unpacks tuples, and only those
+        def without_none(batch: Any) -> tuple:
             self._blanks = OmittedParts(batch)
             return self._blanks.remove(batch)
 
-        return dataset.map(without_none)
+        return dataset.map(of_whole(without_none, spec))
 
     @tf.autograph.experimental.do_not_convert
     def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:

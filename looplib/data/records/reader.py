@@ -15,6 +15,7 @@ from absl import logging
 
 from looplib.base import files, folders
 from looplib.base.messages import join_names, whole_number, with_cure
+from looplib.data import rows
 from looplib.data.context import BadRecords, InputContext
 from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.data.records.blocks import BlockOrder, RecordSelection, lanes_of
@@ -392,9 +393,7 @@ def as_batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
         # Else tf.data adds a buffer of its own, which grows up to 512 batches.
         return chunks.unbatch().prefetch(2)
 
-    @tf.autograph.experimental.do_not_convert
-    def first(*chunk: Any) -> Any:
-        chunk = chunk if type(chunks.element_spec) is tuple else chunk[0]  # tf.data unpacks tuples, and only those
+    def first(chunk: Any) -> Any:
         return tf.nest.map_structure(lambda leaf: tf.squeeze(leaf, 0), chunk)
 
-    return chunks.map(first)
+    return chunks.map(rows.of_whole(first, chunks.element_spec))
