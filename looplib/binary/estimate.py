@@ -222,7 +222,8 @@ def measure(controller: Controller, watch: Stopwatch, eval_steps: int | None) ->
     _train(controller, STEPS)
     save = clock.of("save") - watch.saved_before
     last_bytes = _size_of_others(folder)
-    checkpoint_bytes = _size_of_checkpoint(commits.committed(os.path.join(folder, "checkpoints"))[0])
+    newest = commits.committed(os.path.join(folder, "checkpoints"))[0]
+    checkpoint_bytes = newest.bytes + os.path.getsize(f"{newest.path}.commit")
     each_step, reports = list(_each_step(watch.stops_seen)), len(watch.reports_seen)
     report_bytes = float(last_bytes - first_bytes) / max(1, reports - 1)
     size, loop = controller.steps_per_loop, min(each_step) * controller.steps_per_loop  # the first steps are slower
@@ -291,10 +292,6 @@ def _size_of_others(folder: str) -> int:
         folders[:] = [name for name in folders if place != folder or name != "checkpoints"]
         found += sum(os.lstat(os.path.join(place, name)).st_size for name in names)
     return found
-
-
-def _size_of_checkpoint(done: commits.Commit) -> int:
-    return done.bytes + os.path.getsize(f"{done.path}.commit")
 
 
 def _device_memory() -> int | None:

@@ -112,16 +112,13 @@ def _bisected(ours: dict[int, Commit], theirs: dict[int, Commit]) -> tuple[list[
     equal, low, high = [], 0, len(common)
     while low < high:
         middle = (low + high) // 2
-        if _equal(ours[common[middle]], theirs[common[middle]]):
+        paths = (commits[common[middle]].path for commits in (ours, theirs))
+        if not compare_tensors(*paths).differences:
             equal.append(common[middle])
             low = middle + 1
         else:
             high = middle
     return common, equal, common[low] if low < len(common) else None
-
-
-def _equal(one: Commit, other: Commit) -> bool:
-    return not compare_tensors(one.path, other.path).differences
 
 
 def _of(step: int | None, steps: list[int]) -> str:

@@ -499,12 +499,6 @@ def has_own_statistics(layer: Any) -> bool:
     return is_batch_normalization(layer) and layer.trainable and not getattr(layer, "synchronized", False)
 
 
-def stateful_batch(model: Any) -> int | None:
-    """Returns the batch size that the stateful recurrent layers of a model are made for; None without any."""
-    stateful = any(is_a(layer, "layers", "RNN") and layer.stateful for layer in sublayers(model))
-    return fixed_batch(model) if stateful else None
-
-
 def fixed_batch(model: Any) -> int | None:
     """Returns the batch size that the Input layers of a model say; None if they say none."""
     sizes = [spec.shape[0] for spec in tf.nest.flatten(getattr(model, "inputs", None) or [])]
@@ -518,7 +512,8 @@ def check_stateful_batch(model: Any, size: float | None) -> None:
       model: the model.
       size: the examples that each replica gets; None if that is not known.
     """
-    expected = stateful_batch(model)
+    stateful = any(is_a(layer, "layers", "RNN") and layer.stateful for layer in sublayers(model))
+    expected = fixed_batch(model) if stateful else None
     if expected and size is not None and size != expected:
         raise BatchSizeError(
             f"the stateful layers of {type(model).__name__} are made for batches of {expected}, and each of "

@@ -83,6 +83,13 @@ class Collectives:
     called: bool = False
     refusal: str = ""
 
+    def may_join(self) -> bool:
+        """See the function `may_join`."""
+        if self.refusal:
+            raise StepError(self.refusal)
+        self.called = True
+        return not self.left_out
+
 
 @contextlib.contextmanager
 def collectives(found: Collectives) -> Iterator[None]:
@@ -118,12 +125,7 @@ def may_join() -> bool:
       UsageError: where the step may not join them.
     """
     found = _collectives.get(tf.distribute.get_replica_context())
-    if found is None:
-        return True
-    if found.refusal:
-        raise StepError(found.refusal)
-    found.called = True
-    return not found.left_out
+    return found is None or found.may_join()
 
 
 def weighs_collectives() -> bool:
@@ -149,11 +151,8 @@ def _weighing(method: Callable[..., Any], place: int) -> Callable[..., Any]:
         found = _collectives.get(context)
         if found is None:
             return method(context, *args, **kwargs)
-        if found.refusal:
-            raise StepError(found.refusal)
-        found.called = True
         value = args[place] if len(args) > place else kwargs["value"]
-        if found.left_out:
+        if not found.may_join():
             return tf.nest.map_structure(lambda part: part, value)
         value = _with_gradients_times(value, tf.math.reciprocal_no_nan(found.factor))
         if len(args) > place:

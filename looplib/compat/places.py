@@ -147,7 +147,9 @@ def place_of(error: BaseException, functions: Iterable[tf.types.experimental.Con
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
-        frames = [*_frames_in_message(error), *_frames_of_traceback(error)]
+        # The innermost of those that AutoGraph and `tf.numpy_function` write into a message come last.
+        frames = [(file, line, None) for file, line in reversed(frames_in(str(error))) if is_users(file)]
+        frames += _frames_of_traceback(error)
         if frames:
             return _as_text(*frames[0])
         if isinstance(error, tf.errors.OpError):
@@ -163,11 +165,6 @@ def place_of_function(function: Callable) -> str:
     """Returns the first line of a function of the user's, as "file:line: text"; "" for any other function."""
     code = getattr(function, "__code__", None)
     return _as_text(code.co_filename, code.co_firstlineno) if code and is_users(code.co_filename) else ""
-
-
-def _frames_in_message(error: BaseException) -> list[tuple[str, int, str | None]]:
-    """Returns the user's frames that AutoGraph and `tf.numpy_function` write into a message, the innermost first."""
-    return [(file, line, None) for file, line in reversed(frames_in(str(error))) if is_users(file)]
 
 
 def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | None]]:

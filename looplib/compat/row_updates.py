@@ -217,32 +217,26 @@ def update(
       local: returns the variable that one replica has of a distributed one.
     """
     with tf.device(local(table).device):
-        _update(optimizer, gradient, table, local)
+        ids, places = tf.unique(gradient.indices)
+        values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, table.dtype), places, tf.size(ids))
 
+        def rows_of(held: Any) -> _TouchedRows:
+            variable = local(_keras.tf_variable(held))
+            return _TouchedRows(handle_of(variable), ids, variable.dtype)
 
-def _update(
-    optimizer: Any, gradient: tf.IndexedSlices, table: tf.Variable, local: Callable[[tf.Variable], tf.Variable]
-) -> None:
-    ids, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(tf.cast(gradient.values, table.dtype), places, tf.size(ids))
+        owners = _facts_of(table).owners
+        new = None if owners is None else _of_new_owners(owners, rows_of, table)
 
-    def rows_of(held: Any) -> _TouchedRows:
-        variable = local(_keras.tf_variable(held))
-        return _TouchedRows(handle_of(variable), ids, variable.dtype)
+        def slot(slots: Sequence[Any], initial: float = 0.0) -> _TouchedRows:
+            rows = rows_of(slot_of(optimizer, slots, table))
+            if new is not None:
+                value = tf.fill([tf.size(new), table.shape[1]], tf.cast(initial, rows.dtype))
+                rows._replace(ids=new).write(value)
+            return rows
 
-    owners = _facts_of(table).owners
-    new = None if owners is None else _of_new_owners(owners, rows_of, table)
-
-    def slot(slots: Sequence[Any], initial: float = 0.0) -> _TouchedRows:
-        rows = rows_of(slot_of(optimizer, slots, table))
-        if new is not None:
-            value = tf.fill([tf.size(new), table.shape[1]], tf.cast(initial, rows.dtype))
-            rows._replace(ids=new).write(value)
-        return rows
-
-    rate = _keras.rate_or_schedule(optimizer, optimizer.learning_rate)
-    rate = tf.cast(rate(optimizer.iterations) if callable(rate) else rate, table.dtype)
-    _RULES[type(optimizer).__name__](optimizer, rows_of(table), slot, values, rate)
+        rate = _keras.rate_or_schedule(optimizer, optimizer.learning_rate)
+        rate = tf.cast(rate(optimizer.iterations) if callable(rate) else rate, table.dtype)
+        _RULES[type(optimizer).__name__](optimizer, rows_of(table), slot, values, rate)
 
 
 def check(optimizer: Any, gradient: Any, table: tf.Variable) -> None:

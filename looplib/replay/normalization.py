@@ -37,7 +37,8 @@ def recompute(player: Player, weights: str, steps: int) -> dict[str, np.ndarray]
       UsageError: for a trainer without batch normalization, too few batches, or a value that is not finite.
     """
     loop, task = player.loop, player.loop.task
-    layers = [layer for layer in _keras.sublayers(list(vars(task).values())) if _normalizes(layer)]
+    held = filter(_keras.is_batch_normalization, _keras.sublayers(list(vars(task).values())))
+    layers = [layer for layer in held if layer.built]
     if not layers:
         raise ReplayError(f"{loop.who} has no layer of batch normalization; leave out --statistics_steps")
     state = state_of(task)
@@ -69,10 +70,6 @@ def _over_replicas(variable: tf.Variable) -> np.ndarray:
     """Returns the mean over the replicas, each of which has seen its part of the batch."""
     parts = variable.values if isinstance(variable, tf.distribute.DistributedValues) else (variable,)
     return np.mean([as_array(part).astype(np.float64) for part in parts], axis=0)
-
-
-def _normalizes(layer: Any) -> bool:
-    return _keras.is_a(layer, "layers", "BatchNormalization") and layer.built
 
 
 def _keys(state: dict[str, Any], path: str) -> dict[int, str]:

@@ -87,7 +87,8 @@ class Match:
                                for side, left in zip(sides, (there, here)))  # fmt: skip
                 unsure += self._pair_layers(there, here)
             else:
-                unsure += [leaf for layer in there if _shapes(layer) in shapes[1] for leaf in _leaves_of(layer)]
+                vague = [layer for layer in there if _shapes(layer) in shapes[1]]
+                unsure += [leaf for layer in vague for alike in layer.values() for leaf in alike]
         return unsure
 
     def _pair_layers(self, saved: list[_Layer], live: list[_Layer]) -> list[NamedVariable]:
@@ -124,10 +125,6 @@ class Match:
                 found = {id(slot): slot for root in leaf.paths if (slot := slots.get((root, leaf.kind, id(origin))))}
                 for slot in found.values():
                     self._pair(leaf, slot)
-
-
-def _leaves_of(layer: _Layer) -> list[NamedVariable]:
-    return [leaf for alike in layer.values() for leaf in alike]
 
 
 def _shapes(layer: _Layer) -> frozenset[tuple[str, tuple[tuple[int | None, ...], ...]]]:

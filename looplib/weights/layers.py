@@ -76,7 +76,7 @@ class LayerWalk:
         self.found: list[PlacedLayer] = []
         self._three = _keras.family(model) == "keras"
         self._seen: set[int] = set()
-        kind = type(_base_layer(model))
+        kind = type(importlib.import_module(_keras.family(model) or "keras").layers.Layer())
         self._skipped = frozenset(dir(kind())) if self._three else _skipped_by_tf_keras()
         self._own = kind.save_own_variables
         self._visit(model, (), frozenset(), False)
@@ -197,10 +197,6 @@ def ordered(path: tuple[str, ...], listed: Iterable[int]) -> str:
         name, _, number = parts[index].rpartition("_")
         parts[index] = f"{name}-{number}" if name and number.isdigit() else f"{parts[index]}-0"
     return "/".join(parts)
-
-
-def _base_layer(model: Any) -> Any:
-    return importlib.import_module(_keras.family(model) or "keras").layers.Layer()
 
 
 def _is_listing(layer: Any) -> bool:

@@ -253,17 +253,14 @@ def take(source: WeightsSource, objects: Mapping[str, Any], start: rules.WarmSta
     found, done = _ids(taken.here for taken in pairs), _ids(taken.there for taken in pairs)
     for computed in (taken.here.variable for taken in pairs if isinstance(taken.here.variable, ComputedValue)):
         found |= {id(live.leaf_of(variable)) for variable in computed.layer.variables}
-    left = [name for name, leaf in saved.items() if id(leaf) not in done and not _is_left_out(ruled.get(name))]
+    left_out = {name for name, form in ruled.items() if form.name is None}
+    left = [name for name, leaf in saved.items() if id(leaf) not in done and name not in left_out]
     missing = [leaf for leaf in everything if id(leaf) not in found]
     return LoadedValues(len(whole.taken), missing, whole.misfits, sorted(left), targets)
 
 
 def _ids(leaves: Iterable[NamedVariable]) -> set[int]:
     return {id(one) for leaf in leaves for one in (leaf, *leaf.parts)}
-
-
-def _is_left_out(form: rules.RuledName | None) -> bool:
-    return form is not None and form.name is None
 
 
 def _is_numbered(source: WeightsSource) -> bool:

@@ -285,7 +285,18 @@ class Opening:
     options: dict[str, Any]  # of the format
 
 
-class Numbered(abc.ABC):
+class ReadTogether(abc.ABC):
+    """Records that are read several at once, and so also one alone."""
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    @abc.abstractmethod
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns records by number."""
+
+
+class Numbered(ReadTogether):
     """Records of files, numbered through from file to file.
 
     Args:
@@ -305,13 +316,6 @@ class Numbered(abc.ABC):
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
-
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])[0]
-
-    @abc.abstractmethod
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Returns records by number."""
 
     @abc.abstractmethod
     def named(self, number: int) -> str:

@@ -20,7 +20,7 @@ from looplib.data.context import BadRecords, InputContext
 from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.data.records.blocks import BlockOrder, RecordSelection, lanes_of
 from looplib.data.records.files import Files, in_threads
-from looplib.data.records.index import BadRecordError, Numbered
+from looplib.data.records.index import BadRecordError, Numbered, ReadTogether
 from looplib.data.records.plans import Kept, RecordPlan
 from looplib.data.records.reading import Call, RecordReads, read_records
 from looplib.data.records.sources import Blocked, Chain, Source, Subset, items, mean_bytes, named, opened
@@ -110,7 +110,7 @@ def given(source: Source, number: int) -> int:
     return source.given(number)[0]
 
 
-class SkipsDamaged:
+class SkipsDamaged(ReadTogether):
     """A source whose damaged records are left out.
 
     Which records these are depends on the files alone, so that a resumed run leaves out the same ones.
@@ -134,9 +134,6 @@ class SkipsDamaged:
 
     def __len__(self) -> int:
         return len(self._source)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""

@@ -19,7 +19,7 @@ from looplib.base.messages import gist, is_utf8, join_names, shown
 from looplib.compat.places import is_installed
 from looplib.data.records.files import Files, absolute
 from looplib.data.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
-from looplib.data.records.index import BadRecordError, Numbered, Opening, ReadElsewhere, ends_process
+from looplib.data.records.index import BadRecordError, Numbered, Opening, ReadElsewhere, ReadTogether, ends_process
 from looplib.errors import PluginError, RecordsError, StoreError, UsageError
 from looplib.stores import ranges
 
@@ -151,7 +151,7 @@ def _guarded(source: Any) -> Source:
     return ReadElsewhere(source, files, counts, [part.skip for part in parts])
 
 
-class Chain:
+class Chain(ReadTogether):
     """Sources one after another, as one, for a mixture.
 
     Args:
@@ -166,15 +166,12 @@ class Chain:
     def __len__(self) -> int:
         return self.firsts[-1]
 
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])[0]
-
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""
         return of_parts(self.firsts, numbers, self.sources.__getitem__)
 
 
-class Subset:
+class Subset(ReadTogether):
     """Some records of a source, as a source.
 
     Args:
@@ -192,9 +189,6 @@ class Subset:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""
