@@ -1,6 +1,7 @@
 """Arrays of examples of each kind that `fit` and loaders give: of numpy, pandas, scipy and PyTorch, and tensors."""
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,17 +23,17 @@ class _AsArray(Protocol):
 
 def without_lists(structure: Any) -> Any:
     """Returns a structure with tuples in place of lists, which tf.data takes for arrays."""
+    return _of_each(structure, without_lists)
+
+
+def _of_each(structure: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns what a function makes of each part of a dict, list or tuple, with a tuple for a list; else the value."""
     if isinstance(structure, Mapping):
-        return {name: without_lists(part) for name, part in structure.items()}
+        return {name: function(part) for name, part in structure.items()}
     if isinstance(structure, (list, tuple)):
-        return tuple_like(structure, [without_lists(part) for part in structure])
+        is_named = isinstance(structure, tuple) and type(structure) is not tuple
+        return type(structure)(*map(function, structure)) if is_named else tuple(map(function, structure))
     return structure
-
-
-def tuple_like(structure: list | tuple, parts: Iterable[Any]) -> tuple:
-    """Returns parts as the named tuple that a structure is, or otherwise as a tuple."""
-    is_named = isinstance(structure, tuple) and type(structure) is not tuple
-    return type(structure)(*parts) if is_named else tuple(parts)
 
 
 def as_arrays(structure: Any, float_type: str, who: str) -> Any:
@@ -47,10 +48,8 @@ def as_arrays(structure: Any, float_type: str, who: str) -> Any:
     if is_array(structure) or _is_of_scalars(structure):
         array = as_array(structure, float_type, who)
         return array[:, None] if is_of(structure, "pandas", "Series") else array
-    if isinstance(structure, Mapping):
-        return {name: as_arrays(part, float_type, who) for name, part in structure.items()}
-    if isinstance(structure, (list, tuple)):
-        return tuple_like(structure, [as_arrays(part, float_type, who) for part in structure])
+    if isinstance(structure, (Mapping, list, tuple)):
+        return _of_each(structure, lambda part: as_arrays(part, float_type, who))
     return as_array(structure, float_type, who)
 
 
@@ -208,11 +207,7 @@ class BatchFormat:
         """Returns a batch with tuples in place of lists, or arrays, where those are columns of numbers or texts."""
         if inside and isinstance(batch, (list, tuple)) and _is_of_scalars(batch):
             return as_array(batch, None, self.who)
-        if isinstance(batch, Mapping):
-            return {name: self._structured(part, True) for name, part in batch.items()}
-        if isinstance(batch, (list, tuple)):
-            return tuple_like(batch, [self._structured(part, True) for part in batch])
-        return batch
+        return _of_each(batch, functools.partial(self._structured, inside=True))
 
     def _arrays(self, batch: Any) -> list[np.ndarray]:
         try:

@@ -79,7 +79,7 @@ class Bottleneck:
       kind: "read", "expand" (flat_map or interleave of what is no file), "decode", "map", "order", "shuffle", "batch",
         "generator", "loader" or "copy".
       share: its part of the time of all stages, from 0 to 1; time in parallel calls is divided by their number.
-      stage: the name that TensorFlow gives the slowest one of this kind.
+      stage: the name of the slowest one of this kind.
       milliseconds: that it takes for one of its elements.
       parallel: how many of these it makes at once, in all data sets that an interleave reads at once.
       tuned: whether tf.data decides how many.
@@ -99,19 +99,12 @@ class Bottleneck:
     def __str__(self) -> str:
         time = f"{self.milliseconds:.0f}" if self.milliseconds >= 10 else f"{self.milliseconds:.2g}"
         at_once = "as many at once as tf.data chooses" if self.tuned else f"{self.parallel} at once"
-        each = f"{time} ms for an element, {at_once}"
+        each = f"an element, {at_once}"
         if self.reads is not None:
-            each = f"{time} ms for a record, " + (
-                "1 at once" if self.parallel == 1 else f"with {self.parallel} threads"
-            )
-        if self.kind in ("order", "loader"):
-            each = f"{time} ms for a batch"
-        stage = (
-            self.stage
-            if self.reads is not None or self.kind in ("copy", "order", "loader")
-            else _users_name(self.stage)
-        )
-        return f"{self.share:.0%} of the pipeline's time is {self.kind} ({stage}: {each})"
+            each = "a record, " + (at_once if self.parallel == 1 else f"with {self.parallel} threads")
+        elif self.kind in ("order", "loader"):
+            each = "a batch"
+        return f"{self.share:.0%} of the pipeline's time is {self.kind} ({self.stage}: {time} ms for {each})"
 
     @property
     def advice(self) -> str:
@@ -120,7 +113,7 @@ class Bottleneck:
             return self.reads.advice
         kind, parallel = "map" if self.kind == "decode" else self.kind, self.tuned or self.parallel > 1
         advice = _ADVICE.get((kind, parallel)) or _ADVICE[kind, False]
-        if kind == "read" and not parallel and any(part in self.stage for part in _NESTED):
+        if kind == "read" and not parallel and self.stage in map(_users_name, _NESTED):
             return advice + _FUNCTION_READS
         if kind == "map" and parallel and not self.of_batches:
             return "batch before it so that it works on whole batches, " + advice
@@ -186,7 +179,7 @@ def _slowest(nodes: Any, copy: float, requests: DatasetRequests) -> Bottleneck |
     return Bottleneck(
         kind,
         share,
-        stage.name,
+        _users_name(stage.name),
         stage.processing_time / 1e6 / max(1, stage.num_elements),
         math.prod(map(_parallelism, [stage, *around])),
         any(one.name == "parallelism" and one.tunable for other in [stage, *around] for one in other.parameters),
@@ -208,9 +201,7 @@ def _expands(nodes: Any, number: int) -> bool:
     """Returns whether a stage makes data sets of elements by a function that names no file."""
     if not any(part in nodes[number].name for part in _NESTED):
         return False
-    below = list(nodes[number].inputs)
-    for other in below:
-        below += nodes[other].inputs
+    below = _below(nodes, number)
     return bool(below) and all(_kind(nodes[other].name) != "read" or _expands(nodes, other) for other in below)
 
 
@@ -255,10 +246,15 @@ def _is_of_batches(nodes: Any, number: int, after: list[Any]) -> bool:
     """Returns whether the elements of a stage are batches: made before it, or nowhere, as by `context.indices`."""
     if "AndBatch" not in nodes[number].name and not any("Batch" in stage.name for stage in after):
         return True
-    before = list(nodes[number].inputs)
-    for other in before:
-        before += nodes[other].inputs
-    return any("batch" in nodes[other].name.lower() for other in before)
+    return any("batch" in nodes[other].name.lower() for other in _below(nodes, number))
+
+
+def _below(nodes: Any, number: int) -> list[int]:
+    """Returns the numbers of the stages that a stage's elements come from."""
+    below = list(nodes[number].inputs)
+    for other in below:
+        below += nodes[other].inputs
+    return below
 
 
 def _add(nodes: Any, number: int, scale: float, found: dict[int, float]) -> None:

@@ -153,7 +153,6 @@ class Ranges:
         places = [_split(url) for url in urls]
         for place, _ in places:
             self._stores.setdefault(place, Store(place, _is_ending))
-        self._objects: list[_Object] = []
         self._objects = [
             _Object(self._stores[place], name, url, found)
             for (place, name), url, found in zip(places, urls, self._look_up(places))

@@ -8,7 +8,6 @@ configuration in a `.keras` file has those in `layers`. An older `.h5` has the n
 
 import dataclasses
 import enum
-import math
 import os
 import re
 import signal
@@ -175,13 +174,8 @@ class Hdf5Weights:
 
     def read(self, key: str) -> np.ndarray:
         """Returns the numbers of a tensor."""
-        tensor = self.tensors[key]
-        found = np.empty(math.prod(tensor.shape), tensor.dtype)
         part, place = self._places[key]
-        part.file.seek(place)
-        if part.file.readinto(found.view(np.uint8)) != tensor.bytes:
-            raise refusal(part.path, "it was shortened while it was read")
-        return found.reshape(tensor.shape)
+        return self.tensors[key].read_from(part.file, place, part.path)
 
     def close(self) -> None:
         """Closes the files."""

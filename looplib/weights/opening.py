@@ -1,6 +1,5 @@
 """Opens files of weights by their format: safetensors, Keras's, HDF5, and TensorFlow's checkpoints."""
 
-import math
 import os
 import re
 import struct
@@ -106,12 +105,7 @@ class SafetensorsFile:
 
     def read(self, key: str) -> np.ndarray:
         """Returns the numbers of a tensor."""
-        tensor = self.tensors[key]
-        found = np.empty(math.prod(tensor.shape), tensor.dtype)
-        self._file.seek(self._start + self._places[key])
-        if self._file.readinto(found.view(np.uint8)) != tensor.bytes:
-            raise refusal(self._path, "it was shortened while it was read")
-        return found.reshape(tensor.shape)
+        return self.tensors[key].read_from(self._file, self._start + self._places[key], self._path)
 
     def close(self) -> None:
         """Closes the file."""

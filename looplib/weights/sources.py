@@ -1,11 +1,14 @@
 """Tensors of a file of weights, by name, read one at a time."""
 
 import dataclasses
+import io
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+
+from looplib.stores.shards import refusal
 
 MOST_DIMENSIONS = 32
 MOST_HEADER = 1 << 24  # bytes of names and shapes
@@ -45,6 +48,14 @@ class StoredTensor:
     def bytes(self) -> int:
         """Its size."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else 0)
+
+    def read_from(self, file: io.RawIOBase | io.BufferedReader, place: int, path: str) -> np.ndarray:
+        """Returns its numbers, of an open file that has them at a place; raises `WarmStartError` if it ends before."""
+        found = np.empty(math.prod(self.shape), self.dtype)
+        file.seek(place)
+        if file.readinto(found.view(np.uint8)) != self.bytes:
+            raise refusal(path, "it was shortened while it was read")
+        return found.reshape(self.shape)
 
 
 class WeightsSource(Protocol):
