@@ -1,14 +1,13 @@
 """Unpublished parts of Keras and TensorFlow that looplib uses, each with what happens where it is missing.
 
 Names that other rooms may use, by file:
-    keras: adapts, averaged, callbacks_of, changes_when_called, check_one_family, check_stateful_batch,
-        compiled_metrics, computes_in, family, family_of_class, finalizes, fixed_batch, float_type, given_constants,
-        GLOBAL_SEED, has_own_statistics, has_own_step, imported, inner_metrics, input_specs, is_a,
-        is_batch_normalization, is_layer, is_metric, is_metrics, is_model, is_optimizer, is_own_class, is_variable,
-        loss_scale, make_outside, make_sums_outside, makes_sums_late, mask_of, optimizers, parts, preprocessing,
-        progress_of, rate_or_schedule, refuse_limits, scales_loss, served, sublayers, tf_variable, unlisted_metrics,
-        unpacked, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner, with_mask,
-        without_vocabularies
+    keras: adapts, averaged, changes_when_called, check_one_family, check_stateful_batch, compiled_metrics, computes_in,
+        family, family_of_class, finalizes, fixed_batch, given_constants, GLOBAL_SEED, has_own_statistics, has_own_step,
+        imported, inner_metrics, input_specs, is_a, is_batch_normalization, is_layer, is_metric, is_metrics, is_model,
+        is_optimizer, is_own_class, is_variable, loss_scale, make_outside, make_sums_outside, makes_sums_late, mask_of,
+        module_of, optimizers, parts, preprocessing, rate_or_schedule, refuse_limits, scales_loss, served, sublayers,
+        tf_variable, unlisted_metrics, unpacked, UNSEEDED, untracked_variables, value_now, variable_path, when_imported,
+        with_inner, with_mask, without_vocabularies
     optimizers: accumulating, counts_while_traced, fused_update, handle_of, is_summed, leave_out_sum, num_replicas,
         own_method, Replacement, summed, updates_conditionally, variables_of
     patches: alone, Collectives, collectives, may_join, recompute, synchronize, weighs_collectives

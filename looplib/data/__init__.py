@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     open_loader: ByNumber
     order: Batches, BatchSizePeriod, Epoch, Ids, Locate, mix, OrderKey, Plan
     pipelines: Pipelines, runs_on_host
-    rows: assert_even, check_even, count, map_parts, parts, SPECS
+    rows: assert_even, check_even, count, map_parts, of_whole, parts, SPECS
     service: explained, lost, serve
     streams: BatchProperties, HostStream, Stream
 """

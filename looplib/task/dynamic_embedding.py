@@ -10,7 +10,7 @@ import tensorflow as tf
 from looplib.base.messages import whole_number
 from looplib.cluster import updates
 from looplib.cluster.holders import joined
-from looplib.compat import keras as _keras
+from looplib.compat.keras import tf_variable
 from looplib.compat.optimizers import handle_of, num_replicas
 from looplib.compat.patches import may_join
 from looplib.compat.row_updates import RowOwners, add_table
@@ -172,7 +172,7 @@ class DynamicEmbedding(ShardedEmbedding):
         """Returns the vectors `[..., dim]` of rows `[...]`; zeros for the row -1."""
         static, shape, rows = ids.shape, tf.shape(ids), tf.reshape(ids, [-1])
         known = tf.where(rows >= 0)
-        vectors = tf.gather(_keras.tf_variable(self.tables[0]), tf.gather_nd(rows, known))
+        vectors = tf.gather(tf_variable(self.tables[0]), tf.gather_nd(rows, known))
         vectors = tf.scatter_nd(known, vectors, tf.stack([tf.size(rows, tf.int64), self.dim]))
         return tf.ensure_shape(tf.reshape(vectors, tf.concat([shape, [self.dim]], axis=0)), [*static, self.dim])
 
@@ -218,19 +218,19 @@ class DynamicEmbedding(ShardedEmbedding):
         if self._candidates is not None:
             ids = self._after_waiting(self._candidates, ids, counts, now)
         rows = self._map.oldest(tf.size(ids), now)
-        before = tf.gather(_variable(self._map.seen), rows)
+        before = tf.gather(tf_variable(self._map.seen), rows)
         limit = now if self.full == "evict" else now - (self.expire_after or now)
         enough = tf.equal(tf.size(rows), tf.size(ids)) & tf.reduce_all(before < tf.maximum(limit, 0))
         with _asserted(enough, [self._too_many, tf.size(ids)]):
             rows = tf.identity(rows)
         self._map.give(rows, ids, now)
-        _write(self.tables[0], rows, _initial(self.initializer, ids, self.dim, _variable(self.tables[0]).dtype))
+        _write(self.tables[0], rows, _initial(self.initializer, ids, self.dim, tf_variable(self.tables[0]).dtype))
         _write(self.new_owners, rows, 1)
 
     def _after_waiting(self, waiting: "_PlaceMap", ids: tf.Tensor, counts: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
         """Counts sights of ids; returns those that need wait no longer."""
         places = waiting.find(ids)
-        known, before = places >= 0, tf.gather(_variable(self.sights), tf.maximum(places, 0))
+        known, before = places >= 0, tf.gather(tf_variable(self.sights), tf.maximum(places, 0))
         counts += tf.where(known, before, _long(0))
         ready = counts >= self.admit_after
         again = tf.boolean_mask(places, known)
@@ -279,7 +279,7 @@ class _PlaceMap:
 
     def find(self, ids: tf.Tensor) -> tf.Tensor:
         """Returns the places of distinct ids, -1 for those without one."""
-        index, keys = _variable(self._index), _variable(self._keys)
+        index, keys = tf_variable(self._index), tf_variable(self._keys)
 
         def probe(step: tf.Tensor, at: tf.Tensor, who: tf.Tensor, found: tf.Tensor) -> tuple[tf.Tensor, ...]:
             entries = tf.gather(index, at)
@@ -317,8 +317,8 @@ class _PlaceMap:
         size = self._queue.shape[0]
 
         def window(width: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            places = tf.gather(_variable(self._queue), tf.range(head, tf.minimum(head + width, size)))
-            return places, tf.gather(_variable(self.seen), places) < made
+            places = tf.gather(tf_variable(self._queue), tf.range(head, tf.minimum(head + width, size)))
+            return places, tf.gather(tf_variable(self.seen), places) < made
 
         def lacks(width: tf.Tensor) -> tf.Tensor:
             return (tf.math.count_nonzero(window(width)[1]) < count) & (head + width < size)
@@ -335,11 +335,11 @@ class _PlaceMap:
         _assign(self._position, tf.stack([0, now]))
         _assign(self._index, tf.zeros(self._index.shape, tf.int64))
         given = tf.where(seen > _NEVER)[:, 0]
-        self._enter(given, tf.gather(_variable(self._keys), given))
+        self._enter(given, tf.gather(tf_variable(self._keys), given))
 
     def _enter(self, places: tf.Tensor, ids: tf.Tensor) -> None:
         """Notes the places of ids in the index."""
-        index = _variable(self._index)
+        index = tf_variable(self._index)
 
         def probe(step: tf.Tensor, at: tf.Tensor, entries: tf.Tensor) -> tuple[tf.Tensor, ...]:
             free = tf.equal(tf.gather(index, at), 0)
@@ -364,24 +364,20 @@ def _while_any(body: Callable[..., tuple[tf.Tensor, ...]], start: tuple[tf.Tenso
     return tf.while_loop(lambda _, at, *__: tf.size(at) > 0, body, start, shape_invariants=shapes)
 
 
-def _variable(held: Any) -> tf.Variable:
-    return _keras.tf_variable(held)
-
-
 def _value(held: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(_variable(held))
+    return tf.convert_to_tensor(tf_variable(held))
 
 
 def _write(held: Any, places: tf.Tensor, values: Any) -> None:
     """Writes elements or rows of this replica's copy of a variable; tf.distribute would aggregate them."""
-    variable = _variable(held)
+    variable = tf_variable(held)
     values = tf.cast(values, variable.dtype)
     values = tf.broadcast_to(values, tf.shape(places)) if values.shape.rank == 0 else values
     tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=places, updates=values)
 
 
 def _assign(held: Any, value: tf.Tensor) -> None:
-    tf.raw_ops.AssignVariableOp(resource=_variable(held).handle, value=value)
+    tf.raw_ops.AssignVariableOp(resource=tf_variable(held).handle, value=value)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -182,7 +182,9 @@ class FollowedFiles(Numbered):
             return np.int64(self._entries)
 
     def following(self, places: Positions, entry: np.int64) -> list[np.ndarray]:
-        """Returns the positions int64 `[k, b]` of the next batches of an iterator; waits for the records of one.
+        """Returns the positions int64 `[k, b]` of the next batches of an iterator, and their `stretches`.
+
+        It waits until the records of one are there.
 
         Raises:
           UsageError: if the iterator was closed.
@@ -197,7 +199,7 @@ class FollowedFiles(Numbered):
                 raise RecordsError("the data of the run was closed")
             positions = positions[positions[:, -1] < self._firsts[-1]]
             self._next[entry] += len(positions)
-        return [positions]
+        return [positions, self.stretches(positions)]
 
     def stretches(self, positions: np.ndarray) -> np.ndarray:
         """Returns the `Stretch`es of positions in the run, int64 `[k, b]`, ascending, as int64 `[4, k, b]`."""
@@ -467,23 +469,24 @@ def batches(
     context.requests.calls.append(call)
 
     @tf.autograph.experimental.do_not_convert
-    def picks(positions: tf.Tensor) -> tuple[Any, ...]:
+    def picks(positions: tf.Tensor, stretches: tf.Tensor) -> tuple[Any, ...]:
         picked = RecordSelection(positions, positions, positions + 1)
         if shuffle:
-            found = tf.numpy_function(files.stretches, [positions], tf.int64)
-            stretch = Stretch(*tf.unstack(tf.ensure_shape(found, [4, *positions.shape])))
+            stretch = Stretch(*tf.unstack(stretches))
             within = block_picks(positions, stretch, seed, size)
             picked = RecordSelection(*(part + stretch.start for part in within))
         return picked, *([seeds_at(positions, seed, True)] if seeds else [])
 
     if places.only is None:
-        spec = tf.TensorSpec([None, context.per_replica_batch_size], tf.int64)
+        shape = [None, context.per_replica_batch_size]
+        specs = tf.TensorSpec(shape, tf.int64), tf.TensorSpec([4, *shape], tf.int64)
         enter = functools.partial(files.enter, places.start_step * places.replicas_per_pipeline)
-        positions = read_in_turn(enter, functools.partial(files.following, places), [spec], spec)
-        positions = positions.apply(ENDLESS).prefetch(_AHEAD)
+        placed = read_in_turn(enter, functools.partial(files.following, places), specs, specs)
+        placed = placed.apply(ENDLESS).prefetch(_AHEAD)
     else:
-        positions = tf.data.Dataset.from_tensor_slices(places.only[:, None, None])
-    picked = positions.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        alone = places.only[places.only < len(files), None, None]
+        placed = tf.data.Dataset.from_tensor_slices((alone, np.stack([files.stretches(one) for one in alone])))
+    picked = placed.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     call.ids = picked.map(lambda picks, *_: picks.ids).unbatch()
     reads = RecordReads(files, shuffle, shuffle)
     reader.reads.append(reads)
