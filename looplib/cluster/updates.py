@@ -275,16 +275,15 @@ def _apply(
 
 
 def _prepared(
-    optimizer: Any,
-    gradients: Sequence[Gradient],
-    variables: Sequence[Any] | None,
-    summed: bool,
-    sums_itself: bool = False,
+    optimizer: Any, gradients: Sequence[Gradient], variables: Sequence[Any] | None, summed: bool, of_keras: bool = False
 ) -> tuple[Sequence[Gradient], Sequence[Any] | None]:
-    """Weighs gradients, updates tables by theirs, and notes the others; returns these, and their variables."""
+    """Weighs gradients unless they are sums over replicas, updates tables by theirs, and notes the others.
+
+    Returns these, and their variables. `of_keras` says that the call tells tf_keras of sums, which have no weights yet.
+    """
     if not summed:
         gradients = weighted(gradients)
-    gradients, variables = update_tables(optimizer, gradients, variables, summed=summed or sums_itself)
+    gradients, variables = update_tables(optimizer, gradients, variables, summed=summed or of_keras)
     if not _keras.scales_loss(optimizer):
         note_gradients(gradients, variables)
     return gradients, variables

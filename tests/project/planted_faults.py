@@ -157,7 +157,7 @@ FAULTS = [
     Fault("the slots of a row begin anew with its owner", "compat/row_updates.py",
           "            rows._replace(ids=new).write(value)\n", "            pass\n", "dynamic_embedding"),
     Fault("a row that was seen since is not the oldest", "task/dynamic_embedding.py",
-          "tf.gather(_variable(self.seen), places) < made", "places >= 0", "dynamic_embedding"),
+          "tf.gather(tf_variable(self.seen), places) < made", "places >= 0", "dynamic_embedding"),
     Fault("rows do not depend on how a batch is divided", "task/dynamic_embedding.py",
           "order = tf.argsort(new)", "order = tf.range(tf.size(new))", "dynamic_embedding"),
     Fault("what stands in for an example is not seen", "task/dynamic_embedding.py",
