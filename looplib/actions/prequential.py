@@ -22,7 +22,7 @@ from looplib.loop.packing import Packer
 from looplib.loop.step import StepFn
 from looplib.loop.task_loop import as_numbers
 from looplib.task.actions import Action
-from looplib.task.reductions import INPUTS, Reduction, total
+from looplib.task.reductions import INPUTS, total
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Evaluator, OwnLoop, Trainer
 
@@ -137,13 +137,15 @@ class Prequential(Action, StepAddition):
         def predicts_first(inputs: Any) -> Any:
             found = self._predicted(tf.nest.map_structure(lambda leaf: leaf, inputs))
             outputs = step_fn(inputs)
-            return {**outputs, **found} if isinstance(outputs, dict) else outputs
+            return {**outputs, self._key: total(found)} if isinstance(outputs, dict) else outputs
 
         return predicts_first
 
-    def _predicted(self, inputs: Any) -> dict[str, Reduction]:
+    def _predicted(self, inputs: Any) -> tf.Tensor:
         """Evaluates a batch of a replica; returns the sums for its window, float64 `[2, n]`: of even ones, of odd."""
-        self._strategy, begun = tf.distribute.get_strategy(), len(tf.compat.v1.get_default_graph().get_operations())
+        if tf.executing_eagerly() and self._packer.slots is None:  # only a trace tells what it changes
+            tf.function(self._predicted, autograph=False).get_concrete_function(inputs)
+        self._strategy, begun = tf.distribute.get_strategy(), len(_operations())
         outputs = dict(_tf.converted(self._evaluator.step_fn)(inputs))
         self._metrics = {name: outputs.pop(name) for name, one in [*outputs.items()] if _keras.is_metric(one)}
         for name, metric in self._metrics.items():
@@ -153,24 +155,36 @@ class Prequential(Action, StepAddition):
                 raise MetricError(f"{who} may be no sum over examples; expected a metric of Keras, or looplib.total")
             outputs |= {f"{name}/{one.name}": total(_keras.value_now(one)) for one in metric.variables}
             metric.reset_state()
-        if names := _tf.changed_since(begun, lambda: variables_of(state_of(self._trainer))):
+        if names := sorted({*_tf.changed_since(begun, self._unchanged)}):
             raise StepError(
-                f"{self._who}, which Prequential calls before each step, changes {join_names(names)} of the trainer; "
-                "call the model with training=False, and give the evaluator metrics of its own"
+                f"{self._who}, which Prequential calls before each step, changes {join_names(names)}, of the trainer or "
+                "in no checkpoint; call the model with training=False, and return metrics of the evaluator's own"
+            )
+        if drawn := _tf.RANDOM_OPS.intersection(op.type for op in _operations()[begun:]):
+            raise StepError(
+                f"{self._who} draws random numbers ({join_names(sorted(drawn))}), which would change those of the "
+                "training; call the model with training=False, or use tf.random.stateless_*"
             )
         vector, others = self._packer.pack(outputs, inputs)
         if others or self._packer.keeps_last:
             raise MetricError(f"{self._who} returned media, a looplib.last or a looplib.each, which no window sums")
         self._key = f"{_PREFIX}{zlib.crc32(repr(self._packer.slots).encode()):08x}"
         place = tf.one_hot(self._trainer.global_step // self._steps % 2, 2, dtype=tf.float64)[:, None]
-        return {self._key: total(tf.math.multiply_no_nan(vector, place))}
+        return tf.math.multiply_no_nan(vector, place)
+
+    def _unchanged(self) -> list[tuple[str, tf.Variable]]:
+        """Returns the variables of the trainer, and those of the evaluator without the metrics that windows reset."""
+        reset = {id(variable) for variable in self.scratch}
+        own = [(name, one) for name, one in variables_of(state_of(self._evaluator)) if id(one) not in reset]
+        return [*variables_of(state_of(self._trainer)), *own]
 
     def take(self, metrics: Metrics) -> Metrics:
         """See `StepAddition`."""
         if self._key not in metrics:
             return {}
         parts, opened, step = np.asarray(metrics.pop(self._key)), self._open, int(self._trainer.global_step)
-        number, last = opened.step // self._steps, (step - 1) // self._steps  # of windows
+        last = (step - 1) // self._steps  # the number of a window
+        number = opened.step // self._steps if opened.of else last - bool(parts[(last - 1) % 2].any())
         sums, rest = parts.sum(axis=0), np.zeros(len(parts[0]))
         if last == number + 1:  # the window ends within the steps of this report
             sums, rest = parts[number % 2], parts[last % 2]
@@ -210,3 +224,8 @@ class Prequential(Action, StepAddition):
     def load(self, state: Any) -> None:
         """See `Action`."""
         self._open = decode(_Window, state, strict=True)
+
+
+def _operations() -> list[tf.Operation]:
+    """Returns the ops of the present trace."""
+    return tf.compat.v1.get_default_graph().get_operations()
