@@ -125,7 +125,7 @@ class ExportEvery(Action):
             raise ActionError(f"the gate of ExportEvery is {gate!r:.100}; expected a looplib.ExportGate")
         self._gate = gate
         self._last = 0  # the step of the last export
-        self._began = 0.0  # when that was, by a clock that nobody sets
+        self._next = 0.0  # not before this time comes the next one, by a clock that nobody sets
         self._samples: ModelInputs | str | None = None  # a text says why there are none
         self._versions = versions_in(base)
         self.writes = True
@@ -140,11 +140,11 @@ class ExportEvery(Action):
         check_exportable(controller.loops)
         if self._gate:
             self._check_gate(_loops(controller))
-        self._began = time.monotonic()
+        self._next = time.monotonic() + (self._seconds or 0.0)
         if self.writes and controller.is_chief:
             self._versions.claim("ExportEvery", controller, VERSION)
             if newest := self._versions.note().time:
-                self._began -= max(0.0, time.time() - newest)
+                self._next -= max(0.0, time.time() - newest)
 
     def _check_gate(self, loops: Loops) -> None:
         """Refuses a gate of a metric that no evaluator has, or of one that does not evaluate what is exported."""
@@ -165,26 +165,26 @@ class ExportEvery(Action):
         """Exports, if it is time."""
         if event.split != "train" or not self.writes:
             return
-        controller, now = event.controller, time.monotonic()
-        if self._seconds is None:
-            due = event.step // self._steps > self._last // self._steps
-        else:
-            due = controller.gather(now - self._began >= self._seconds)[0]  # the chief's
-        if due and self._export(controller, _loops(controller), event.step):
-            self._last, self._began = event.step, now
+        controller, began = event.controller, time.monotonic()
+        due = self._steps is None or event.step // self._steps > self._last // self._steps  # alike on all workers
+        if due and controller.gather(began >= self._next)[0]:  # the chief's
+            if controller.gather(self._export(controller, _loops(controller), event.step))[0]:
+                self._last, self._next = event.step, began + (self._seconds or 0.0)
+            else:  # such as while a store is down: the training goes on for as long as this took
+                self._next = 2 * time.monotonic() - began
 
     def _export(self, controller: Any, loops: Loops, step: int) -> bool:
-        """Exports and publishes, or keeps aside; returns False if a signal has ended an evaluation."""
+        """Exports and publishes, or keeps aside; returns False if a signal or a store that is down has ended this."""
         split, task, exported = to_export(loops)
         if self._samples is None:
             self._samples = sample(loops, split, task, exported, MOST_EXAMPLES)
             if isinstance(self._samples, str):
                 logging.warning("versions have no requests that warm up a server: %s", self._samples)
         with exported.averages.in_use() if exported.averages else contextlib.nullcontext():
-            judged = self._judged(loops, exported, is_own(task)) if self._gate else ({}, "")
+            judged = self._judged(controller, loops, exported, is_own(task)) if self._gate else ({}, "")
             if judged is None:
                 return False
-            parts, (metrics, reason) = Parts(exported, is_own(task), None), judged
+            parts, (metrics, reason), version = Parts(exported, is_own(task), None), judged, 0
             try:  # where several workers train, all read the variables
                 with tempfile.TemporaryDirectory(prefix="looplib-export-") as place:
                     path = parts.write_saved_model(place)
@@ -192,56 +192,69 @@ class ExportEvery(Action):
                         reason = reason or (self._gate.reason_against_outputs(parts) if self._gate else "")
                         if not isinstance(self._samples, str):
                             write_requests(path, self._samples, SIGNATURE)
-                        self._add(controller, path, VersionRecord(step, metrics, reason))
+                        version = self._versions.add(path, VersionRecord(step, metrics, reason), self._keep)
+            except (StoreError, FileError) as error:
+                _tell(controller, str(error))
             except (OSError, tf.errors.OpError) as error:
                 raise ExportError(f"no version can be written to {self._versions.base}: {with_cure(error)}") from error
-        return True
+        if version and reason:
+            _tell(controller, reason, f", and is in {REJECTED_FOLDER}{version}")
+        elif version:
+            logging.info("step %d is version %d of %s", step, version, self._versions.base)
+        return bool(version)
 
-    def _add(self, controller: Any, path: str, record: VersionRecord) -> None:
-        try:
-            version, why = self._versions.add(path, record, self._keep), record.reason
-        except (StoreError, FileError, FileExistsError) as error:  # such as a store that is down; tried again
-            version, why = None, str(error)
-        if why:
-            kept = f", and is in {REJECTED_FOLDER}{version}" if version else ""
-            text = f"an export is not served{kept}: {why}"
-            controller.report.note(RunWarning(record.step, REJECTED, ["ExportEvery"], record.step, text))
-            logging.warning("step %d: %s", record.step, text)
-        else:
-            logging.info("step %d is version %d of %s", record.step, version, self._versions.base)
-
-    def _judged(self, loops: Loops, exported: Exported, own: bool) -> tuple[Mapping[str, float], str] | None:
-        """Returns the metrics of the model, and why it is not to be published; None if a signal has ended this."""
+    def _judged(
+        self, controller: Any, loops: Loops, exported: Exported, own: bool
+    ) -> tuple[Mapping[str, float], str] | None:
+        """Returns the metrics of the model, and why it is not to be published; None as `_export` returns False."""
         evaluate = functools.partial(loops.evaluate, self._gate.metric.partition("/")[0], self._gate.steps)
         if (metrics := evaluate()) is None:
             return None
         if reason := self._gate.reason_against(metrics):
             return metrics, reason
         workers, parts_of = Workers(loops.strategy), loops.strategy.experimental_local_results
-        copies, version, error = [parts_of(variable) for variable in _variables(exported)], 0, ""
+        copies, version = [parts_of(variable) for variable in _variables(exported)], 0
         with values_kept([part for parts in copies for part in parts]):
             if workers.is_chief:
-                try:
-                    if version := max(self._versions.whole(), default=0):
-                        with self._versions.fetched(str(version)) as path:
-                            take_all(exported.model, path)
-                            far = Parts(exported, own, None).compare(path)
-                        if far > self._gate.tolerance:
-                            error = f"with its weights, this one differs by {far:.3g}"
-                except (ValueError, IndexError, OSError, tf.errors.OpError) as found:
-                    error = gist(found)
-            if workers.any_of(bool(error)):
-                return metrics, (
-                    f"version {version}, which is served, cannot be compared with ({error}); if it is damaged, publish "
-                    f"an older one by python -m looplib publish {self._versions.base} VERSION"
-                )
-            if not (version := workers.agree(version)):
-                return metrics, ""
+                version, reason = self._served(exported, own)
+            if (version := workers.agree(version)) < 0:
+                return _tell(controller, reason)
+            if not version or workers.any_of(bool(reason)):
+                return metrics, reason
             for parts, value in zip(copies, workers.gather_tensors([[parts[0].read_value() for parts in copies]])[0]):
                 for part in parts:
                     part.assign(value)  # the chief's
             served = evaluate()
         return served and (metrics, self._gate.reason_against(metrics, served, version))
+
+    def _served(self, exported: Exported, own: bool) -> tuple[int, str]:
+        """Gives the model the weights of the served version; returns it, and why there is nothing to compare with.
+
+        The version is 0 if there is none, and -1 if it cannot be had now.
+        """
+        try:
+            version = max(self._versions.whole(), default=0)
+            error = self._taken(version, exported, own) if version else ""
+            if error and version not in self._versions.whole():
+                return -1, f"version {version} was removed while it was compared with"
+        except StoreError as found:
+            return -1, str(found)
+        return version, error and (
+            f"version {version}, which is served, cannot be compared with ({error}); if it is damaged, publish "
+            f"an older one by python -m looplib publish {self._versions.base} VERSION"
+        )
+
+    def _taken(self, version: int, exported: Exported, own: bool) -> str:
+        """Gives the model the weights of a version; returns why it is not that version then, "" if it is."""
+        try:
+            with self._versions.fetched(str(version)) as path:
+                take_all(exported.model, path)
+                far = Parts(exported, own, None).compare(path)
+        except StoreError:
+            raise
+        except (ValueError, IndexError, OSError, tf.errors.OpError) as found:
+            return gist(found)
+        return "" if far <= self._gate.tolerance else f"with its weights, this one differs by {far:.3g}"
 
     def state(self) -> int:
         """See `Action`."""
@@ -258,3 +271,11 @@ def _loops(controller: Any) -> Loops:
 
 def _variables(exported: Exported) -> list[tf.Variable]:
     return [variable for _, variable in variables_of(state_of_model(exported.model))]
+
+
+def _tell(controller: Any, why: str, kept: str = "") -> None:
+    """Logs, on the chief, why a model is not served, for alerts and the page too."""
+    if controller.is_chief:
+        step, text = controller.global_step, f"an export is not served{kept}: {why}"
+        controller.report.note(RunWarning(step, REJECTED, ["ExportEvery"], step, text))
+        logging.warning("step %d: %s", step, text)

@@ -157,8 +157,8 @@ class Prequential(Action, StepAddition):
             metric.reset_state()
         if names := sorted({*_tf.changed_since(begun, self._unchanged)}):
             raise StepError(
-                f"{self._who}, which Prequential calls before each step, changes {join_names(names)}, of the trainer or "
-                "in no checkpoint; call the model with training=False, and return metrics of the evaluator's own"
+                f"{self._who}, which Prequential calls before each step, changes {join_names(names)}, of the trainer "
+                "or in no checkpoint; call the model with training=False, and return metrics of the evaluator's own"
             )
         if drawn := _tf.RANDOM_OPS.intersection(op.type for op in _operations()[begun:]):
             raise StepError(

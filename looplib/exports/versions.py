@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from looplib.base import files, folders
 from looplib.base.decoding import SHOWN, decode, parse_json
 from looplib.base.messages import gist
-from looplib.errors import ExportError
+from looplib.cluster.preemption import notice
+from looplib.errors import ExportError, StoreError
 from looplib.exports.new_folder import alone, make_all_durable, new_folder
 from looplib.run.report import strict_json
 from looplib.stores.stores import Store
@@ -25,6 +27,7 @@ from looplib.stores.stores import Store
 REJECTED_FOLDER = "rejected/"  # of versions that no server is to load
 VERSION = re.compile(r"[1-9]\d{0,15}|rejected")  # how the names of files of versions begin
 _OWNER, _NOTE, _RECORD, _MODEL = ".looplib-run", ".looplib-versions", "looplib.json", "saved_model.pb"
+_LONG = 3600.0  # seconds that a process may take to write a version to a store
 _NEW = "version"  # the beginning of the names of temporary folders
 
 
@@ -57,6 +60,8 @@ class Versions:
         owner = hashlib.sha256(run.encode()).hexdigest() if run else "no run directory"
         try:
             found: str | None = self._read(_OWNER)
+        except StoreError:
+            raise  # a store that is down has no run's exports
         except FileNotFoundError:
             found = None if any(is_own.fullmatch(name.partition("/")[0]) for name in self._names()) else owner
         except (OSError, ValueError):
@@ -87,6 +92,8 @@ class Versions:
         """Returns a dataclass that a file holds; its defaults for what the file lacks."""
         try:
             return decode(kind, parse_json(self._read(name)), SHOWN, strict=False)
+        except StoreError:
+            raise
         except (OSError, ValueError):
             return kind()
 
@@ -98,16 +105,21 @@ class Versions:
           record: what to say of it.
           keep: how many to keep there, the newest; what killed processes have left there is removed too. None removes
             nothing.
-
-        Raises:
-          FileExistsError: if another process has added one meanwhile.
         """
-        within, number = REJECTED_FOLDER if record.reason else "", self.note().newest + 1
-        self._write(_NOTE, json.dumps(strict_json(VersionNote(number, time.time()))))
-        self._put(folder, f"{within}{number}", record)
-        if keep:
-            for old in set(self._numbers(within)).difference(self.whole(within)[-keep:]):
-                self.remove(f"{within}{old}")
+        within, number = REJECTED_FOLDER if record.reason else "", 0
+        while not number:
+            wanted = self.note().newest + 1
+            self._write(_NOTE, json.dumps(strict_json(VersionNote(wanted, time.time()))))
+            with contextlib.suppress(FileExistsError):  # another process has the number
+                self._put(folder, f"{within}{wanted}", record, f"{wanted}", f"{REJECTED_FOLDER}{wanted}")
+                number = wanted
+        try:
+            whole = self.whole(within)
+            for old in [one for one in self._numbers(within) if keep and one not in whole[-keep:]]:
+                if old in whole or self._is_left(f"{within}{old}"):
+                    self.remove(f"{within}{old}")
+        except (OSError, StoreError) as error:
+            logging.warning("old versions in %s are removed later: %s", self.base, gist(error))
         return number
 
     def go_back(self, version: int) -> int:
@@ -136,7 +148,7 @@ class Versions:
             record = self._decoded(VersionRecord, f"{later}/{_RECORD}")
             record = dataclasses.replace(record, reason=f"version {version} was published again, as {added}")
             with self.fetched(str(later)) as folder, contextlib.suppress(FileExistsError):
-                self._put(folder, f"{REJECTED_FOLDER}{later}", record)
+                self._put(folder, f"{REJECTED_FOLDER}{later}", record, f"{REJECTED_FOLDER}{later}")
             self.remove(str(later))
         return added
 
@@ -161,17 +173,21 @@ class Versions:
     def _write(self, name: str, text: str) -> None:
         files.write_whole(os.path.join(folders.make_folder(self.base), name), text)
 
-    def _put(self, folder: str, name: str, record: VersionRecord) -> None:
-        """Copies a folder, so that it appears as a whole; raises `FileExistsError` if the name is taken."""
+    def _is_left(self, name: str) -> bool:
+        """Returns whether no process can still be writing a version that is not complete."""
+        return True
+
+    def _put(self, folder: str, name: str, record: VersionRecord, *free: str) -> None:
+        """Copies a folder, so that it appears as a whole; raises `FileExistsError` if one of some names is taken."""
         *parents, last = name.split("/")
         with new_folder(os.path.join(self.base, _NEW)) as new:
             shutil.copytree(folder, new, symlinks=True, dirs_exist_ok=True)
             files.write_whole(os.path.join(new, _RECORD), json.dumps(strict_json(record)))
             make_all_durable(new)
             place = folders.make_folder(self.base, *parents)
-            with alone(place):
-                if os.path.lexists(os.path.join(place, last)):
-                    raise FileExistsError(f"another process has written version {last}")
+            with alone(self.base):
+                if taken := [one for one in free if os.path.lexists(os.path.join(self.base, one))]:
+                    raise FileExistsError(f"another process has written version {taken[0]}")
                 folders.move(*os.path.split(new), place, last)
             files.make_durable(place)
 
@@ -181,7 +197,7 @@ class _StoredVersions(Versions):
 
     def __init__(self, base: str) -> None:
         super().__init__(base)
-        self._store = Store(base)
+        self._store = Store(base, lambda: bool(notice.requested))  # a run that is to end does not wait
 
     def remove(self, name: str) -> None:
         below = self._store.below(name)
@@ -205,8 +221,18 @@ class _StoredVersions(Versions):
     def _write(self, name: str, text: str) -> None:
         self._store.write(name, text.encode())
 
-    def _put(self, folder: str, name: str, record: VersionRecord) -> None:
+    def _is_left(self, name: str) -> bool:
+        try:
+            return time.time() - self._store.changed(f"{name}/{_RECORD}") > _LONG
+        except FileNotFoundError:  # it is being removed
+            return True
+
+    def _put(self, folder: str, name: str, record: VersionRecord, *free: str) -> None:
         self._store.create(f"{name}/{_RECORD}", json.dumps(strict_json(record)).encode())  # takes the name
+        for other in set(free) - {name}:
+            if self._store.below(other).listed():
+                self.remove(name)
+                raise FileExistsError(f"another process has written version {other}")
         for part in sorted(Versions(folder)._names(), key=_MODEL.__eq__):
             if part != _RECORD and os.path.isfile(os.path.join(folder, part)):
                 self._store.put(os.path.join(folder, part), f"{name}/{part}")

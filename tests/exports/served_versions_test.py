@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 import toy
+from clouds import wait_for
 from conftest import make_strategy
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from paths import PROGRAMS
@@ -553,6 +555,61 @@ def test_a_reader_of_a_bucket_sees_no_torn_version_under_kills(what, model, clou
             int(name.split("/")[0]) for name in names if name.endswith("/saved_model.pb") and "rej" not in name
         )
         assert newest > seen[-1] and f"version {newest} of {base} is {seen[-1]} again" in life.output()
+
+
+def check_numbers(start):
+    """Lets two processes add versions at once, of which each has to have a number of its own."""
+    lives = [start() for _ in range(2)]
+    added = [[], []]
+    while min(map(len, added)) < 12:
+        assert not any(life.ended() for life in lives), [life.output()[-3000:] for life in lives]
+        added = [[int(line) for line in life.output().split() if line.isdigit()] for life in lives]
+        time.sleep(0.05)
+    for life in lives:
+        life.kill()
+    assert len({*added[0], *added[1]}) == len(added[0]) + len(added[1])
+
+
+def test_processes_that_publish_at_once_take_numbers_of_their_own(model, nursery, tmp_path):
+    check_numbers(lambda: nursery.life_of("exporting", "add", str(model), str(tmp_path / "base")))
+
+
+@pytest.mark.slow
+def test_processes_that_publish_in_a_bucket_at_once_take_numbers_of_their_own(model, cloud):
+    environment = cloud.environment()
+    check_numbers(
+        lambda: cloud.nursery.life_of("exporting", "add", str(model), cloud.url("base"), environment=environment)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("methods", [("PUT", "POST", "DELETE"), ("GET", "HEAD", "PUT")])
+def test_a_store_that_refuses_ends_no_training_and_gets_the_export_later(methods, cloud):
+    """Also where the gate cannot read the version that is served, which is no fault of the model."""
+    base, environment = cloud.url("base"), cloud.environment()
+
+    def numbers():
+        found = (re.fullmatch(r"(\d+)/saved_model.pb", name) for name in cloud.names("base"))
+        return sorted(int(one[1]) for one in found if one)
+
+    life = cloud.nursery.life_of("exporting", "train", str(cloud.folder / "run"), base, environment=environment)
+    wait_for(lambda: life.ended() or numbers()[-1:] > [2], 100)
+    cloud.proxy.faults.status = 403
+    cloud.proxy.faults.only = lambda request: request.method in methods and "/base" in request.path
+    cloud.proxy.faults.share = 1.0
+    wait_for(lambda: life.ended() or life.output().count("an export is not served: s3://") > 1, 100)
+    before = numbers()
+    cloud.proxy.faults.share = 0.0
+    wait_for(lambda: life.ended() or numbers()[-1:] > [before[-1] + 2], 100)
+    assert not life.ended(), life.output()[-3000:]
+    cloud.proxy.stop()  # is waited for, but not by a run that is to end
+    time.sleep(3)
+    life.kill(signal.SIGTERM)
+    assert life.code(60) == 75, life.output()[-3000:]
+    cloud.proxy.start()
+    assert "cannot be compared with" not in life.output()
+    folder = cloud.s3.download("bucket", f"{cloud.prefix}/base", cloud.folder / "found")
+    assert [version for version in numbers() if not np.isfinite(weights_of(folder / str(version))[0]).all()] == []
 
 
 @pytest.mark.slow

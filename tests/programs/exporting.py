@@ -1,6 +1,6 @@
 """Exports versions until it is killed.
 
-`python -m exporting add MODEL BASE` adds copies of a SavedModel, by themselves; `python -m exporting train RUN BASE [END SPOILT]`
+`python -m exporting add MODEL BASE` adds copies of a SavedModel, by themselves, and prints their versions; `python -m exporting train RUN BASE [END SPOILT]`
 trains, to a step, with weights that are made bad at another one.
 """
 
@@ -20,7 +20,8 @@ if what == "add":
     versions, number = versions_in(base), 0
     while True:
         number += 1
-        versions.add(place, VersionRecord(number, {}, "of no use" if number % 3 == 0 else ""), keep=3)
+        record = VersionRecord(number, {}, "of no use" if number % 3 == 0 else "")
+        print(versions.add(place, record, keep=3), flush=True)
         time.sleep(0.02)
 strategy = looplib.runtime.setup("multi_worker") if "TF_CONFIG" in os.environ else tf.distribute.get_strategy()
 trainer, evaluator = toy.build(strategy)
