@@ -113,7 +113,7 @@ class Parts:
         self._batch = batch
         with state_kept(self._exported.model):
             self._expected = tf.nest.flatten(self._exported.function(batch))
-        self._serve: Any = None  # of the SavedModel, once it is loaded
+        self._serve: Any = None  # of the SavedModel, once it is written
 
     def write(self, folder: str, formats: Sequence[str], is_chief: bool) -> None:
         """Writes the parts.
@@ -141,13 +141,15 @@ class Parts:
         """Writes the SavedModel alone; returns its path."""
         self._folder, path = folder, os.path.join(folder, SAVED_MODEL)
         _save(self._exported, path)
-        loaded = _tf.outside(lambda: tf.saved_model.load(path))
+        loaded = _load(path)
         if _is_distributed(self._exported.model):
             # TensorFlow saves a variable of several replicas with its parts. Readers of sessions, such as TensorFlow
             # Serving and the converter to TFLite, then take other moving statistics than the mean of the replicas.
             folders.remove(self._folder, SAVED_MODEL)
             tf.saved_model.save(loaded, path, signatures=loaded.signatures)
-        self.differences[SAVED_MODEL] = self.compare(path)
+            loaded = _load(path)
+        self._serve = loaded.signatures[SIGNATURE]
+        self.differences[SAVED_MODEL] = self._far(loaded)
         return path
 
     @property
@@ -157,8 +159,9 @@ class Parts:
 
     def compare(self, path: str) -> float:
         """Returns the largest difference of the outputs of a SavedModel from those of the function, as both are now."""
-        loaded = _tf.outside(lambda: tf.saved_model.load(path))
-        self._serve = loaded.signatures[SIGNATURE]
+        return self._far(_load(path))
+
+    def _far(self, loaded: Any) -> float:
         return difference(tf.nest.flatten(loaded.serve(self._batch)), self._expected)
 
     def _keep(self, name: str, found: Any, expected: Any, who: str, because: str = "") -> None:
@@ -305,6 +308,10 @@ def _save(exported: Exported, path: str) -> None:
     module.model = exported.model
     module.serve = tf.function(exported.function, input_signature=[exported.signature])
     tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
+
+
+def _load(path: str) -> Any:
+    return _tf.outside(lambda: tf.saved_model.load(path))
 
 
 def _of_converter(error: Exception, model: Any) -> str:

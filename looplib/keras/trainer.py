@@ -84,7 +84,7 @@ class KerasTrainer(Adapter, Trainer):
         ```
     """
 
-    batches = "global"
+    batches, base_initialized = "global", False
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class KerasTrainer(Adapter, Trainer):
             raise StrategyError(
                 "KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer"
             )
-        self.model, self.optimizer = model, model.optimizer
+        self.model, self.optimizer, self.base_initialized = model, model.optimizer, True
         self._keras_batch_logs = BatchLogs() if observes_batches else None
         self._keras_callbacks = KerasCallbacks(model, callbacks, self._keras_batch_logs) if callbacks else None
         self._keras_columns = list(x) if is_of(x, "pandas", "DataFrame") else None

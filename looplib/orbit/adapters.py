@@ -101,6 +101,8 @@ _STEP = "orbit_step"
 class _OrbitAdapter(OwnLoop[Specification, Loop]):
     """The common part of both adapters: a checkpoint finds the state of Orbit's object in their attributes."""
 
+    base_initialized = False
+
     def __init__(
         self, whose: Any, method: str, global_step: Any = None, checkpoint: tf.train.Checkpoint | None = None
     ) -> None:
@@ -114,6 +116,7 @@ class _OrbitAdapter(OwnLoop[Specification, Loop]):
                 f"{type(self).__name__} got a {type(checkpoint).__name__} as checkpoint; expected a "
                 "tf.train.Checkpoint with the objects to save"
             )
+        self.base_initialized = True
         self._whose = lambda: whose  # as an attribute it would be state, with all that it holds
         _adopt(self, checkpoint if checkpoint is not None else whose)
         step = global_step if global_step is not None else getattr(whose, "global_step", None)

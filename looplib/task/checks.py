@@ -47,6 +47,11 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
             )
     for task in (trainer, *evaluators.values()):
+        if task is not None and not task.base_initialized:
+            raise TaskError(
+                f"{type(task).__name__}.__init__ does not call that of its base class; call "
+                "super().__init__(...) in it, with the arguments that the base class takes"
+            )
         defined = [name for name in _ADAPTER_NAMES if any(name in vars(kind) for kind in type(task).__mro__)]
         if defined and not isinstance(task, Adapter):
             raise TaskError(

@@ -203,7 +203,7 @@ class GradientTrainer(Trainer):
         ```
     """
 
-    step_method = "loss_fn"
+    step_method, base_initialized = "loss_fn", False
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class GradientTrainer(Trainer):
         jit_compile: bool = False,
         report: Sequence[str] | None = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.base_initialized = model, optimizer, True
         self.micro_batches = None if micro_batches == "auto" else whole_number("micro_batches", micro_batches)
         self._gradient_clipping = Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         if not isinstance(jit_compile, bool):

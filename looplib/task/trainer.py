@@ -190,6 +190,7 @@ class Trainer(abc.ABC):
     loss_name: str = "loss"
     training_phases: Any = None  # of a `GradientTrainer` with phases
     step_method: ClassVar[str] = "step_fn"  # what a subclass defines, for messages
+    base_initialized: bool = True  # False where a base class has an `__init__` that was not called
 
     @abc.abstractmethod
     def dataset(self, context: InputContext, /) -> DatasetLike:
@@ -367,6 +368,7 @@ class Evaluator(abc.ABC):
     global_step: tf.Variable = _LATER
     averages: WeightAverages | None = None
     step_method: ClassVar[str] = "step_fn"  # as in a trainer
+    base_initialized: bool = True  # as in a trainer
 
     def __init__(self, model: Any = None) -> None:
         if model is not None:

@@ -29,3 +29,19 @@ def test_global_mean_before_a_controller_is_a_sentence():
 def test_dataset_and_step_fn_are_abstract(kind):
     with pytest.raises(TypeError, match="abstract.*dataset.*step_fn"):
         kind()
+
+
+@pytest.mark.parametrize("kind", [looplib.GradientTrainer, looplib.KerasTrainer, looplib.OrbitTrainer])
+def test_a_subclass_that_does_not_call_the_init_of_its_base_class_is_told_so(kind):
+    class Forgets(kind):
+        def __init__(self):
+            self.model = toy.Regression().model
+
+        def dataset(self, context):
+            return context.indices(8)
+
+        def loss_fn(self, inputs):
+            return self.model(inputs)
+
+    with pytest.raises(looplib.UsageError, match=r"Forgets.__init__ does not .* super\(\).__init__"):
+        looplib.Controller(looplib.RunConfig(global_batch_size=4), trainer=Forgets())
