@@ -19,6 +19,7 @@ from looplib.errors import LossError, UsageError
 from looplib.keras import rows
 from looplib.keras.step_trial import Computed, StepTrial, leaves, ordered
 from looplib.loop.step import raise_refusal
+from looplib.loop.step_checks import KEPT
 
 EXAMPLES = 32  # that are enough to try
 _MOVES = 3  # of the weights, as conditions on values may hold in some states only
@@ -91,9 +92,7 @@ def check(model: Any, batch: Any, begin: Callable[[], None] | None = None) -> No
         )
     if found.kept:
         raise LossError(
-            f"a step of {type(model).__name__} computes {join_names(found.kept)} from the batch, so that each replica "
-            "would keep a value of its own, and an export has the first one's; use one replica, or a looplib.Trainer "
-            "whose step takes what all replicas have (looplib.all_gather), or say that each replica is to train as if "
+            f"{KEPT.format(type(model).__name__, join_names(found.kept))}, or say that each replica is to train as if "
             "it were alone: KerasTrainer(..., per_replica=True)"
         )
     if found.fault:

@@ -22,7 +22,7 @@ from looplib.data.arrays import OmittedParts
 from looplib.errors import StepError
 from looplib.keras import rows
 from looplib.keras.losses import part_of_batch
-from looplib.task.plain import gaps
+from looplib.loop.step_checks import kept_apart, shared_variables
 from looplib.task.state import state_of_model, unheld, variables_of
 
 _ELEMENTS = 2**16  # of each gradient that are compared, or rows of a sparse one
@@ -137,7 +137,7 @@ class StepTrial:
         ends = ends if shares is None else [np.cumsum([0, *shares])] * len(ends)
         found = self._run(batch, np.array([np.stack([each[:-1], each[1:]], axis=1) for each in ends]), whole=False)
         if self.apart is None:
-            self.apart = self._kept_apart()
+            self.apart = kept_apart(self._strategy, shared_variables(state_of_model(self._model)))
         self._put_back(lambda variable: not _is_random(variable))
         return found
 
@@ -272,29 +272,6 @@ class StepTrial:
         given = updates.weighted([gradient for gradient, _ in grads_and_vars])
         factor = tf.constant(1 / self._replicas) if updates.sums_itself(kwargs) else None
         self._given.gradients += [updates.times(each, factor) for each in given]
-
-    def _kept_apart(self) -> list[str]:
-        """Returns the variables that differ between the replicas of this process."""
-        kept = []
-        for variable in self._shared():
-            parts = self._strategy.experimental_local_results(_keras.tf_variable(variable))
-            first, *others = [part.numpy().astype(np.float64) for part in parts]
-            if any(np.any(gaps(part, first) > 1e-5 * np.abs(first) + 1e-20) for part in others):
-                kept.append(_keras.variable_path(variable))
-        return kept
-
-    def _shared(self) -> list[Any]:
-        """Returns the variables of a model without metrics, seeds, and what layers of Keras compute from a batch."""
-        layers = [each for each in _keras.sublayers(self._model) if _keras.is_own_class(each)]
-        recurrent = [each for each in layers if _keras.is_a(each, "layers", "RNN")]
-        others = [each for each in layers if not _keras.is_model(each)]
-        others += filter(_keras.is_metric, _keras.parts(self._model))
-        own = [variable for other in others for variable in other.variables]
-        own += [state for each in recurrent for state in tf.nest.flatten(each.states) if state is not None]
-        known = {id(_keras.tf_variable(variable)) for variable in own}
-        held = [variable for _, variable in variables_of(state_of_model(self._model))]
-        shared = [variable for variable in held if variable.trainable or id(variable) not in known]
-        return [variable for variable in shared if variable.dtype.is_floating]
 
     def _put_back(self, chosen: Callable[[tf.Variable], bool]) -> None:
         for variable, value in self._before.values():

@@ -13,7 +13,7 @@ Names that other rooms may use, by file:
     reducer: Accumulator, State, UnknownOutputsError
     speed: of_training, with_share
     step: now, raise_refusal, Step, StepFn
-    step_checks: TracedValues
+    step_checks: KEPT, kept_apart, shared_variables, TracedValues
     task_loop: as_numbers, check_evaluation, TaskLoop, Window
     xla: none
 """

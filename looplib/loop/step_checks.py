@@ -31,6 +31,10 @@ _MOST_BATCHES = 8  # of the data, until each metric has changed
 _DRAWS = 16  # of the random numbers of a step that draws some
 _SURE = 5  # standard errors that stand out of their noise
 _ROUNDING, _MOST_NOISE = 1e-3, 0.05  # the least difference, and the least that noise may hide
+KEPT = (
+    "a step of {} computes {} from the batch, so that each replica would keep a value of its own, and an export has "
+    "the first one's; use one replica, or let the step take what all replicas have (looplib.all_gather)"
+)
 _CANCELLED = 1e-6  # the least difference in relation to the largest sum, where sums cancel each other
 
 
@@ -211,25 +215,31 @@ def _equal_but_for_noise(some: np.ndarray, others: np.ndarray) -> bool | None:
 
 
 def check_own_updates(step: Step, who: str, task: Any) -> None:
-    """Checks that a step which updates weights without an optimizer of Keras leaves equal weights on all replicas.
+    """Checks that a step leaves equal values on all replicas in what it updates without an optimizer of Keras.
 
-    It does one step, which is undone. Compared are the trainable variables, on the replicas of this process, that no
-    optimizer of the task updates. Of a task with an optimizer of tf_keras, which does not say what it updates, nothing
-    is compared.
+    It does one step, which is undone. Compared are, on the replicas of this process, the trainable variables that no
+    optimizer of the task updates, and what layers of other packages keep, such as ranges of numbers. Of a task with an
+    optimizer of tf_keras, which does not say what it updates, no trainable variables are compared. Warns of layers.
 
     Raises:
-      UsageError: if they differ, because each replica has followed its own gradient.
+      UsageError: if weights differ, because each replica has followed its own gradient.
     """
     updated, parts_of = _tf.updated_by(step.function), step.strategy.experimental_local_results
     optimizers = _keras.with_inner(_keras.optimizers(task).values())
-    if any(_keras.family(optimizer) == "tf_keras" for optimizer in optimizers):
-        return
+    state, of_tf_keras = state_of(task), any(_keras.family(optimizer) == "tf_keras" for optimizer in optimizers)
     for optimizer in optimizers:  # looplib sums what these get
         given = map(_keras.tf_variable, _optimizers.variables_of(optimizer))
         updated -= {_tf.identity_of(part) for variable in given for part in parts_of(variable)}
-    weights = [(name, parts_of(variable)) for name, variable in variables_of(state_of(task)) if variable.trainable]
-    weights = [(name, parts) for name, parts in weights if any(_tf.identity_of(part) in updated for part in parts)]
-    if not any(len(parts) > 1 for _, parts in weights):
+
+    def changes(variable: tf.Variable) -> bool:
+        parts = parts_of(variable)
+        return len(parts) > 1 and any(_tf.identity_of(part) in updated for part in parts)
+
+    own = [(name, one) for name, one in variables_of(state) if one.trainable and not of_tf_keras]
+    weights = [(name, parts_of(one)) for name, one in own if changes(one)]
+    layers = {id(_keras.tf_variable(one)) for layer in _keras.sublayers(state) for one in layer.variables}
+    kept = [one for one in shared_variables(state) if not one.trainable and id(one) in layers and changes(one)]
+    if not weights and not kept:
         return
     with _trial(step) as (_, batches):
         if (batch := next(batches, None)) is None:
@@ -237,6 +247,8 @@ def check_own_updates(step: Step, who: str, task: Any) -> None:
         old = [parts[0].numpy() for _, parts in weights]
         step.contribution(batch)
         new = [[part.numpy() for part in parts] for _, parts in weights]
+        if names := kept_apart(step.strategy, kept):
+            logging.warning("%s", KEPT.format(type(task).__name__, join_names(names)))
         moved = [gaps(parts[0], value) for parts, value in zip(new, old)]
         most = [1e-3 * change.max(initial=0, where=np.isfinite(change)) for change in moved]
         apart = [
@@ -251,6 +263,29 @@ def check_own_updates(step: Step, who: str, task: Any) -> None:
             "tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.MEAN, gradients), or use an "
             "optimizer of Keras, which looplib gives the sum"
         )
+
+
+def kept_apart(strategy: tf.distribute.Strategy, variables: Iterable[tf.Variable]) -> list[str]:
+    """Returns the names of variables that differ between the replicas of this process."""
+    kept = []
+    for variable in variables:
+        first, *others = [part.numpy().astype(np.float64) for part in strategy.experimental_local_results(variable)]
+        if any(np.any(gaps(part, first) > 1e-5 * np.abs(first) + 1e-20) for part in others):
+            kept.append(_keras.variable_path(variable))
+    return kept
+
+
+def shared_variables(objects: Mapping[str, Any]) -> list[tf.Variable]:
+    """Returns the variables of objects without metrics, seeds, and what layers of Keras compute from a batch."""
+    layers = [each for each in _keras.sublayers(objects) if _keras.is_own_class(each)]
+    recurrent = [each for each in layers if _keras.is_a(each, "layers", "RNN")]
+    others = [each for each in layers if not _keras.is_model(each)]
+    others += filter(_keras.is_metric, _keras.parts(objects))
+    own = [variable for other in others for variable in other.variables]
+    own += [state for each in recurrent for state in tf.nest.flatten(each.states) if state is not None]
+    known = {id(_keras.tf_variable(variable)) for variable in own}
+    held = [variable for _, variable in variables_of(objects)]
+    return [one for one in held if one.dtype.is_floating and (one.trainable or id(one) not in known)]
 
 
 @contextlib.contextmanager

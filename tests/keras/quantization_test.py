@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import more
+import toy
+from conftest import make_strategy, more
 from paths import PYTHONPATH
 
 import looplib
@@ -24,14 +26,14 @@ NEEDS = {"hgq_sat": "hgq"}
 REFUSED = "so that each replica would keep a value of its own"
 
 
-def ran(kind, how, replicas, folder, *flags, code=0):
+def ran(kind, how, replicas, folder, *flags, code=0, says=""):
     if not importlib.util.find_spec(NEEDS.get(kind.replace("wrap", "sat"), "tensorflow_model_optimization")):
         pytest.skip("needs the package")
     done = subprocess.run(
         [sys.executable, PROGRAM, kind, how, str(replicas), str(folder), *flags],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-    assert done.returncode == code, done.stderr[-3000:]
+    assert done.returncode == code and says in done.stderr, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]) if not code else done.stderr
 
 
@@ -65,6 +67,34 @@ def test_a_run_that_is_killed_ends_with_the_ranges_and_masks_of_one_that_is_not(
 @pytest.mark.slow
 def test_evaluations_do_not_change_what_a_pruned_model_learns(tmp_path):
     assert ran("pruned", "keras", 1, tmp_path / "a") == ran("pruned", "keras", 1, tmp_path / "b", "--no_evaluations")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "code"), [("plain", 0), ("gradient", 0), ("keras", 1)])
+def test_ends_that_each_replica_has_of_its_own_examples_are_told(how, code, tmp_path):
+    ran("qat_apart", how, 2, tmp_path, code=code, says=REFUSED)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_trainer_by_hand_is_told_of_what_a_layer_keeps_of_a_replicas_examples(joined, caplog):
+    class Ends(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.largest = self.add_weight(name="largest", initializer="zeros", trainable=False)
+
+        def call(self, inputs, training=False):
+            if training:
+                found = tf.reduce_max(inputs)
+                self.largest.assign(tf.reduce_max(looplib.all_gather(found[None])) if joined else found)
+            return inputs
+
+    with (strategy := make_strategy("mirrored_x2")).scope():
+        trainer = toy.Regression()
+        trainer.model = keras.Sequential([keras.Input((toy.NUM_FEATURES,)), Ends(), keras.layers.Dense(3)])
+        trainer.optimizer = keras.optimizers.SGD(0.1)
+    with toy.controller(strategy, trainer):
+        assert (REFUSED in caplog.text and "largest" in caplog.text) is not joined
+    assert trainer.model.layers[0].largest.numpy() == 0
 
 
 @pytest.mark.slow

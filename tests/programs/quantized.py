@@ -2,8 +2,8 @@
 
     python quantized.py KIND TRAINER REPLICAS FOLDER [--kill=STEP] [--evaluations]
 
-KIND is qat, annotated, pruned, hgq_sat or hgq_wrap; TRAINER is keras, gradient or plain. The last line of the output has the
-state as JSON: variables by name, of each replica.
+KIND is qat, qat_apart (with ends of each replica), annotated, pruned, hgq_sat or hgq_wrap; TRAINER is keras, gradient or plain. The
+last line of the output has the state as JSON: variables by name, of each replica.
 """
 
 import json
@@ -46,9 +46,10 @@ def tfmot_model(kind):
     if kind == "annotated":
         base[1] = quantization.quantize_annotate_layer(base[1])
         return tf_keras, quantization.quantize_apply(tf_keras.Sequential(base)), []
-    if kind == "qat":
+    if kind.startswith("qat"):
         model = quantization.quantize_model(tf_keras.Sequential(base))
-        model.layers[0].quantizer = of_all_replicas(tfmot)
+        if kind == "qat":
+            model.layers[0].quantizer = of_all_replicas(tfmot)
         return tf_keras, model, []
     schedule = sparsity.PolynomialDecay(0.0, 0.75, begin_step=2, end_step=30, frequency=5)
     model = sparsity.prune_low_magnitude(tf_keras.Sequential(base), pruning_schedule=schedule)
