@@ -145,7 +145,8 @@ class Prequential(Action, StepAddition):
         """Evaluates a batch of a replica; returns the sums for its window, float64 `[2, n]`: of even ones, of odd."""
         if tf.executing_eagerly() and self._packer.slots is None:  # only a trace tells what it changes
             tf.function(self._predicted, autograph=False).get_concrete_function(inputs)
-        self._strategy, begun = tf.distribute.get_strategy(), len(_operations())
+        self._strategy, graph = tf.distribute.get_strategy(), tf.compat.v1.get_default_graph()
+        begun = len(graph.get_operations())
         outputs = dict(_tf.converted(self._evaluator.step_fn)(inputs))
         self._metrics = {name: outputs.pop(name) for name, one in [*outputs.items()] if _keras.is_metric(one)}
         for name, metric in self._metrics.items():
@@ -160,7 +161,7 @@ class Prequential(Action, StepAddition):
                 f"{self._who}, which Prequential calls before each step, changes {join_names(names)}, of the trainer "
                 "or in no checkpoint; call the model with training=False, and return metrics of the evaluator's own"
             )
-        if drawn := _tf.RANDOM_OPS.intersection(op.type for op in _operations()[begun:]):
+        if drawn := _tf.RANDOM_OPS.intersection(op.type for op in graph.get_operations()[begun:]):
             raise StepError(
                 f"{self._who} draws random numbers ({join_names(sorted(drawn))}), which would change those of the "
                 "training; call the model with training=False, or use tf.random.stateless_*"
@@ -224,8 +225,3 @@ class Prequential(Action, StepAddition):
     def load(self, state: Any) -> None:
         """See `Action`."""
         self._open = decode(_Window, state, strict=True)
-
-
-def _operations() -> list[tf.Operation]:
-    """Returns the ops of the present trace."""
-    return tf.compat.v1.get_default_graph().get_operations()

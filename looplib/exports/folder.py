@@ -102,15 +102,19 @@ def _csv(records: Sequence[Record]) -> bytes:
 
 def _cells(name: str, row: Row) -> Iterator[tuple[str, str]]:
     """Yields the name and the text of each element of a row, such as `probabilities[0]`."""
-    if isinstance(row, list):
-        raise PredictionError(
-            f"the prediction {name!r} is ragged in more than one dimension, which CSV cannot hold; write jsonl or "
-            "parquet"
-        )
-    row = np.asarray(row, object) if isinstance(row, bytes) else _standard(row)
-    for place, value in np.ndenumerate(row):
+    for place, value in np.ndenumerate(_dense(name, row, "CSV")):
         text = _text(name, value) if isinstance(value, bytes) else str(value)
         yield name + "".join(f"[{number}]" for number in place), text
+
+
+def _dense(name: str, row: Row, kind: str) -> np.ndarray:
+    """Returns a row as an array; raises `UsageError` for one of several lengths, which a kind of file cannot hold."""
+    if isinstance(row, list):
+        raise PredictionError(
+            f"the prediction {name!r} is ragged in more than one dimension, which {kind} cannot hold; write jsonl or "
+            "parquet"
+        )
+    return np.asarray(row, object) if isinstance(row, bytes) else _standard(row)
 
 
 def _standard(row: Any) -> np.ndarray:
@@ -145,12 +149,7 @@ def _checksum(content: bytes) -> bytes:
 
 def _features(name: str, row: Row) -> dict[str, tf.train.Feature]:
     """Returns a row's values, and for a row of several dimensions `<name>/shape`."""
-    if isinstance(row, list):
-        raise PredictionError(
-            f"the prediction {name!r} is ragged in more than one dimension, which a tf.train.Example cannot hold; "
-            "write jsonl or parquet"
-        )
-    row = _standard(row) if not isinstance(row, bytes) else np.asarray(row, object)
+    row = _dense(name, row, "a tf.train.Example")
     values = row.reshape(-1)
     if row.dtype.kind == "O":
         feature = tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
@@ -192,7 +191,7 @@ def _arrow_type(row: Row) -> Any:
 
     if isinstance(row, RaggedRow):
         return pyarrow.list_(_arrow_type(row.example))
-    row = np.asarray(row, object) if isinstance(row, bytes) else _standard(row)
+    row = _dense("", row, "parquet")
     kind = pyarrow.binary() if row.dtype.kind == "O" else pyarrow.from_numpy_dtype(row.dtype)
     for _ in range(row.ndim):
         kind = pyarrow.list_(kind)

@@ -179,21 +179,27 @@ class Parts:
             folders.remove(self._folder, name)
         self.left_out[name] = reason
 
+    @contextlib.contextmanager
+    def _or_left_out(self, name: str, who: str) -> Iterator[None]:
+        """Leaves out a part, of which `who` says what a block cannot do, for what the block raises, of many types."""
+        try:
+            yield
+        except Exception as error:
+            said = _of_converter(error, self._exported.model) if name.endswith(".tflite") else gist(error)
+            self._leave_out(name, f"{who} ({said})")
+
     def _write_keras(self) -> None:
         """Writes `model.keras`, for inference, unless Keras cannot load it again, or loads another model."""
         model, path = self._exported.model, os.path.join(self._folder, KERAS)
-        doing = "write this model"
-        try:
+        with self._or_left_out(KERAS, "Keras cannot write this model"):
             model.save(path)
-            doing = "load what it has written, as where a class lacks register_keras_serializable or get_config"
-            loaded = sys.modules[_keras.family(model)].models.load_model(path, compile=False)
-            with state_kept(model), state_kept(loaded):
-                found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
-            loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
-        except Exception as error:  # a layer without a configuration raises errors of many types
-            self._leave_out(KERAS, f"Keras cannot {doing} ({gist(error)})")
-            return
-        self._keep(KERAS, found, expected, "Keras loads", ", as where a get_config lacks an argument")
+            lacks = "as where a class lacks register_keras_serializable or get_config"
+            with self._or_left_out(KERAS, f"Keras cannot load what it has written, {lacks}"):
+                loaded = sys.modules[_keras.family(model)].models.load_model(path, compile=False)
+                with state_kept(model), state_kept(loaded):
+                    found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
+                loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
+                self._keep(KERAS, found, expected, "Keras loads", ", as where a get_config lacks an argument")
 
     def _write_safetensors(self, name: str) -> None:
         path = os.path.join(self._folder, name)
@@ -212,7 +218,7 @@ class Parts:
         if not _keras.is_model(model):
             self._leave_out(name, f"it is for Keras models, and this is a {type(model).__name__}")
             return
-        try:
+        with self._or_left_out(name, "Keras cannot write its weights"):
             import h5py  # here, as other formats do not need it
 
             model.save_weights(path)
@@ -224,15 +230,13 @@ class Parts:
                 self.differences[name] = _unequal(
                     (stored[()], one) for stored, one in pairs if not isinstance(one, ComputedValue)
                 )
-        except Exception as error:  # of a layer with a state of its own
-            self._leave_out(name, f"Keras cannot write its weights ({gist(error)})")
 
     def _write_onnx(self, name: str) -> None:
         """Writes ONNX by Keras's own export; by tf2onnx for tf_keras and for functions of the program's own."""
         import onnxruntime
 
         model, path, signature = self._exported.model, os.path.join(self._folder, name), self._exported.signature
-        try:
+        with self._or_left_out(name, "tf2onnx does not take it"):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # of numpy, about names that tf2onnx looks for
                 if _keras.family(model) == "keras" and not self._own_export:
@@ -241,30 +245,22 @@ class Parts:
                     _convert(self._exported, path)
             session = onnxruntime.InferenceSession(path)
             inputs = {one.name: self._inputs[one.name].numpy() for one in session.get_inputs()}
-            found = session.run(None, inputs)
-        except Exception as error:  # the converter's and the runtime's have many types
-            self._leave_out(name, f"tf2onnx does not take it ({gist(error)})")
-            return
-        self._keep(name, found, self._expected, "onnxruntime computes")
+            self._keep(name, session.run(None, inputs), self._expected, "onnxruntime computes")
 
     def _write_tflite(self, name: str) -> None:
-        try:
+        with self._or_left_out(name, "TensorFlow's converter does not take it"):
             content = tf.lite.TFLiteConverter.from_saved_model(os.path.join(self._folder, SAVED_MODEL)).convert()
             found = _runner(content)(**{key: tensor.numpy() for key, tensor in self._inputs.items()})
-        except Exception as error:  # the converter's errors have many types
-            self._leave_out(
-                name, f"TensorFlow's converter does not take it ({_of_converter(error, self._exported.model)})"
-            )
-            return
-        files.write_whole(os.path.join(self._folder, name), content, durable=False)
-        expected = self._serve(**self._inputs)
-        self._keep(name, [found[key] for key in expected], expected.values(), "its interpreter computes")
+        if name not in self.left_out:
+            files.write_whole(os.path.join(self._folder, name), content, durable=False)
+            expected = self._serve(**self._inputs)
+            self._keep(name, [found[key] for key in expected], expected.values(), "its interpreter computes")
 
     def _write_int8(self, name: str) -> None:
         samples = self._samples
         found, reason = (None, samples) if isinstance(samples, str) else (samples, "")
         place, inputs = os.path.join(self._folder, SAVED_MODEL), {k: one.numpy() for k, one in self._inputs.items()}
-        try:
+        with self._or_left_out(name, "TensorFlow's converter does not take it"):
             content, kind, refused = int8.quantize(place, found, int8.has_ranges(self._serve))
             try:
                 computed = _runner(content)(**inputs)
@@ -274,16 +270,12 @@ class Parts:
                 refused = refused or f"TensorFlow's interpreter does not take the whole model ({gist(error)})"
             outputs = int8.compare(self._serve, _runner(content), found.batches if found else ())
             expected = self._serve(**self._inputs)
-        except Exception as error:  # the converter's errors have many types
-            self._leave_out(
-                name, f"TensorFlow's converter does not take it ({_of_converter(error, self._exported.model)})"
-            )
-            return
-        self.differences[name] = difference([computed[key] for key in expected], list(expected.values()))
-        files.write_whole(os.path.join(self._folder, name), content, durable=False)
-        calibrated = found.of_one_size(int8.MOST_CALIBRATION).examples if found and kind == "integer" else 0
-        split, examples = (found.split, found.examples) if found else ("", 0)
-        self.int8 = Int8Cost(kind, refused or reason, split, examples, calibrated, outputs)
+        if name not in self.left_out:
+            self.differences[name] = difference([computed[key] for key in expected], list(expected.values()))
+            files.write_whole(os.path.join(self._folder, name), content, durable=False)
+            calibrated = found.of_one_size(int8.MOST_CALIBRATION).examples if found and kind == "integer" else 0
+            split, examples = (found.split, found.examples) if found else ("", 0)
+            self.int8 = Int8Cost(kind, refused or reason, split, examples, calibrated, outputs)
 
     def record(self, step: int, weights: str, checkpoint: str | None) -> ExportRecord:
         """Returns what `export.json` says, once the parts are written."""
