@@ -15,18 +15,20 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.actions.plateau import check_known, check_reported, number
-from looplib.base import orders
+from looplib.base import files, orders
 from looplib.base.messages import duration, gist, whole_number, with_cure
 from looplib.cluster.collectives import Workers
 from looplib.compat.row_updates import is_divided
 from looplib.config.formats import SAVED_MODEL
 from looplib.errors import ActionError, ExportError, FileError, MetricError, StoreError
 from looplib.exports.exports import check_exportable, is_own, sample, to_export
+from looplib.exports.new_folder import check_free
 from looplib.exports.parts import SIGNATURE, Parts
 from looplib.exports.samples import ModelInputs
 from looplib.exports.versions import REJECTED_FOLDER, VERSION, VersionRecord, versions_in
 from looplib.exports.warm_up import MOST_EXAMPLES, write_requests
 from looplib.loop.loops import Loops, loops_of
+from looplib.loop.task_loop import check_evaluation
 from looplib.run.metric_names import Mode, gain, mode_of
 from looplib.run.report import REJECTED, RunWarning
 from looplib.task.actions import Action, Event
@@ -101,7 +103,7 @@ class ExportEvery(Action):
       keep: how many versions to keep, the newest, and how many that were rejected.
       gate: an `ExportGate`; a model that fails it is kept in `<base>/rejected/`, and the training continues. Default
         None publishes all.
-      name: distinguishes it from another one; default "".
+      name: distinguishes it from another one, which needs another base; default "".
 
     Raises:
       UsageError: for bad input.
@@ -141,8 +143,10 @@ class ExportEvery(Action):
         if self._gate:
             self._check_gate(_loops(controller))
         self._next = time.monotonic() + (self._seconds or 0.0)
+        if not files.is_remote(self._versions.base):
+            check_free(self._versions.base, controller.model_dir, "export", controller.loops)
         if self.writes and controller.is_chief:
-            self._versions.claim("ExportEvery", controller, VERSION)
+            self._versions.claim("ExportEvery", controller, VERSION, self.name)
             if newest := self._versions.note().time:
                 self._next -= max(0.0, time.time() - newest)
 
@@ -150,6 +154,7 @@ class ExportEvery(Action):
         """Refuses a gate of a metric that no evaluator has, or of one that does not evaluate what is exported."""
         check_reported("ExportGate", self._gate.metric, loops.evaluations)
         split = self._gate.metric.partition("/")[0]
+        check_evaluation({split: loops.evaluations[split]}, self._gate.steps)
         task, (_, by, exported) = loops.evaluations[split].task, to_export(loops)
         variables = _variables(exported)
         if any(map(is_divided, variables)):

@@ -59,9 +59,10 @@ class Prequential(Action, StepAddition):
     They are exact on any number of replicas and workers, and after a resume. The training computes the same weights as
     without this action.
 
-    A window of examples ends after as many global batches as hold them, counted from step 0. A step that is undone
-    (`non_finite="skip"`) adds nothing. A window by time ends with the first report after it; the time counts while the
-    run is down. The chief decides for all workers.
+    A window of examples ends after as many global batches as hold them, counted from step 0; the first one of a run
+    that gets the action later has the rest of its window. A step that is undone (`non_finite="skip"`) adds nothing. A
+    window by time ends with the first report after it; the time counts while the run is down. The chief decides for all
+    workers.
 
     Metrics whose names begin with "inputs/", such as those of `looplib.input_means`, are reported beside their values
     in the first window of the run, whose names end in "_at_start".
@@ -73,9 +74,9 @@ class Prequential(Action, StepAddition):
       window: number of examples; or a time, as a text such as "1h".
 
     Raises:
-      UsageError: for bad input; when the step is traced, for an evaluator that updates variables or returns a
-        `looplib.last` or `looplib.each`; when a training starts, for a window shorter than `steps_per_loop`, on
-        parameter servers, and for a trainer with its own loop.
+      UsageError: for bad input; when the step is traced, for an evaluator that updates variables, draws random numbers
+        or returns a `looplib.last` or `looplib.each`; when a training starts, for a window shorter than
+        `steps_per_loop`, on parameter servers, and for a trainer with its own loop.
 
     Example:
         ```python

@@ -5,7 +5,7 @@ Names that other rooms may use, by file:
     exports: check_exportable, export, is_own, sample, to_export
     folder: none
     int8: none
-    new_folder: new_folder
+    new_folder: check_free, new_folder
     parts: Parts, SIGNATURE
     predictions: predict
     samples: ModelInputs

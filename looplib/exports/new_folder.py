@@ -60,7 +60,7 @@ def check_free(directory: str, model_dir: str | None, own: str, splits: Iterable
         return
     parts = os.path.relpath(os.path.realpath(directory), os.path.realpath(model_dir)).split(os.sep)
     written = {name.partition("/")[0] for name in CONTENTS if "/" in name} | {*splits}
-    if parts[0] in written and not (parts[0] == own and len(parts) > 1):
+    if parts[0] in {*written, os.curdir} and not (parts[0] == own and len(parts) > 1):
         raise RunDirectoryError(
             f"{directory} is in {os.path.join(model_dir, parts[0])}, which the run itself writes; name another "
             f"directory, such as {os.path.join(model_dir, own, 'mine')}"

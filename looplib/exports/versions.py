@@ -54,10 +54,13 @@ class Versions:
     def __init__(self, base: str) -> None:
         self.base = base
 
-    def claim(self, who: str, controller: Any, is_own: re.Pattern[str]) -> None:
-        """Refuses exports of another run, whose names begin with a folder that a pattern matches; notes whose it is."""
+    def claim(self, who: str, controller: Any, is_own: re.Pattern[str], name: str = "") -> None:
+        """Refuses exports of another run, or action, whose names begin with a folder that a pattern matches.
+
+        Notes whose folder it is: of a run, and its action of a name.
+        """
         run = controller.report.standing().url or (controller.model_dir and os.path.realpath(controller.model_dir))
-        owner = hashlib.sha256(run.encode()).hexdigest() if run else "no run directory"
+        owner = hashlib.sha256((run + name).encode()).hexdigest() if run else f"no run directory{name}"
         try:
             found: str | None = self._read(_OWNER)
         except StoreError:
@@ -68,9 +71,9 @@ class Versions:
             found = None
         if found != owner:
             raise ExportError(
-                f"{self.base} has exports of another run, or of this one before it was moved, which {who} would "
-                f"replace and remove; give it another directory, or write {owner!r} into {self.base}/{_OWNER} if they "
-                "are this run's"
+                f"{self.base} has exports of another run or action, or of this one before it was moved, which {who} "
+                f"would replace and remove; give it another directory, or write {owner!r} into "
+                f"{self.base}/{_OWNER} if they are its own"
             )
         self._write(_OWNER, owner)
         folders.remove_unfinished(self.base)

@@ -27,7 +27,7 @@ from tensorflow.core.framework import tensor_pb2  # noqa: F401  (its descriptor)
 import looplib
 from looplib.__main__ import main as cli
 from looplib.binary import trial
-from looplib.errors import ActionError, ExportError, MetricError, SettingError
+from looplib.errors import ActionError, EndlessDataError, ExportError, MetricError, RunDirectoryError, SettingError
 from looplib.exports.versions import VersionRecord, versions_in
 from looplib.processes.group import hold_ports
 from looplib.report.alerts import RunObserver
@@ -370,16 +370,16 @@ def test_versions_grow_over_restarts_lost_notes_and_a_run_that_goes_back(tmp_pat
 
 def test_a_base_of_another_run_is_refused(model, tmp_path):
     shutil.copytree(model.parents[1], tmp_path / "copy")
-    with pytest.raises(ExportError, match="has exports of another run"):
+    with pytest.raises(ExportError, match="has exports of another run or action"):
         train(tmp_path / "copy", 4)
     assert whole(tmp_path / "copy" / "base") == [1]
     (tmp_path / "other" / "base" / "7").mkdir(parents=True)
-    with pytest.raises(ExportError, match="has exports of another run"):
+    with pytest.raises(ExportError, match="has exports of another run or action"):
         train(tmp_path / "other", 4)
     owner = tmp_path / "copy" / "base" / ".looplib-run"
     owner.unlink()
     owner.symlink_to(model.parents[0] / ".looplib-run")
-    with pytest.raises(ExportError, match="has exports of another run"):
+    with pytest.raises(ExportError, match="has exports of another run or action"):
         train(tmp_path / "copy", 4)
 
 
@@ -458,7 +458,27 @@ def test_bad_settings_are_a_sentence(tmp_path):
     with toy.controller(None, trainer, evaluators, actions=[action]) as controller:
         with pytest.raises(ActionError, match="other evaluates other weights than RegressionEvaluator exports"):
             controller.train(1)
+    endless = toy.RegressionEvaluator(trainer.model)
+    endless.dataset = lambda context: toy.RegressionEvaluator.dataset(endless, context).repeat()
+    with toy.controller(None, trainer, endless, actions=[looplib.ExportEvery(1, tmp_path / "base", gate=GATE)]) as one:
+        with pytest.raises(EndlessDataError, match="'eval' never ends"):
+            one.train(1)
     assert not os.path.exists(tmp_path / "base")
+
+
+@pytest.mark.parametrize("folder", ["", "checkpoints", "train", "eval/models", "export"])
+def test_a_base_in_a_folder_that_the_run_writes_is_refused(folder, tmp_path):
+    action = looplib.ExportEvery(1, tmp_path / folder)
+    with toy.controller(None, *toy.build(make_strategy("default")), model_dir=tmp_path, actions=[action]) as controller:
+        with pytest.raises(RunDirectoryError, match="which the run itself writes; name another directory"):
+            controller.train(1)
+
+
+def test_two_actions_do_not_share_a_base(tmp_path):
+    both = [looplib.ExportEvery(1, tmp_path / "base", name=name) for name in ("", "other")]
+    with toy.controller(None, toy.Regression(), model_dir=tmp_path / "run", actions=both) as controller:
+        with pytest.raises(ExportError, match="has exports of another run or action"):
+            controller.train(1)
 
 
 def test_a_dry_run_writes_no_version(tmp_path):

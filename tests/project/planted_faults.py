@@ -306,7 +306,7 @@ FAULTS = [
     Fault("data in Python: a loader that is longer than its length is said", "data/loader.py",
           "if ended := self._index == self.length:", "if ended := False:", "python_data"),
     Fault("an export writes into no folder of the run", "exports/new_folder.py",
-          "if parts[0] in written and", "if False and", "exports/export_formats"),
+          "if parts[0] in {*written, os.curdir} and", "if False and", "exports/export_formats"),
     Fault("an estimate counts the saves before evaluations", "binary/estimate.py",
           "found = sorted({*by_steps, *self.evaluations, self.end})", "found = sorted({*by_steps, self.end})", "estimate"),
     Fault("an estimate leaves the run directory as it is", "binary/trial.py",
