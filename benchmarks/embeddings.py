@@ -28,6 +28,7 @@ import looplib
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measurements of each.")
 _ROWS = flags.DEFINE_multi_integer("rows", [10_000, 100_000, 1_000_000], "Sizes of the table.")
 _ON = flags.DEFINE_enum("on", "device", ["device", "servers", "workers"], "What holds the table.")
+_PARTS = flags.DEFINE_integer("parts", 2, "Parts of the table on servers or workers.")
 _GROWING = flags.DEFINE_bool("growing", False, "Measures tables that give rows to new ids.")
 _DIM, _BATCH, _IDS, _EXAMPLES = 32, 256, 8, 25_600
 _STEPS = {"few": 40, "many": 100}
@@ -144,7 +145,7 @@ def _by_looplib(rows: int, steps: int) -> tuple[float, int]:
         flags_ = [f"--model_dir={folder}", f"--strategy={strategy}", "--steps_per_loop=500",
                   f"--train_steps={steps}"]  # fmt: skip
         before = _loopback()
-        _launched("benchmarks.embeddings", *flags_, ROWS=str(rows))
+        _launched("benchmarks.embeddings", *flags_, ROWS=str(rows), PARTS=str(_PARTS.value))
         sent = _loopback() - before
         with open(os.path.join(folder, "metrics.jsonl")) as file:
             rates = [json.loads(line)["steps_per_second"] for line in file]
@@ -157,7 +158,8 @@ def _with_servers(rows: int) -> None:
     for _ in range(_ROUNDS.value):
         rate, sent = _by_looplib(rows, many)
         ours.append(rate)
-        text = _launched("benchmarks.embeddings_by_hand", f"--rows={rows}", f"--steps={many}")
+        flags_ = [f"--rows={rows}", f"--steps={many}", f"--parts={_PARTS.value}"]
+        text = _launched("benchmarks.embeddings_by_hand", *flags_)
         by_hand.append(float(re.search(r"rate (\S+)", text)[1]))
     size = (sent - _by_looplib(rows, few)[1]) / (many - few)
     ratio = statistics.median(one / other for one, other in zip(ours, by_hand))
@@ -183,5 +185,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     if "ROWS" in os.environ:
-        looplib.launch.run(lambda config: (_Mean(int(os.environ["ROWS"]), 4), None), global_batch_size=_BATCH)
+        sizes = [int(os.environ[name]) for name in ("ROWS", "PARTS")]
+        looplib.launch.run(lambda config: (_Mean(*sizes), None), global_batch_size=_BATCH)
     app.run(main)

@@ -1,6 +1,5 @@
 """The step of `benchmarks.embeddings` with a ShardedVariable, without looplib; run by it with TF_CONFIG."""
 
-import json
 import os
 import time
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 from absl import app, flags
 
 _ROWS = flags.DEFINE_integer("rows", 10_000, "Size of the table.")
+_PARTS = flags.DEFINE_integer("parts", 2, "Parts of the table.")
 _STEPS = flags.DEFINE_integer("steps", 300, "Steps that are measured.")
 _DIM, _BATCH, _IDS, _EXAMPLES, _CALL = 32, 256, 8, 25_600, 20
 
@@ -29,8 +29,9 @@ def main(argv: list[str]) -> None:
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if resolver.task_type != "chief":
         _serve(resolver)
-    servers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["ps"])
-    partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(min_shard_bytes=65_536, max_shards=servers)
+    partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(
+        min_shard_bytes=65_536, max_shards=_PARTS.value
+    )
     strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
     random = np.random.default_rng(0)
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> None:
     with strategy.scope():
         table = tf.Variable(tf.random.uniform((_ROWS.value, _DIM), -0.05, 0.05))
         sums = tf.Variable(tf.fill((_ROWS.value, _DIM), 0.1))
-        kernel = tf.Variable(tf.random.normal([_DIM, 1]))
+        kernel, bias = tf.Variable(tf.random.normal([_DIM, 1])), tf.Variable(tf.zeros([1]))
+        dense = [(one, tf.Variable(tf.fill(one.shape, 0.1))) for one in (kernel, bias)]
     parts = list(zip(table.variables, sums.variables))
 
     def dataset() -> tf.data.Dataset:
@@ -51,15 +53,17 @@ def main(argv: list[str]) -> None:
         with tf.GradientTape() as tape:
             rows = tf.nn.embedding_lookup(table, tf.reshape(batch, [-1]))
             means = tf.reduce_mean(tf.reshape(rows, [_BATCH, _IDS, _DIM]), axis=1)
-            loss = tf.reduce_mean(tf.square(means @ kernel - wanted))
-        *gradients, of_kernel = tape.gradient(loss, [*table.variables, kernel])
+            loss = tf.reduce_mean(tf.square(means @ kernel + bias - wanted))
+        *gradients, of_kernel, of_bias = tape.gradient(loss, [*table.variables, kernel, bias])
         for (part, slot), gradient in zip(parts, gradients):
             with tf.device(part.device):
                 found, places = tf.unique(gradient.indices)
                 summed = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(found))
                 slot.scatter_add(tf.IndexedSlices(tf.square(summed), found))
                 part.scatter_sub(tf.IndexedSlices(0.1 * summed / tf.sqrt(slot.sparse_read(found) + 1e-7), found))
-        kernel.assign_sub(0.1 * of_kernel)
+        for (one, slot), gradient in zip(dense, (of_kernel, of_bias)):
+            with tf.device(one.device):
+                one.assign_sub(0.1 * gradient / tf.sqrt(slot.assign_add(tf.square(gradient)) + 1e-7))
 
     @tf.function
     def steps(iterator: tf.data.Iterator) -> None:

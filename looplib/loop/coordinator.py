@@ -8,7 +8,7 @@ call that is repeated, because its worker died, counts once, and the coordinator
 import collections
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -148,8 +148,9 @@ def unpacked(packed: tf.Tensor) -> WorkerResult:
 
 _AHEAD = 2  # calls for each worker that are under way or wait for it
 # A call takes half of a worker's share of what is left, within these seconds: calls get shorter towards a boundary, so
-# that workers end together (guided self-scheduling: Polychronopoulos and Kuck, 1987).
-_SHORTEST, _LONGEST = 0.05, 0.5
+# that workers end together (guided self-scheduling: Polychronopoulos and Kuck, 1987). Around its steps, a call needs
+# about 0.01 s.
+_SHORTEST, _LONGEST = 0.1, 1.0
 _PARTS = 8  # of an evaluation, for each worker
 
 
@@ -276,7 +277,7 @@ class RemoteLoop(InnerLoop):
             )
         if self._by_number:
             self._iterators = self._iterate(self._draw_by_number)
-            self._guarded(lambda: self._result(self._schedule([])))  # traces it
+            self._guarded(lambda: self._result(self._schedule(range(0))))  # traces it
 
     @property
     def _by_number(self) -> bool:
@@ -326,7 +327,8 @@ class RemoteLoop(InnerLoop):
 
     def _size(self, left: int) -> int:
         shortest, longest = (max(1, int(seconds / self._seconds_per_step)) for seconds in (_SHORTEST, _LONGEST))
-        return min(left, longest, max(shortest, -(-left // (2 * self._workers))))
+        share = left if self._workers == 1 else -(-left // (2 * self._workers))
+        return min(left, longest, max(shortest, share))
 
     def _evaluate(self, steps: int) -> LoopResult:
         if self._reducer.has_keras_metrics:  # their variables take one update at a time, so here and one by one
@@ -365,18 +367,19 @@ class RemoteLoop(InnerLoop):
 
     # On a worker.
 
-    def _run(self, iterator: Any, numbers: tf.Tensor, ahead: tf.Tensor) -> tf.Tensor:
+    def _run(self, iterator: Any, given: tf.Tensor) -> tf.Tensor:
         """Trains on, or evaluates, batches.
 
         Args:
           iterator: of the worker's pipeline.
-          numbers: int64 `[k]`, the numbers of the batches.
-          ahead: int64 scalar, how many more batches than steps the run has had, because rollbacks left some out.
+          given: int64 `[4]`, in one tensor because each is sent by itself: start, stop and step of the range of the
+            batches' numbers, and how many more batches than steps the run has had, because rollbacks left some out.
 
         Returns:
           See `packed`.
         """
         self._note_trace()
+        numbers, ahead = tf.range(given[0], given[1], given[2]), given[3]
         if self._by_number:
             for queue in self._open_queues():
                 tf.raw_ops.QueueEnqueueManyV2(handle=queue, components=[numbers])
@@ -441,7 +444,7 @@ class RemoteLoop(InnerLoop):
             with tf.device("/job:ps/task:0/device:CPU:0"):
                 self._ticket = tf.Variable(0, dtype=tf.int64, trainable=False, name="pipelines")
         try:
-            return iter(self._coordinator.create_per_worker_dataset(make))
+            return iter(self._coordinator.create_per_worker_dataset(lambda: make().prefetch(2)))
         except UsageError:
             raise
         except Exception as error:  # whatever a user's pipeline raises
@@ -450,10 +453,10 @@ class RemoteLoop(InnerLoop):
                 "use TensorFlow in it as one does there, without .numpy() or Python that depends on a tensor's value"
             ) from error
 
-    def _schedule(self, numbers: Iterable[int], ahead: int = 0) -> Any:
-        numbers = list(numbers)
-        components = tf.constant(numbers, tf.int64, shape=[len(numbers)])
-        return self._coordinator.schedule(self._call, args=(self._iterators, components, *_int64(ahead)))
+    def _schedule(self, numbers: range, ahead: int = 0) -> Any:
+        # As a range, because the function would be traced again for each length of a list.
+        given = tf.constant([numbers.start, numbers.stop, numbers.step, ahead], tf.int64)
+        return self._coordinator.schedule(self._call, args=(self._iterators, given))
 
     def _result(self, call: Any) -> WorkerResult:
         return unpacked(call.get())
@@ -500,9 +503,12 @@ def _count_exactly(optimizer: Any) -> None:
     iterations = optimizer.iterations
     if _keras.is_variable(iterations):
         variable = iterations.value
-        Replacement(
-            iterations, "assign_add", lambda _: lambda value: variable.assign_add(tf.cast(value, variable.dtype))
-        )
+
+        def assign_add(value: Any) -> tf.Tensor:
+            with tf.device(variable.device):  # so that a constant is not sent there at each step
+                return variable.assign_add(tf.cast(value, variable.dtype))
+
+        Replacement(iterations, "assign_add", lambda _: assign_add)
 
 
 def _check_data(stream: RemoteStream) -> None:

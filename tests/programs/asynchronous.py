@@ -218,8 +218,9 @@ def tries():
 
     def train(name, made):
         made.train(20)
-        iterations = int(made.loops["train"].task.optimizer.iterations)
-        print(f"{name}: at step {made.global_step}, {made.rollbacks} rollbacks, {iterations} iterations", flush=True)
+        loop = made.loops["train"]
+        counts = f"{made.rollbacks} rollbacks, {int(loop.task.optimizer.iterations)} iterations, {loop.traces} trace"
+        print(f"{name}: at step {made.global_step}, {counts}", flush=True)
 
     policy = looplib.CheckpointPolicy(every_steps=10)
     guards = lambda name: {"checkpoints": policy, "guards": looplib.Guards(non_finite=name)}
