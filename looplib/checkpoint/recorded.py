@@ -119,8 +119,8 @@ class RecordedParts:
         if not found and saved == now and None not in (training.order, record.order) and training.order != record.order:
             logging.warning(
                 "the examples come in another order than that of step %d (shuffle, block, name, whole_epochs and plans "
-                "of context.indices, records and resident decide it), so that some of this epoch come twice, and "
-                "others do not come", step,
+                "of context.indices, records and resident decide it), so that some come twice, and others do not come",
+                step,
             )  # fmt: skip
         if found:
             logging.warning(

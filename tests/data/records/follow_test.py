@@ -110,7 +110,7 @@ def test_the_order_within_a_file_is_shuffled_and_does_not_depend_on_replicas_or_
     assert state(three) == state(one)
 
 
-def test_a_run_continues_where_it_was_also_when_files_were_removed_that_it_has_read(tmp_path):
+def test_a_run_continues_where_it_was_also_when_files_were_removed_that_it_has_read(tmp_path, caplog):
     files, model_dir = tmp_path / "files", str(tmp_path / "run")
     for day in range(6):
         write(files, f"day-{day}.txt", range(day * 30, day * 30 + 30))
@@ -131,6 +131,9 @@ def test_a_run_continues_where_it_was_also_when_files_were_removed_that_it_has_r
     run.train(steps=22)
     assert state(trainer) == state(whole)
     run.close()
+    assert "another order" not in caplog.text
+    controller(tmp_path / "elsewhere", model_dir, shuffle=False)[0].close()
+    assert "the examples come in another order than that of step 22" in caplog.text
 
 
 def test_a_file_that_is_written_slowly_is_taken_once_it_is_unchanged_for_the_time_that_is_set(tmp_path):
