@@ -67,6 +67,15 @@ def check_kinds(strategy: Any, actions: Any) -> None:
         raise StrategyError(
             f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
         )
+    if isinstance(strategy, tf.distribute.MirroredStrategy):
+        found = [device.name.partition("device:")[2] for device in tf.config.list_logical_devices()]
+        wanted = [name.partition("device:")[2] for name in strategy.extended.worker_devices]  # such as CPU:0
+        if missing := [name for name in wanted if name not in found]:
+            raise StrategyError(
+                f"the strategy has a replica on {missing[0]}, and TensorFlow has {join_names(found)} only, so that "
+                "replicas would wait for each other without end; name devices that exist, or divide one by "
+                "tf.config.set_logical_device_configuration first"
+            )
     if isinstance(actions, str) or not isinstance(actions, Sequence):
         raise ActionError(f"actions is {shown(actions)}; expected a list of functions of one looplib.Event")
     for action in actions:
