@@ -17,9 +17,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.base import folders
 from looplib.base.decoding import MisfitError
 from looplib.base.files import is_remote, resolve, safe_name
-from looplib.base.messages import duration, gist, is_utf8, shown, whole_number
+from looplib.base.messages import duration, gist, shown, whole_number
 from looplib.cluster.collectives import Workers
 from looplib.cluster.preemption import notice
 from looplib.data.context import DatasetCall, InputContext
@@ -360,8 +361,11 @@ class FollowedFiles(Numbered):
                 self._tell(name, "is gone before the run has taken it, so that its records are not trained on")
         names = sorted(sizes.keys() - taken.keys())
         self._waiting = collections.deque((name, sizes[name]) for name in names)
-        if bad := next((name for name in names if not is_utf8(name)), None):
-            raise RecordsError(f"{self.pattern!r} matches {shown(bad)}, whose name is not UTF-8; rename it")
+        if bad := next((name for name in names if not all(map(folders.is_name, name.split("/")))), None):
+            raise RecordsError(
+                f"{self.pattern!r} matches {shown(bad)}, a name that no checkpoint can hold, with a backslash or bytes "
+                "that are not UTF-8; rename it"
+            )
         for name in sizes.keys() & taken.keys():
             if sizes[name] != taken[name]:
                 self._tell(name, "was changed after the run had taken it; write new records to new files")

@@ -339,6 +339,12 @@ def test_what_cannot_follow_is_refused_in_a_sentence(tmp_path):
     refused(lambda c: tf.data.Dataset.zip((c.records(files, follow=True), c.records(files, follow=True))), "twice")
     with pytest.raises(looplib.UsageError, match=r"Follow.newest is '7 days'"):
         looplib.Follow(newest="7 days")
+    for name in ("day-1\\.txt", os.fsdecode(b"day-\xff.txt")):
+        write(tmp_path / "named", name, range(8))
+        run, _ = controller(tmp_path / "named")
+        with run, pytest.raises(looplib.UsageError, match="a name that no checkpoint can hold"):
+            run.train(steps=1)
+        (tmp_path / "named" / name).unlink()
 
 
 def test_a_signal_ends_a_wait_at_once_with_a_save_and_a_wait_is_no_stall(nursery, tmp_path):
