@@ -56,7 +56,8 @@ class RecordedParts:
         record.actions = self._actions.save()
         record.engines = self.loops.engines
         record.seed, record.global_batch_size, record.loop = config.seed, config.global_batch_size, config.loop
-        record.examples, record.order, record.files = training.examples, training.order, training.fingerprint
+        record.examples, record.files = training.examples, training.fingerprint
+        record.order = self._order(record, int(self.loops.global_step))
 
     def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
         """Restores the parts of a training from the record of a checkpoint.
@@ -97,6 +98,12 @@ class RecordedParts:
             logging.info("the steps are traced again, with the restored constants of %s", layers)
             self.loops.retrace(layers)
 
+    def _order(self, record: RunRecord, step: int) -> int | None:
+        """Returns a checksum of the order of the examples up to a step, or of the first of them."""
+        order = self.loops.training.order
+        number = min(len(order), record.saved_batches.before(step + record.input_offset)) if order else 0
+        return order[number - 1] if number else None
+
     def _warn_of_other_data(self, record: RunRecord, step: int, position: bytes | None) -> None:
         training = self.loops.training
         examples, files = training.examples, training.fingerprint
@@ -116,7 +123,8 @@ class RecordedParts:
             found.insert(0, f"it has {examples} examples, and had {record.examples}")
             order = ", in another order"
         saved, now = ((of.seed, of.global_batch_size) for of in (record, self.loops.config))
-        if not found and saved == now and None not in (training.order, record.order) and training.order != record.order:
+        orders = {record.order, self._order(record, step)}
+        if not found and saved == now and len(orders - {None}) > 1:
             logging.warning(
                 "the examples come in another order than that of step %d (shuffle, block, name, whole_epochs and plans "
                 "of context.indices, records and resident decide it), so that some come twice, and others do not come",

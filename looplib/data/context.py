@@ -90,13 +90,16 @@ class DatasetRequests:
     loader: "LoaderReader | None" = None  # what reads a loader, once `loader` was called
     calls: list[DatasetCall] = dataclasses.field(default_factory=list)  # in their order
 
-    def order(self) -> int | None:
-        """Returns a checksum of the order of the examples that come first in a run; None where that is not known."""
+    def order(self) -> list[int]:
+        """Returns checksums of the order of the first examples of a run, up to each of them; [] if it is not known."""
         orders = [call.order for call in self.calls if call.order is not None]
         with tf.init_scope():
             positions = tf.range(_PROBED, dtype=tf.int64)[tf.newaxis]
-            found = [np.asarray(part).tobytes() for order in orders for part in tf.nest.flatten(order(positions))]
-        return zlib.crc32(b"".join([str(self.epoch).encode(), *found])) if found else None
+            parts = [np.asarray(part)[0] for order in orders for part in tf.nest.flatten(order(positions))]
+        checksums = [zlib.crc32(str(self.epoch).encode())]
+        for example in zip(*parts):
+            checksums.append(zlib.crc32(b"".join(part.tobytes() for part in example), checksums[-1]))
+        return checksums[1:]
 
     @property
     def last(self) -> DatasetCall | None:

@@ -225,7 +225,7 @@ class Pipelines:
             sequential=sequential,
             epoch=requests.epoch,
             examples=requests.examples,
-            order=requests.order() if self.training else None,
+            order=requests.order() if self.training else (),
             fingerprint=requests.reader.fingerprint() if self.training and requests.reader else {},
             lengths=lengths,
         )

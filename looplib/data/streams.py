@@ -80,7 +80,7 @@ class BatchProperties:
     sequential: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples there are; None where that is not known
-    order: int | None = None  # a checksum of the order of the examples of a training; None where that is not known
+    order: Sequence[int] = ()  # of a training, see `DatasetRequests.order`
     # of the files of a training, see `RecordReader.fingerprint`
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     lengths: ShareLengths | None = None  # of the workers' shares of a training; None where each reads by itself

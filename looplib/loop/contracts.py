@@ -307,7 +307,7 @@ class TrainingLoop(Loop):
     batches: Batches | None = None  # the sizes of the global batches; None for data that looplib does not read
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples the data has; None where that is not known
-    order: int | None = None  # a checksum of the order of the examples; None where that is not known
+    order: Sequence[int] = ()  # see `DatasetRequests.order`
     # of the files of the data, see `RecordReader.fingerprint`; None where it is not known
     fingerprint: dict[str, str] | None = None
 

@@ -67,13 +67,13 @@ def check_kinds(strategy: Any, actions: Any) -> None:
         raise StrategyError(
             f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
         )
-    if isinstance(strategy, tf.distribute.MirroredStrategy):
+    if isinstance(strategy, (tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)):
         found = [device.name.partition("device:")[2] for device in tf.config.list_logical_devices()]
         wanted = [name.partition("device:")[2] for name in strategy.extended.worker_devices]  # such as CPU:0
         if missing := [name for name in wanted if name not in found]:
             raise StrategyError(
-                f"the strategy has a replica on {missing[0]}, and TensorFlow has {join_names(found)} only, so that "
-                "replicas would wait for each other without end; name devices that exist, or divide one by "
+                f"the strategy has a replica on {missing[0]}, and TensorFlow has {join_names(found)} only, where it "
+                "would run instead, or wait without end for another; name devices that exist, or divide one by "
                 "tf.config.set_logical_device_configuration first"
             )
     if isinstance(actions, str) or not isinstance(actions, Sequence):

@@ -118,7 +118,7 @@ class RunRecord:
       earlier_batches: the global batches of other sizes that came before.
       loop: the name of the engine.
       examples: how many examples the training data has; None where that is not known.
-      order: a checksum of the order of the examples; None where that is not known.
+      order: a checksum of the order of the first examples that the run has read; None where that is not known.
       files: checksums of the files of the training data, see `RecordReader.fingerprint`; None where there are none.
       names: what the variables are called; None in a record that has none.
       contents: dict from the name of a table, or of a layer that has learned from data, to its `Contents`.

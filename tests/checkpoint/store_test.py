@@ -714,8 +714,8 @@ _BY_RECORDS = lambda context, **how: context.records(_ROWS, **how).map(
 )
 
 
-def _mixed(context, share):
-    mixture = looplib.Mixture({"a": toy.NUM_EXAMPLES, "b": 8}, {"a": share, "b": 1 - share})
+def _mixed(context, share, schedule=None):
+    mixture = looplib.Mixture({"a": toy.NUM_EXAMPLES, "b": 8}, {"a": share, "b": 1 - share}, schedule)
     return context.indices(mixture).map(lambda source, ids: ids)
 
 
@@ -726,6 +726,7 @@ _ORDERS = {
     "with seeds": lambda context: context.indices(toy.NUM_EXAMPLES, seeds=True).map(lambda ids, seeds: ids),
     "mixed": lambda context: _mixed(context, 0.5),
     "mixed otherwise": lambda context: _mixed(context, 0.7),
+    "mixed otherwise later": lambda context: _mixed(context, 0.5, {2: {"a": 1.0, "b": 0.0}}),
     "records": lambda context: _BY_RECORDS(context, block=4),
     "smaller blocks": lambda context: _BY_RECORDS(context, block=2),
 }
@@ -738,6 +739,7 @@ _ORDERS = {
         ("indices", "named", True),
         ("mixed", "mixed otherwise", True),
         ("records", "smaller blocks", True),
+        ("mixed", "mixed otherwise later", False),
         ("indices", "with seeds", False),
         ("records", "records", False),
     ],

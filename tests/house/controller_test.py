@@ -604,6 +604,7 @@ def test_a_strategy_or_action_or_writer_of_another_kind_is_a_sentence():
             {"strategy": tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:9"])},
             "a replica on CPU:9, and TensorFlow has CPU",
         ),
+        ({"strategy": tf.distribute.OneDeviceStrategy("GPU:7")}, "a replica on GPU:7, and TensorFlow has CPU"),
         ({"actions": [3]}, "the action 3 is not callable"),
         ({"writers": [print]}, "is not a looplib.Writer"),
     ):
