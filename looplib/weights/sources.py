@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from looplib.stores.shards import refusal
-
 MOST_DIMENSIONS = 32
 MOST_HEADER = 1 << 24  # bytes of names and shapes
 
@@ -54,6 +52,8 @@ class StoredTensor:
         found = np.empty(math.prod(self.shape), self.dtype)
         file.seek(place)
         if file.readinto(found.view(np.uint8)) != self.bytes:
+            from looplib.stores.shards import refusal  # here, as few runs read files of weights
+
             raise refusal(path, "it was shortened while it was read")
         return found.reshape(self.shape)
 
